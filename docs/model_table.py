@@ -10,7 +10,7 @@ import re
 
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.task_heads import has_vectors, task_heads
+from dtransformer.models.pretrained.families.task_heads import BARE, task_heads
 from tests.distributed.parity_runs import RUNS
 from tests.models.pretrained.family_rows import ADAPTERS, FORM_OF, PRESETS_OF
 from tests.models.pretrained.published import FAMILY_OF
@@ -32,7 +32,7 @@ def presets(kind):
 def layouts(form):
     """Return how many layouts a form of the harness is trained on by the tests."""
     networks = [run.partition("/")[0].partition(".")[0] for run in RUNS]
-    return sum(re.sub("^deep_|_frozen$|_lora$", "", name) == form for name in networks)
+    return sum(re.sub("^(deep_)?(long_)?|_frozen$|_lora$", "", name) == form for name in networks)
 
 
 def row(kind, family):
@@ -40,7 +40,7 @@ def row(kind, family):
     checked = [name for name, of in FAMILY_OF.items() if of == kind]
     form = FORM_OF.get(kind) or FORMS[family.network.__name__]
     heads = [x.removeprefix("For") for x in task_heads(kind)]
-    heads += ["vectors"] * has_vectors(kind)
+    heads += ["vectors"] * (kind in BARE)
     return (
         f"`{kind}`",
         f"`{family.architecture}`",

@@ -35,10 +35,10 @@ def gemma(vocab_size, num_layers):
 
 
 def olmo(vocab_size, num_layers):
-    """OLMo's form: norms of outputs, of all heads together, YaRN; with Granite's multipliers."""
+    """OLMo's form: norms of outputs, of all heads together, YaRN; also as Granite and Ministral 3."""
     own = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "tied_head": False}
     own |= {"residual_scale": 0.5, "logits_scale": 2.0, "rotary_fraction": 0.5}
-    pattern = [{"window": 4}, {"rotary_scaling": _YARN}]
+    pattern = [{"window": 4}, {"rotary_scaling": {**_YARN, "llama_4_scaling_beta": 0.5}}]
     return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own, block_pattern=pattern)
 
 
@@ -87,6 +87,13 @@ def deepseek(vocab_size, num_layers):
     )
 
 
+def hunyuan(vocab_size, num_layers):
+    """HunYuan's form: norms of queries and keys after these turn."""
+    own = {"qk_norm": "rms_norm", "qk_norm_after_rotary": True, "tied_head": False}
+    own["rotary_scaling"] = {"type": "linear", "factor": 2.0}
+    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own)
+
+
 def modernbert(vocab_size, num_layers):
     """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
     own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
@@ -106,5 +113,6 @@ DECODERS = {
     "glm_experts": glm_experts,
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
+    "hunyuan": hunyuan,
 }
 ENCODERS = {"modernbert": modernbert}

@@ -265,6 +265,8 @@ def _of_blocks(make):
 
 
 FORMS = {**block_networks.DECODERS, **block_networks.ENCODERS}
+# Those of sequences that shards of them divide, too.
+FORMS |= {f"long_{name}": FORMS[name] for name in ("olmo", "gpt_oss", "deepseek")}
 DEEP_NETWORKS = {
     **{f"deep_{name}": _of_blocks(make) for name, make in FORMS.items()},
     "deep": adamw,

@@ -206,7 +206,6 @@ _DATA = {
     "packed": _with_segments,
     "causal": _as_texts,
     "long": _divisible,
-    **dict.fromkeys(("long_causal", "long_moe"), lambda *batch: _as_texts(*_divisible(*batch))),
     "moe": _as_texts,
     "moe_global": _as_texts,
     "llama": _as_texts,
@@ -214,6 +213,10 @@ _DATA = {
     "llama_frozen": _as_texts,
     "bert": _as_texts,
     **dict.fromkeys(FORMS, _as_texts),
+    **dict.fromkeys(
+        ("long_causal", "long_moe", *(name for name in FORMS if name.startswith("long_"))),
+        lambda *batch: _as_texts(*_divisible(*batch)),
+    ),
     "sentences": _as_sentences,
     "bart": _starting_with_padding,
     "t5": _starting_with_padding,

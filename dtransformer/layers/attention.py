@@ -14,12 +14,12 @@ from dtransformer.layers.attention_inputs import (
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_rate, check_size, register
-from dtransformer.layers.cached_attention import of_prefix, prefix_length, with_new_positions
+from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_positions
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
-from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
+from dtransformer.layers.rotary import attention_factor, query_factor, rotary_frequencies, rotate
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
@@ -68,6 +68,7 @@ class MultiHeadAttention(StreamLayer):
             None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
             of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
+        qk_norm_after_rotary: whether they come after the turning, as HunYuan's.
         sinks: whether each head has a score that is learnt, besides those of its keys; see
             `attention`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
@@ -128,6 +129,7 @@ class MultiHeadAttention(StreamLayer):
         soft_cap: float | None = None,
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
+        qk_norm_after_rotary: bool = False,
         sinks: bool = False,
         implementation: str = "auto",
         **kwargs,
@@ -153,6 +155,7 @@ class MultiHeadAttention(StreamLayer):
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
         self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
+        self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
@@ -250,10 +253,13 @@ class MultiHeadAttention(StreamLayer):
             check_mask(attention_mask, query, key.shape[1], self.num_heads)
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
-            q, k = self._normalized(q, k)
-            q, k = self._turned(q, k, cache if decodes else {})
+            masks = attention_mask, prefix_mask
+            turned = lambda q, k: self._turned(q, k, cache, masks)
+            order = (self._normalized, turned)[:: -1 if self.qk_norm_after_rotary else 1]
+            for step in order:
+                q, k = step(q, k)
             if decodes:
-                masks, bias = (attention_mask, prefix_mask), self._bias(position_table)
+                bias = self._bias(position_table)
                 cache, *seen = with_new_positions(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
                 cache = of_prefix(k, v, self.window)
@@ -294,13 +300,18 @@ class MultiHeadAttention(StreamLayer):
             heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
-    def _turned(self, q, k, cache):
+    def _turned(self, q, k, cache, masks):
         """Turn queries and keys of a sequence's next positions by the angles of these."""
         if self.rotary_base is None:
             return q, k
-        start = cache.get("index", 0) + prefix_length(cache)
-        positions = start + tf.range(static_or_dynamic_shape(q)[2])
-        return [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
+        grows = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
+        in_texts = bool(grows) or self.qk_norm_after_rotary  # more counts than their distance
+        positions = next_positions(q, cache, *masks, in_texts)
+        q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
+        if grows:
+            factor = query_factor(positions, self.rotary_scaling)
+            q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
+        return q, k
 
     def _normalized(self, q, k):
         if self.query_norm is None:

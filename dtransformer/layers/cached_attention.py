@@ -6,7 +6,8 @@ With a window of w positions a cache keeps w - 1 of the prefix and w of each hyp
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import expand_mask, is_near
+from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
+from dtransformer.layers.position import first_of_segment
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -101,3 +102,41 @@ def prefix_length(cache: dict) -> int | tf.Tensor:
     if "prefix_length" in cache:
         return cache["prefix_length"]
     return static_or_dynamic_shape(cache["prefix_key"])[2] if "prefix_key" in cache else 0
+
+
+def next_positions(
+    q: tf.Tensor,
+    cache: dict | None,
+    mask: tf.Tensor | Segments | None,
+    prefix_mask: tf.Tensor | None,
+    in_texts: bool,
+) -> tf.Tensor:
+    """Return the position of each query, from 0: int [b·k or 1, s].
+
+    Those in a text begin anew in each of the texts that are packed into a row, and after the padding
+    on the left of those that are continued. Without a cache padding counts, as in `transformers`.
+
+    Args:
+        q: tensor [b·k, n, s, d].
+        cache: as `MultiHeadAttention`'s: an empty dict where texts [b, s] begin; None for none.
+        mask: as `MultiHeadAttention`'s.
+        prefix_mask: bool tensor [b, p]; None for all.
+        in_texts: whether they are those in a text; else in a row, where their distance alone counts.
+    """
+    rows, _, length, _ = static_or_dynamic_shape(q)
+    positions = tf.range(length)[None]
+    if cache and in_texts and prefix_mask is not None:
+        size = static_or_dynamic_shape(prefix_mask)[0]
+        return positions + cache["index"] + tf.repeat(_count(prefix_mask), rows // size)[:, None]
+    if cache:
+        return positions + cache["index"] + prefix_length(cache)
+    if in_texts and isinstance(mask, Segments):
+        if cache is not None:
+            return positions - _count(~tf.cast(mask.queries, "bool"))[:, None]
+        if not mask.queries.dtype.is_bool:
+            return positions - first_of_segment(mask.queries)
+    return positions
+
+
+def _count(mask):
+    return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)

@@ -26,7 +26,7 @@ from dtransformer.parallel.zero.gather import unsharding_ahead
 # What blocks hand on to attention: to all of it, and to that of a sequence to itself.
 _OF_ATTENTION = (
     *("num_kv_heads", "head_dim", "qkv_bias", "query_scale", "soft_cap", "qk_norm"),
-    *("qk_norm_epsilon", "implementation"),
+    *("qk_norm_epsilon", "qk_norm_after_rotary", "implementation"),
 )
 _OF_OWN_ATTENTION = (
     *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
@@ -63,7 +63,8 @@ class TransformerEncoderLayer(TransformerBlock):
         moe_config: a `MoEConfig`: a `MoE` of it takes the place of the feed-forward layer where it
             has several experts.
         **kwargs: others of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
-            `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon` and `implementation`; and, for
+            `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon`, `qk_norm_after_rotary` and
+            `implementation`; and, for
             attention of the sequence to itself, `rotary_base`, `rotary_fraction`,
             `rotary_scaling`, `causal`, `window`, `alibi`, `relative_max_distance` and `sinks`; and
             `latent`, sizes of the `LatentAttention` that takes its place.

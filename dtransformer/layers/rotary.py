@@ -21,6 +21,7 @@ _YARN = {
     "mscale_all_dim": None,
     "attention_factor": None,
     "truncate": True,
+    "llama_4_scaling_beta": None,
 }
 _OPTIONAL = {"yarn": _YARN}
 
@@ -48,7 +49,7 @@ def rotary_frequencies(
             "original_max_position_embeddings": …}`; or `{"type": "yarn", "factor": …,
             "original_max_position_embeddings": …}`, with `"beta_fast"` (32), `"beta_slow"` (1),
             `"truncate"` (True: to whole features), `"attention_factor"`, `"mscale"` and
-            `"mscale_all_dim"` where they are given.
+            `"mscale_all_dim"` where they are given, and `"llama_4_scaling_beta"` of `query_factor`.
 
     Returns:
         A float64 array [r / 2], r being the number of features that turn; radians.
@@ -126,6 +127,23 @@ def yarn_magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
+def query_factor(positions: tf.Tensor, scaling: dict) -> tf.Tensor:
+    """Return what queries are multiplied with: 1 + β·ln(1 + ⌊p / L⌋), which grows with the position.
+
+    β is the scaling's `"llama_4_scaling_beta"`, L its original length. Llama 4's queries are scaled so
+    (Nakanishi, 2025, arXiv 2501.19399, has the reason), and Ministral 3's, by its published code.
+
+    Args:
+        positions: int tensor of positions p; those before 0 count as 0.
+        scaling: as `rotary_frequencies`' scaling, with a β.
+
+    Returns:
+        A float32 tensor of the positions' shape.
+    """
+    lengths = tf.cast(tf.maximum(positions, 0), "float32") / scaling[_LENGTH]
+    return 1 + scaling["llama_4_scaling_beta"] * tf.math.log1p(tf.floor(lengths))
+
+
 def ntk_base(base: float, factor: float, turning: int) -> float:
     """Return the base of NTK-aware scaling, by which the longest wavelength grows by a factor.
 
@@ -176,17 +194,17 @@ def rotate(
 
     Args:
         x: tensor [b, n, s, d].
-        positions: int tensor [s].
+        positions: int tensor [s], or [b or 1, s].
         frequencies: array [r / 2], from `rotary_frequencies`.
         factor: what cosines and sines are multiplied with; see `attention_factor`.
     """
     half = len(frequencies)
     # Angles in float32 are off by 1e-7 of themselves; 16 bits would lose far positions.
-    angles = tf.cast(positions, "float32")[:, None] * tf.constant(frequencies, "float32")
+    angles = tf.cast(positions, "float32")[..., None] * tf.constant(frequencies, "float32")
     of_angles = [tf.cos(angles), tf.sin(angles)]
     if factor != 1:
         of_angles = [factor * values for values in of_angles]
-    cos, sin = (tf.cast(values, x.dtype)[None, None, :, :] for values in of_angles)
+    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
     first, second = x[..., :half], x[..., half : 2 * half]
     turned = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:

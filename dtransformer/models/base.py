@@ -27,7 +27,7 @@ _BLOCK_ARGUMENTS = (
     *("norm", "norm_epsilon", "gated", "use_bias", "num_kv_heads", "head_dim", "qkv_bias"),
     *("rotary_base", "rotary_fraction", "rotary_scaling", "query_scale", "soft_cap", "qk_norm"),
     *("qk_norm_epsilon", "window", "implementation", "moe_config", "moe_every", "norm_placement"),
-    *("residual_scale", "block_pattern", "sinks", "latent"),
+    *("residual_scale", "block_pattern", "sinks", "latent", "qk_norm_after_rotary"),
 )
 
 # Arguments of networks that are sizes of at least 1, and those that are rates of dropout.

@@ -10,7 +10,7 @@ from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.models.base import check_ids, completed
+from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
 from dtransformer.models.generation.rules import options_of
@@ -46,6 +46,8 @@ class CausalLM(OneStackModel):
         positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` or `"alibi"` in each
             block.
         max_length: number of learned positions, in tokens.
+        position_offset: number of the first position, see `PositionEmbedding`; where it is more than
+            0, positions begin at the first token that an `"attention_mask"` has.
         tied_head: whether the head's kernel is the embedding's table.
         head_bias: whether the head has a bias.
         post_layernorm_residual: whether blocks normalize after the residual.
@@ -53,8 +55,8 @@ class CausalLM(OneStackModel):
         lambda_func: places each block on a pipeline stage.
         embedding_scale: what embeddings are multiplied with; √h by default.
         norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
-        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon, sinks: as
-            `MultiHeadAttention`'s.
+        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon,
+            qk_norm_after_rotary, sinks: as `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
         norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
@@ -148,6 +150,8 @@ class CausalLM(OneStackModel):
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         latent: Mapping | None = None,
+        qk_norm_after_rotary: bool = False,
+        position_offset: int = 0,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -193,8 +197,11 @@ class CausalLM(OneStackModel):
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         named = self.named_inputs(inputs)
         ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
-        x, table = self.embed(ids, segments=segments, training=training)
-        segments = segments_of(segments, mask_of(named))
+        mask, start = mask_of(named), 0
+        if self.arguments["position_offset"] and mask is not None:
+            start = start_after_padding(tf.cast(mask, "int32"), 0)
+        x, table = self.embed(ids, start, segments, training)
+        segments = segments_of(segments, mask)
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
         if segments is None and prefix is not None:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.layers import MultiHeadAttention
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
 
 LLAMA_3 = {
@@ -120,3 +122,35 @@ def test_yarn_is_that_of_transformers(own):
     np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=ours), expected, rtol=1e-5)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert attention_factor({"type": "linear", "factor": 2.0}) == 1
+
+
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotary_scaling": {**YARN, "llama_4_scaling_beta": 2.0}},
+        {"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
+    ],
+)
+def test_positions_that_count_are_those_in_the_own_text(options):
+    """That of packed texts, of one that is continued after padding, and of the next token."""
+    layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
+    layer.build((1, 9, 16))
+    for norm in filter(None, (layer.query_norm, layer.key_norm)):
+        norm.gamma.assign([1.0, 4.0, 0.5, 2.0])
+    attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
+    x = tf.random.stateless_normal((1, 9, 16), [0, 1])
+    expected = attend(x)
+    check = lambda found, own: np.testing.assert_allclose(found, own, rtol=0, atol=1e-5)
+    segments = tf.constant([[1] * 9 + [2] * 9])
+    twice = attend(tf.concat([x, x], 1), Segments(segments, segments))
+    check(twice, tf.concat([expected, expected], 1))
+    is_token = tf.constant([[False] * 4 + [True] * 8])
+    padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
+    found, cache = attend(padded, Segments(is_token, is_token), cache={})
+    check(found[:, 4:], expected[:, :8])
+    cache |= layer.init_cache(1, 2)
+    found, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
+    check(found, expected[:, 8:])

@@ -46,7 +46,23 @@ LATENTS = {
 }
 # Decoders: besides SIZES of `reference_models`.
 TEXTS = {
+    "opt": Row(
+        {"ffn_dim": 48, "dropout": 0.0},
+        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim=16 beside hidden_size=32 is not built"),
+    ),
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
+    "ministral3": Row(
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 2.0,
+            },
+        },
+        NOT_ROTARY,
+    ),
     "qwen3": Row({"head_dim": 12}, NO_BIAS),
     "phi3": Row({"sliding_window": 5}, NOT_ROTARY),
     "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
@@ -91,6 +107,20 @@ TEXTS = {
             "logits_scaling": 4.0,
         },
         NO_BIAS,
+    ),
+    "hunyuan_v1_dense": Row({"head_dim": 12}, NO_BIAS),
+    "hunyuan_v1_dense_alpha": Row(
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+        },
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', expected one"),
+        "hunyuan_v1_dense",
     ),
     "gemma": Row({"head_dim": 12}, NO_BIAS),
     "gemma2": Row(
@@ -274,22 +304,25 @@ PRESETS_OF = {
 }
 # Families whose blocks another network of the harness has than most of their kind.
 FORM_OF = {
-    "gpt2": "causal",
+    **dict.fromkeys(("gpt2", "opt"), "causal"),
     "mixtral": "moe",
     "modernbert": "modernbert",
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
+    **dict.fromkeys(("ministral3", "olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
     "gpt_oss": "gpt_oss",
+    "hunyuan_v1_dense": "hunyuan",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
 # Families whose default config in `transformers` is a published size, and its preset.
 DEFAULT_SIZES = {
     "gpt2": "gpt2_small",
+    "opt": "opt_125m",
     "llama": "llama_7b",
     "mistral": "mistral_7b",
+    "ministral3": "ministral3_8b",
     "phi3": "phi3_mini",
     "gpt_oss": "gpt_oss_120b",
     "mixtral": "mixtral_8x7b",

@@ -51,8 +51,14 @@ ALIKE = {
     base: (f"{base}Config", {**DECODER, "head_dim": 8, **IDS}, endings)
     for endings, names in (
         ((SEQUENCE,), ("Olmo2", "Olmo3")),
-        ((SEQUENCE, TOKENS), ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3")),
-        ((SEQUENCE, TOKENS), ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4")),
+        (
+            (SEQUENCE, TOKENS),
+            ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3"),
+        ),
+        (
+            (SEQUENCE, TOKENS),
+            ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4", "Ministral3"),
+        ),
     )
     for base in names
 }
@@ -63,6 +69,9 @@ ALIKE["Gemma3Text"] = ("Gemma3TextConfig", {**DECODER, "head_dim": 8, **IDS}, (S
 ALIKE["GptOss"] = ("GptOssConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE, TOKENS))
 ALIKE["DeepseekV2"] = ("DeepseekV2Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE,))
 ALIKE["DeepseekV3"] = ("DeepseekV3Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE, TOKENS))
+ALIKE["HunYuanDenseV1"] = ("HunYuanDenseV1Config", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE,))
+_OPT = {**DECODER, "ffn_dim": 32, "word_embed_proj_dim": 16, **IDS}
+ALIKE["OPT"] = ("OPTConfig", _OPT, (SEQUENCE,))
 ALIKE["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
 FORMS |= ALIKE
 NAMES = [

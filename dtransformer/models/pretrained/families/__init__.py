@@ -10,7 +10,7 @@ from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
-from dtransformer.models.pretrained.families.gpt2 import GPT2
+from dtransformer.models.pretrained.families.gpt2 import GPT2, OPT
 from dtransformer.models.pretrained.families.gpt_oss import GPT_OSS
 from dtransformer.models.pretrained.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from dtransformer.models.pretrained.families.parallel import COHERE, COHERE2, FALCON, GPT_NEOX, PHI
@@ -19,8 +19,10 @@ from dtransformer.models.pretrained.families.t5 import MT5, T5
 # The `model_type` of a config -> the family.
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
+    "opt": OPT,
     "llama": llama.LLAMA,
     "mistral": llama.MISTRAL,
+    "ministral3": llama.MINISTRAL3,
     "mixtral": MIXTRAL,
     "qwen2": llama.QWEN2,
     "qwen3": llama.QWEN3,
@@ -31,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": llama.SEED_OSS,
     "smollm3": llama.SMOLLM3,
     "granite": llama.GRANITE,
+    "hunyuan_v1_dense": llama.HUNYUAN,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

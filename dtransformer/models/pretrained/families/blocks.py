@@ -45,6 +45,7 @@ class Blocks:
         turns: name of a field that lists whether each block has rotary positions, and how often
             they are left out where it lacks; None for everywhere.
         scaling: fields of `rope_scaling` where nothing is said of rotary positions.
+        has_alpha: whether a scaling `"dynamic"` with a field `alpha` is our `"ntk"` of this factor.
     """
 
     base: float = 10000.0
@@ -65,6 +66,7 @@ class Blocks:
     are_full_turned: bool = True
     turns: tuple[str, str, int] | None = None
     scaling: Mapping = dataclasses.field(default_factory=dict)
+    has_alpha: bool = False
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
     def read(self, config: Mapping) -> dict:
@@ -125,6 +127,8 @@ class Blocks:
         own.pop("max_position_embeddings", None)
         fraction = own.pop("partial_rotary_factor", None) or config.get(self.fields[1])
         own = {key: value for key, value in own.items() if value is not None}
+        if self.has_alpha and name == "dynamic" and own.get("alpha"):
+            name, own = "ntk", {"factor": own["alpha"]}  # others of its fields say nothing then
         return {
             "rotary_base": float(base),
             "rotary_fraction": float(fraction or self.fraction),
@@ -184,11 +188,24 @@ class Blocks:
                 "some of the network's blocks have no rotary positions: its family's do, or others"
             )
         if self.by_kind:
-            own = {kind: _parameters(group[0]) for kind, group in by_kind.items() if group}
+            own = {kind: self._parameters(group[0]) for kind, group in by_kind.items() if group}
             first = next(iter(own.values()))
             return {**found, "rope_parameters": {FULL: first, SLIDING: first, **own}}
-        own = _parameters(turning[0])
+        own = self._parameters(turning[0])
         return {**found, "rope_theta": own["rope_theta"], "rope_parameters": own}
+
+    def _parameters(self, block):
+        """Return `rope_parameters` of a block's arguments."""
+        base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
+        if scaling["type"] == "ntk" and self.has_alpha:
+            scaling = {"type": "dynamic", "alpha": scaling["factor"], "factor": 1.0}
+        elif scaling["type"] == "ntk":  # configs say it by the base
+            head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
+            turning = int(head_dim * block["rotary_fraction"])
+            base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
+        found = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
+        fraction = block["rotary_fraction"]
+        return found if fraction == 1 else {**found, "partial_rotary_factor": fraction}
 
 
 def all_slide(config: Mapping, number: int) -> str:
@@ -209,15 +226,3 @@ def factored(blocks: list[dict]) -> dict:
         pattern = None
     common = {name: value for name, value in blocks[0].items() if name not in _OF_PATTERN}
     return {**common, "block_pattern": pattern}
-
-
-def _parameters(block):
-    """Return `rope_parameters` of a block's arguments."""
-    base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
-    if scaling["type"] == "ntk":  # configs say it by the base
-        head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
-        turning = int(head_dim * block["rotary_fraction"])
-        base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
-    found = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
-    fraction = block["rotary_fraction"]
-    return found if fraction == 1 else {**found, "partial_rotary_factor": fraction}

@@ -50,6 +50,8 @@ _FIXED = {
     "moe_every": 1,
     "sinks": False,
     "latent": None,
+    "qk_norm_after_rotary": False,
+    "position_offset": 0,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {

@@ -1,8 +1,19 @@
-"""GPT-2: Radford et al., 2019, "Language models are unsupervised multitask learners"."""
+"""GPT-2 and OPT, decoders with learned positions.
 
-from dtransformer.models.pretrained.families.family import Family
+References: Radford et al., 2019, "Language models are unsupervised multitask learners"; Zhang et al.,
+2022, "OPT", arXiv 2205.01068.
+"""
+
+from dtransformer.models.pretrained.families.family import ATTENTION, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
-from dtransformer.models.pretrained.families.parts import Activation, Derived, Field, epsilon
+from dtransformer.models.pretrained.families.parts import (
+    HEADS,
+    Activation,
+    Derived,
+    Equal,
+    Field,
+    epsilon,
+)
 
 GPT2 = Family(
     "GPT2LMHeadModel",
@@ -37,4 +48,49 @@ GPT2 = Family(
     prefix="transformer.",
     heads=("lm_head", "score", "classifier"),
     ignored=(".attn.bias", ".attn.masked_bias"),
+)
+OPT = Family(
+    "OPTForCausalLM",
+    parts=(
+        Field("hidden_size", "hidden_size"),
+        HEADS,
+        Field("num_layers", "num_hidden_layers"),
+        Field("max_length", "max_position_embeddings"),
+        Field("ffn_hidden_size", "ffn_dim"),
+        Field("dropout_rate", "dropout", 0.1),
+        Field("attention_dropout_rate", "attention_dropout", 0.0),
+        Field("tied_head", "tie_word_embeddings", True),
+        Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
+        Activation("activation_function", "relu"),
+        Equal("word_embed_proj_dim", "hidden_size", "hidden_size"),
+    ),
+    usual_parts=(),
+    fixed={
+        **CLASSIC,
+        "positions": "learned",
+        "position_offset": 2,
+        "window": None,
+        "norm_epsilon": None,  # 1e-5
+        "embedding_dropout_rate": 0.0,
+    },
+    refused={
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+        "layerdrop": 0.0,
+    },
+    ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
+    block="decoder.layers.{}.",
+    attention={
+        **{name: ours for name, ours in ATTENTION.items() if name != "self_attn.o_proj"},
+        "self_attn.out_proj": ("attention/output",),
+    },
+    dense={"fc1": MAPPING, "fc2": PROJECTION},
+    norms={"self_attn_layer_norm": "attention_norm", "final_layer_norm": "feed_forward_norm"},
+    tables={
+        "decoder.embed_tokens.weight": "embedding/table",
+        "decoder.embed_positions.weight": "positions/table",
+    },
+    top={"decoder.final_layer_norm": "blocks/final_norm", "lm_head": "head"},
+    prefix="model.",
 )

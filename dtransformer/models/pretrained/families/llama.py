@@ -5,7 +5,8 @@ herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.
 2024, "Qwen2 technical report", arXiv 2407.10671, and 2025, "Qwen3 technical report", arXiv
 2505.09388; Abdin et al., 2024, "Phi-3", arXiv 2404.14219; Lozhkov et al., 2024, "StarCoder 2", arXiv
 2402.19173; Bellagente et al., 2024, "Stable LM 2", arXiv 2402.17834; Parmar et al., 2024, "Nemotron-4",
-arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium and ERNIE 4.5 by their published code.
+arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5,
+Ministral 3 and HunYuan by their published code.
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
@@ -42,12 +43,32 @@ def _qwen_blocks(window):
     return Blocks(kind_of=_last_slide, window=window, has_types=True, switch="use_sliding_window")
 
 
+_MINISTRAL = {
+    "type": "yarn",
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 LLAMA = Family("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS)
 MISTRAL = Family(
     "MistralForCausalLM",
     # A config that says nothing of it means 4096, as that of the first Mistral.
     parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
     ids=USUAL_IDS,
+)
+MINISTRAL3 = Family(
+    "Ministral3ForCausalLM",
+    parts=(
+        kv_heads(8),
+        head_dim(128),
+        epsilon(1e-5),
+        Blocks(base=1e6, kind_of=all_slide, scaling=_MINISTRAL),
+    ),
+    ids={**USUAL_IDS, "pad_token_id": 11},
 )
 QWEN2 = Family("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True})
 QK_EPSILON = epsilon(1e-6, same=("qk_norm_epsilon",))
@@ -137,6 +158,19 @@ GRANITE = Family(
     ),
     refused=_PLAIN,
     ids=USUAL_IDS,
+)
+HUNYUAN = Family(
+    "HunYuanDenseV1ForCausalLM",
+    parts=(epsilon(1e-5, same=("qk_norm_epsilon",)), Blocks(has_alpha=True)),
+    fixed={"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
+    refused={"attention_bias": False},
+    norms={
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "feed_forward_norm",
+        "self_attn.query_layernorm": "attention/query_norm",
+        "self_attn.key_layernorm": "attention/key_norm",
+    },
+    ids={**USUAL_IDS, "pad_token_id": 0},
 )
 _UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
 _RELU2 = Activation(usual="relu2")

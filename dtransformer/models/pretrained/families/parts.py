@@ -89,6 +89,37 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True)
+class Equal:
+    """A field that has to be the same as another one of the config.
+
+    Args:
+        field: its name.
+        other: that of the other one.
+        argument: the argument that this one says.
+    """
+
+    field: str
+    other: str
+    argument: str
+    arguments: tuple[str, ...] = ()
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: it differs.
+        """
+        value, other = config.get(self.field), config[self.other]
+        if value not in (None, other):
+            raise InputError(f"{self.field}={value} beside {self.other}={other} is not built")
+        return {}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        return {self.field: arguments[self.argument]}
+
+
+@dataclasses.dataclass(frozen=True)
 class Derived:
     """A field that a config may leave to others.
 

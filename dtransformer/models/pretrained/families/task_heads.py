@@ -23,7 +23,7 @@ _MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # What tensors have before their names, but for those of a class without a head, of which there is one
 # here for these families.
-_BARE = {
+BARE = {
     "bert": "bert.",
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), "roberta."),
     "distilbert": "distilbert.",
@@ -117,7 +117,7 @@ _OF_KIND = {
     # Of these tokens have no class there.
     **{
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
-        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text")
+        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
     },
     **{
         kind: _heads(_LAST, dropouts=_RATES, usual_dropout=0.1)
@@ -255,9 +255,9 @@ def file_name(kind: str, name: str, network: TokenModel) -> str:
 
 def _bare(kind):
     """Return what names of tensors lack in the files of a family's class without a head."""
-    if kind not in _BARE:
+    if kind not in BARE:
         raise InputError(f"vectors of the family {kind!r} have no published form here")
-    return _BARE[kind]
+    return BARE[kind]
 
 
 def _form_of(kind, head):
