@@ -70,7 +70,10 @@ def best_of(
 
 
 class SharedTimer:
-    """Tells all ranks at the same step that a time is over, by rank 0's clock, at each tenth step.
+    """Tells all ranks at the same step that a time is over, by rank 0's clock.
+
+    Ranks ask rarely: each time after half of the steps that are left, by what steps took since
+    they last asked (the first one is compiled, and says nothing about the others).
 
     Args:
         seconds: the time.
@@ -81,18 +84,18 @@ class SharedTimer:
 
     def start(self, step):
         """Begin to count at a step."""
-        self._started, self._step = time.monotonic(), step
+        self._started, self._passed = time.monotonic(), 0.0
+        self._asked_at, self._ask_at = step, step + 1
 
     def is_over(self, step):
         """Return whether the time is over; all ranks have to call at the same steps."""
-        before, self._step = self._step, step
-        if step // _STEPS_TO_ASK == before // _STEPS_TO_ASK:
+        if step < self._ask_at:
             return False
-        over = lambda: time.monotonic() - self._started >= self._seconds
-        return from_chief(over, "checkpoint/clock")
-
-
-_STEPS_TO_ASK = 10
+        passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
+        step_seconds = max(passed - self._passed, 1e-9) / (step - self._asked_at)
+        self._passed, self._asked_at = passed, step
+        self._ask_at = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
+        return passed >= self._seconds
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
@@ -106,7 +109,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
     Args:
         folder: the folder of checkpoints; all hosts have to see it.
         every_steps: number of steps between saves; None for none.
-        every_minutes: minutes between saves, by rank 0's clock, at every tenth step; None for none.
+        every_minutes: minutes between saves, by rank 0's clock; None for none.
         every_epochs: number of epochs between saves; None for none.
         keep: number of the newest checkpoints that are kept; None for all.
         monitor: name of a log, such as `"val_loss"`, by which the best checkpoint is kept in
