@@ -93,7 +93,7 @@ def test_weights_of_another_format(folder):
 @pytest.mark.parametrize(
     "fields, told",
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba', expected one of gpt2, llama"),
+        ({"model_type": "mamba"}, "model_type is 'mamba', expected one of gpt2, opt, llama"),
         ({"model_type": KeyError}, "model_type is None"),
         ({"hidden_size": KeyError}, "lacks the field 'hidden_size'"),
         ({"hidden_act": "mish"}, "the activation 'mish' is none of"),
@@ -119,7 +119,7 @@ def test_weights_of_another_format(folder):
             "num_labels must be an integer of at least 1, got '2'",
         ),
         ({"hidden_act": {}}, "hidden_act={} one is not as published"),
-        ({"model_type": ["llama"]}, "model_type is ['llama'], expected one of gpt2, llama"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], expected one of gpt2, opt, llama"),
         (
             {"model_type": "gpt2", "n_embd": 16, "scale_attn_weights": False},
             "scale_attn_weights=false is not built",
