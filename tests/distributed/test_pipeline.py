@@ -39,7 +39,7 @@ def test_a_rank_has_its_stage_only(run, ranks_of):
             for block in stack.blocks
             if stage_of_chunk[block.pipeline_stage] == stage
         }
-        assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("key_kernel")} == names
+        assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("output_kernel")} == names
         is_last = stage == stage_of_chunk[-1]
         tables = {path for path in of_all if path.endswith("embedding/table")}
         has_tables = stage == 0 or (is_last and is_tied)
