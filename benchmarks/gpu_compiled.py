@@ -66,7 +66,8 @@ def export(path, name, attention, recompute):
     from dtransformer.parallel.ops import gpu_calls
 
     if attention == "cudnn":  # what asks the card is answered for it
-        gpu_calls.is_on_gpu, gpu_calls._capability = lambda: True, lambda: (9, 0)
+        gpu_calls.is_on_gpu = gpu_calls.takes_gpu_branch = lambda: True
+        gpu_calls._capability = lambda: (9, 0)
     keras.config.set_dtype_policy("mixed_bfloat16")
     dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute == "True"))
     sizes = NETWORKS[name]
@@ -84,6 +85,8 @@ def export(path, name, attention, recompute):
     spec = tf.TensorSpec((sizes["rows"], sizes["length"]), "int32")
     step = tf.function(step, jit_compile=True, autograph=False)
     module = step.experimental_get_compiler_ir(spec, spec)(stage="hlo_serialized")
+    if attention == "cudnn" and b"__cudnn$fmha" not in module:
+        raise ValueError(f"attention of {name} was asked of cuDNN, and its module has no such call")
     pathlib.Path(path).write_bytes(module)
 
 

@@ -126,7 +126,7 @@ def _experts(given, num_layers):
 
 def _other_parameters(network, given, fields, stacks):
     """Return how many parameters there are besides blocks, tables and the head."""
-    h, total = given["hidden_size"], 0
+    h, total = given["hidden_size"], fields["vocab_size"] * bool(given.get("head_bias"))
     if fields["encoder_layers"]:
         total += 0 if given.get("shared_embeddings", True) else h * given["source_vocab_size"]
         total += 2 * h * stacks * bool(given.get("embedding_norm"))

@@ -62,4 +62,6 @@ def test_a_rank_sends_what_the_theory_says(run, ranks_of):
     sent = np.mean([results["sent"] for results in ranks_of(run)]) / (1 - 1 / layout.data)
     tables = elements if layout.level == 3 else 0
     assert sent <= 1.1 * times * elements
-    assert sent >= 0.99 * times * elements - tables  # of BART a bias that is not trained is not sent
+    assert (
+        sent >= 0.99 * times * elements - tables
+    )  # of BART a bias that is not trained is not sent
