@@ -146,7 +146,9 @@ class SubwordTokenizer(BaseTokenizer):
             found = cls(sorted(numbers, key=numbers.get), first == {"type": "Lowercase"})
             own = found._fields() | {"decoder": content["decoder"]}  # older ones have fewer steps
             why = "" if own == content else "its fields are others"
-        except (AttributeError, LookupError, TypeError, InputError) as error:
+        except (AttributeError, TypeError):
+            why = "its fields are others"
+        except (LookupError, InputError) as error:
             why = str(error)
         if why:
             raise InputError(
