@@ -31,8 +31,8 @@ from dtransformer.models import (
     save_pretrained,
 )
 from dtransformer.models.lora import adapters_of
+from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pretrained.save import _config_of
-from dtransformer.models.task_heads import with_task_head
 from harness.byte_tokenizer import write_byte_tokenizer
 
 VOCABULARY = 300

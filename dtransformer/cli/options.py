@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.paths import check_path
+from dtransformer.inputs.files import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
 from dtransformer.runs.config import RunConfig, set_option

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dtransformer.datasets.text import read_lines
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
+from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.json_file import parse_json
-from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, check_whole, iterate_lines
 
 Document = str | Sequence[str]

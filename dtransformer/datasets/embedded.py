@@ -12,7 +12,7 @@ import random
 from dtransformer.datasets.sgm import write_sgm
 from dtransformer.errors import InputError, check_int
 from dtransformer.files import adding_to
-from dtransformer.inputs.paths import check_path
+from dtransformer.inputs.files import check_path
 
 FILE = pathlib.Path(__file__).with_name("embedded.tsv.xz")
 MAX_PAIRS = 40_000

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
-from dtransformer.datasets.packed_documents import TOKENS_AT_END, check_length, first_id
+from dtransformer.datasets.language_model import TOKENS_AT_END, check_length, first_id
 from dtransformer.datasets.record_batches import (
     EncodedRecords,
     RecordBatches,

@@ -1,9 +1,159 @@
-"""Batches of packed documents for a `CausalLM`."""
+"""Batches of packed documents for a `CausalLM`, and what batches have in common that pack such rows."""
+
+import bisect
 
 import numpy as np
 
-from dtransformer.datasets.indexed_batches import Example
-from dtransformer.datasets.packed_documents import PackedDocuments
+from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.left_out import warn_left_out
+from dtransformer.datasets.token_shards import TokenShards
+from dtransformer.errors import InputError
+
+
+class TokenStream:
+    """The documents of token shards one after the other, in a circle.
+
+    Args:
+        shards: the shards.
+        start_id: id before each document; None for none.
+        end_id: id after each document; None for none.
+
+    Attributes:
+        length: number of tokens of the circle.
+    """
+
+    def __init__(self, shards: TokenShards, start_id: int | None, end_id: int | None):
+        self._shards, self._start_id, self._end_id = shards, start_id, end_id
+        self._extra = (start_id is not None) + (end_id is not None)
+        sizes = [tokens + self._extra * documents for documents, tokens in shards.shard_sizes]
+        self._shard_starts = np.cumsum([0, *sizes])
+        self.length = int(self._shard_starts[-1])
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a stretch of the stream.
+
+        Args:
+            start: position of its first token, in [0, length).
+            count: number of tokens.
+
+        Returns:
+            int32 [count] ids, and int32 [count] numbers of their documents, counted from 1 in the
+            stretch: a document that comes again, behind the end of the circle, has another number.
+        """
+        ids, numbers = np.empty(count, np.int32), np.empty(count, np.int32)
+        done, before = 0, 0
+        while done < count:
+            position = (start + done) % self.length
+            shard = int(np.searchsorted(self._shard_starts, position, "right")) - 1
+            end = min(position + count - done, int(self._shard_starts[shard + 1]))
+            stretch = slice(done, done + end - position)
+            offset = int(self._shard_starts[shard])
+            ids[stretch], of = self._read(shard, position - offset, end - offset)
+            numbers[stretch] = of - of[0] + 1 + before
+            done, before = stretch.stop, int(numbers[stretch.stop - 1])
+        return ids, numbers
+
+    def _read(self, number, start, end):
+        """Return the ids, and the numbers of the documents, at positions start … end − 1 of a shard."""
+        shard, extra = self._shards.shard(number), self._extra
+        begins = lambda document: int(shard.documents[document]) + extra * document
+        first = bisect.bisect_right(range(len(shard.documents) - 1), start, key=begins) - 1
+        # No document is empty, so that there are no more of them than positions.
+        splits = np.asarray(shard.documents[first : first + end - start + 1], np.int64)
+        starts = splits + extra * np.arange(first, first + len(splits))
+        positions = np.arange(start, end)
+        document = np.searchsorted(starts, positions, "right") - 1
+        lengths = np.asarray(shard.documents[first + 1 + document]) - splits[document]
+        # In the document's own tokens: −1 is the start token, its length the end token.
+        offset = positions - starts[document] - (self._start_id is not None)
+        token = splits[document] + np.clip(offset, 0, lengths - 1)
+        ids = self._shards.ids(shard.tokens[token[0] : token[-1] + 1])[token - token[0]]
+        if self._start_id is not None:
+            ids[offset < 0] = self._start_id
+        if self._end_id is not None:
+            ids[offset == lengths] = self._end_id
+        return ids, document
+
+
+_LOOKED_AT = 256  # documents
+# Among so many last tokens is a text's end: chat templates have a line's end after it.
+TOKENS_AT_END = 2
+
+
+class PackedDocuments(IndexedBatches):
+    """Batches of which each row is a stretch of the circle of all documents.
+
+    Arguments, attributes and errors as of `LanguageModelBatches`.
+    """
+
+    _BEGIN, _END = ("start",), ("end",)  # names of special tokens, of which the first there is
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        length: int,
+        training: bool = True,
+        add_start: bool = True,
+        add_end: bool = True,
+        **options,
+    ):
+        check_length(length)
+        begin = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
+        end = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
+        self._stream = TokenStream(shards, begin, end)
+        tokens = self._stream.length
+        num_rows = tokens // length if training else -(-tokens // length)
+        what = f"{tokens:,} tokens"
+        super().__init__(shards, num_rows, what, length=length, training=training, **options)
+
+    def _read(self, epoch, number, count):
+        """Return ids and segments, int32 [count], that begin with a row of an epoch."""
+        size = self._stream.length
+        start = self._first_token(epoch) + number * self.length
+        ids, segments = self._stream.read(start % size, count)
+        if not self._training:  # the circle ends
+            ids[size - start :], segments[size - start :] = self.pad_id, 0
+        return ids, segments
+
+    def _added_id(self, shards, names, place):
+        """Return the id that comes to each document; None where most have it by themselves."""
+        found = first_id(shards, names)
+        if found is None:
+            return None
+        some = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
+        number = sum(bool((shards[int(one)][place] == found).any()) for one in some)
+        is_added = 2 * number <= len(some)
+        message = "and get it once more" if is_added else "and none gets it"
+        where = "begin" if place.start is None else "end"
+        what = f"documents that were looked at {where} with the token {found} already, {message}"
+        warn_left_out(self, number, len(some), what)
+        return found if is_added else None
+
+    def _empty_inputs(self):
+        zeros = np.zeros(self.length, np.int32)
+        return {"tokens": zeros + np.int32(self.pad_id), "segments": zeros}
+
+    def _first_token(self, epoch):
+        """Return where the first row of an epoch begins in the circle."""
+        if not (self._shuffle and self._training):
+            return 0
+        return int(np.random.default_rng([self._seed, epoch]).integers(self._stream.length))
+
+
+def check_length(length: int, least: int = 1) -> None:
+    """Check the number of tokens of a row.
+
+    Raises:
+        InputError: it is less than the least.
+    """
+    if length < least:
+        raise InputError(f"length={length} has to be at least {least}")
+
+
+def first_id(shards: TokenShards, names: tuple[str, ...]) -> int | None:
+    """Return the id of the first special token that the tokenizer has; None for none."""
+    return next((shards.special_ids[name] for name in names if name in shards.special_ids), None)
 
 
 class LanguageModelBatches(PackedDocuments):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED, Example
-from dtransformer.datasets.packed_documents import PackedDocuments
+from dtransformer.datasets.language_model import PackedDocuments
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.language_model import check_length, first_id
 from dtransformer.datasets.masked_language_model import Masking, row_generator
-from dtransformer.datasets.packed_documents import check_length, first_id
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 

@@ -11,7 +11,7 @@ from typing import Any
 from dtransformer.datasets.documents import placed_values, read_documents
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.text import check_whole
 
 Record = dict[str, Any]

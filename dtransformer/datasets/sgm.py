@@ -9,9 +9,9 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError, check_int, shown
-from dtransformer.inputs.paths import FilePath
+from dtransformer.files import write_text_atomically
+from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
 _SEGMENT = re.compile(r"""(<seg id=(?:"[^"<>]*"|[^\s"<>]+))[^<>]*>(.*)</seg>\s*""", re.DOTALL)

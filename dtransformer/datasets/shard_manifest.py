@@ -11,11 +11,9 @@ import pydantic
 from pydantic import Field
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.checked import STRICT
-from dtransformer.inputs.files import MEBIBYTE, opened
-from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.files import MEBIBYTE, FilePath, check_path, inside, opened
+from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.manifest import Count, FileName
-from dtransformer.inputs.paths import FilePath, check_path, inside
 
 MANIFEST, TOKENIZER = "shards.json", "tokenizer"
 KINDS = "tokens", "documents", "parts"

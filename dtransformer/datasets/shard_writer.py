@@ -13,7 +13,7 @@ from dtransformer.datasets.documents import Document
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 from dtransformer.files import new_folder
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import FilePath
 
 _BLOCK = 2**21  # characters that are tokenized at once
 _SPECIAL = "pad", "unk", "start", "end", "mask", "cls", "sep"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example
+from dtransformer.datasets.language_model import PackedDocuments, check_length, first_id
 from dtransformer.datasets.masked_language_model import row_generator
-from dtransformer.datasets.packed_documents import PackedDocuments, check_length, first_id
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs
 from dtransformer.errors import InputError
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
 _WHITE_SPACE_RUN = re.compile(f"[{WHITE_SPACE}]+")

@@ -17,7 +17,7 @@ import numpy as np
 
 from dtransformer.datasets import shard_manifest
 from dtransformer.errors import InputError
-from dtransformer.inputs.paths import FilePath, check_path, inside
+from dtransformer.inputs.files import FilePath, check_path, inside
 
 _OPEN = 128  # shards of which the files are kept open
 

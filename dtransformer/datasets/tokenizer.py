@@ -36,9 +36,8 @@ from dtransformer.datasets.special_tokens import CONFIG, optional_fields
 from dtransformer.datasets.vocabulary import characters_of, check_vocabulary, learn_vocabulary
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
-from dtransformer.inputs.files import MEBIBYTE
+from dtransformer.inputs.files import MEBIBYTE, check_path
 from dtransformer.inputs.json_file import read_json
-from dtransformer.inputs.paths import check_path
 
 FILE = "tokenizer.json"
 _KIND = {"trained_by": "dtransformer.SubwordTokenizer"}  # of `tokenizer_config.json`

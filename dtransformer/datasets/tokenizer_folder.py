@@ -10,9 +10,8 @@ from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
 from dtransformer.datasets.special_tokens import special_tokens
 from dtransformer.datasets.tokenizer import FILE, SubwordTokenizer
 from dtransformer.errors import InputError, one_line
-from dtransformer.inputs.files import MEBIBYTE, read_bytes
+from dtransformer.inputs.files import MEBIBYTE, check_path, read_bytes
 from dtransformer.inputs.json_file import parse_json
-from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import decode
 
 _MAX_BYTES = 128 * MEBIBYTE

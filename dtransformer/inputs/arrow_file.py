@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from dtransformer.errors import InputError, check_installed, one_line, shown
-from dtransformer.inputs.files import opened
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import FilePath, opened
 
 PARQUET = (".parquet",)
 ARROW = (".arrow", ".feather", ".ipc")

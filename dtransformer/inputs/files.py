@@ -1,16 +1,120 @@
-"""Opening and reading files, with a limit."""
+"""Paths from outside, opening and reading files with a limit, and the memory that there is for them."""
 
 import contextlib
 import gzip
 import os
+import pathlib
+import resource
 import stat
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from dtransformer.errors import InputError, one_line
-from dtransformer.inputs.machine import free_memory
-from dtransformer.inputs.paths import FilePath, check_path
+from dtransformer.errors import InputError, one_line, shown
+
+_MEMORY = pathlib.Path("/proc/meminfo")
+_GROUP = pathlib.Path("/sys/fs/cgroup")
+_UNKNOWN = 2**40
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still take.
+
+    They are the least of what is free on the machine, what the container's limit leaves, and the
+    process' own limit.
+    """
+    return min(_free_on_machine(), _free_in_container(), _own_limit())
+
+
+def _free_on_machine():
+    try:
+        lines = _MEMORY.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration, ValueError):  # another system
+        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+        return pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else _UNKNOWN
+
+
+def _free_in_container():
+    try:
+        limit, used = ((_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
+        return max(int(limit) - int(used), 0)
+    except (OSError, ValueError):  # none, or "max"
+        return _UNKNOWN
+
+
+def _own_limit():
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return _UNKNOWN if limit == resource.RLIM_INFINITY else limit
+
+
+FilePath = str | os.PathLike
+MAX_PATH, MAX_NAME = 4095, 255  # bytes that Linux takes for a path, and for each part of it
+
+
+def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
+    """Return a path that the file system can be asked for.
+
+    Args:
+        path: the path.
+        what: what it is for, for messages.
+
+    Raises:
+        InputError: it is empty, too long, or has a NUL.
+    """
+    try:
+        data = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InputError(f"{what} {shown(os.fspath(path))}: has half of a surrogate pair") from None
+    longest = max(map(len, data.split(b"/")))
+    if not data or b"\0" in data:
+        raise InputError(f"{what} {shown(os.fspath(path))}: expected a path, without NUL")
+    if len(data) > MAX_PATH or longest > MAX_NAME:
+        raise InputError(
+            f"{what} {shown(os.fspath(path))} is too long: {len(data)} bytes, its longest name "
+            f"{longest}; a path may have {MAX_PATH}, a name {MAX_NAME}: give a shorter one"
+        )
+    return pathlib.Path(path)
+
+
+def check_name(name: str) -> str:
+    """Return a name of a file inside of a folder, such as `"tokenizer/vocab.txt"`.
+
+    Raises:
+        ValueError: it is absolute, leads out of the folder, or is no name.
+
+    Example:
+
+    >>> check_name("../secret")
+    Traceback (most recent call last):
+    ValueError: expected a path inside of the folder, such as 'tokenizer/vocab.txt'
+    """
+    parts = name.split("/")
+    is_long = len(os.fsencode(name)) > MAX_NAME
+    if is_long or not name.isprintable() or {"", ".", ".."}.intersection(parts) or "\\" in name:
+        raise ValueError("expected a path inside of the folder, such as 'tokenizer/vocab.txt'")
+    return name
+
+
+def inside(folder: FilePath, name: str) -> pathlib.Path:
+    """Return the path of a file in a folder.
+
+    Args:
+        folder: the folder.
+        name: the file's name in it, which may have several parts.
+
+    Raises:
+        InputError: the name, or a link that lies there, leads out of the folder.
+    """
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise InputError(f"{folder}: {shown(name)}: {error}") from None
+    path = pathlib.Path(folder) / name
+    if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name):
+        raise InputError(f"{path} is a link, or leads through one: put the file itself there")
+    return path
+
 
 MEBIBYTE = 2**20
 _SHARE_OF_MEMORY = 8  # lines of text take several times the bytes that they are read from

@@ -7,8 +7,8 @@ import pydantic
 from pydantic import Field, JsonValue, Strict
 
 from dtransformer.errors import one_line
-from dtransformer.inputs.checked import STRICT
-from dtransformer.inputs.paths import check_name
+from dtransformer.inputs.files import check_name
+from dtransformer.inputs.json_file import STRICT
 
 INDEX, DATA = "state.index", "state.data-{:05d}-of-{:05d}"
 _MAX_FILES = 10**5

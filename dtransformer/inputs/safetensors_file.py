@@ -13,9 +13,8 @@ import safetensors
 
 from dtransformer.errors import InputError, one_line, shown
 from dtransformer.inputs.conversion import FLOATS
-from dtransformer.inputs.files import opened
+from dtransformer.inputs.files import FilePath, opened
 from dtransformer.inputs.json_file import parse_json
-from dtransformer.inputs.paths import FilePath
 
 _TYPES = FLOATS | {
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},

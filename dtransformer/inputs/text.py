@@ -5,9 +5,14 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.files import MEBIBYTE, opened, read_limited, unpacked
-from dtransformer.inputs.machine import free_memory
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import (
+    MEBIBYTE,
+    FilePath,
+    free_memory,
+    opened,
+    read_limited,
+    unpacked,
+)
 
 WHITE_SPACE = " \t\v\f\r\n"  # what separates words; a no-break space is text
 MAX_LINE = 2**17  # bytes: no sentence is as long, and a tokenizer takes a line at a time

@@ -7,9 +7,8 @@ import h5py
 import numpy as np
 
 from dtransformer.errors import InputError, one_line
-from dtransformer.inputs.files import MEBIBYTE, opened
+from dtransformer.inputs.files import MEBIBYTE, FilePath, opened
 from dtransformer.inputs.json_file import MAX_BYTES, parse_json
-from dtransformer.inputs.paths import FilePath
 
 _ENDING = ".weights.h5"
 _ARCHIVE = ".keras"

@@ -10,8 +10,7 @@ import re
 import yaml
 
 from dtransformer.errors import InputError, one_line, shown
-from dtransformer.inputs.files import read_bytes
-from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.files import FilePath, read_bytes
 from dtransformer.inputs.text import decode
 
 MAX_BYTES = 2**16

@@ -11,11 +11,10 @@ from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.fixed_sparse_attention import FixedSparseAttention
-from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
+from dtransformer.layers.heads import MaskedLMHead, PoolingHead, SequenceHead, TokenHead
 from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.layers.masked_lm_head import MaskedLMHead
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding

@@ -12,8 +12,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import register
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.dependences import computed_anew
+from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
 
 _LIMIT, _SLOPE = 7.0, 1.702  # of gpt-oss' gate
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed
-from dtransformer.layers.attention_options import AttentionOptions
-from dtransformer.layers.attention_scores import by_heads, context_of, scores_of
+from dtransformer.layers.attention_options import AttentionOptions, by_heads, context_of, scores_of
 from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
 from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
 from dtransformer.layers.dropout import DropoutMasks

@@ -8,10 +8,9 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.arguments import checked
+from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
-from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config

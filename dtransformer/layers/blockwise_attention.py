@@ -13,8 +13,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, same_segment
-from dtransformer.layers.attention_options import AttentionOptions
-from dtransformer.layers.attention_scores import where_seen
+from dtransformer.layers.attention_options import AttentionOptions, where_seen
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     block_gradients,

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near
-from dtransformer.layers.attention_options import AttentionOptions
-from dtransformer.layers.attention_scores import by_heads, scores_of, where_seen
+from dtransformer.layers.attention_options import AttentionOptions, by_heads, scores_of, where_seen
 from dtransformer.layers.cudnn_call import CudnnCall, why_not
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,

@@ -5,8 +5,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.base import StreamLayer, check_rate, register
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.dependences import seed_after
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, seed_after
 from dtransformer.parallel.tracing.dropout_seed import (
     DrawsMasks,
     current_dropout_seed,

@@ -11,9 +11,13 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.elementwise import check_soft_cap, soft_capped
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
-from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
+from dtransformer.parallel.tensor_parallel.embedding import (
+    look_up,
+    mask_padding,
+    padded_vocab_size,
+    tied_logits,
+)
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
-from dtransformer.parallel.tensor_parallel.vocabulary import mask_padding, padded_vocab_size
 
 
 class _VocabLayer(Layer):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.block_forms import placement_of
-from dtransformer.layers.arguments import given_arguments
+from dtransformer.layers.arguments import as_moe_config, given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
@@ -18,7 +18,6 @@ from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
-from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead

@@ -6,13 +6,12 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product
-from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.arguments import as_moe_config, check_floating
 from dtransformer.layers.base import register
 from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
-from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
 from dtransformer.parallel.expert_parallel.capacity_slots import capacity, places

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.attention_scores import context_of
+from dtransformer.layers.attention_options import context_of
 from dtransformer.layers.dropout import DropoutMasks
 
 

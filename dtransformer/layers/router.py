@@ -4,8 +4,8 @@ import typing
 
 import tensorflow as tf
 
+from dtransformer.layers.arguments import as_moe_config
 from dtransformer.layers.base import Layer, check_size, register
-from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
 from dtransformer.parallel.ops.feature_reductions import add_bias

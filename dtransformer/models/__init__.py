@@ -3,7 +3,6 @@
 import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.freezing import freeze, unfreeze
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.models.lora import add_lora, merge_lora
@@ -13,6 +12,7 @@ from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.targets import check_target
 from dtransformer.models.translation import TranslationTransformer
+from dtransformer.models.weight_paths import freeze, unfreeze
 
 __all__ = [
     "CausalLM",

@@ -1,4 +1,4 @@
-"""Base of networks of tokens: embeddings, building and the config."""
+"""Base of networks of tokens: embeddings, building, the config, and which weights are active."""
 
 import math
 
@@ -6,20 +6,49 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.arguments import checked
+from dtransformer.layers.arguments import (
+    KeepsSettings,
+    as_config,
+    as_moe_config,
+    checked,
+    settings_of,
+)
 from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position import PositionEmbedding
-from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.models import weight_shapes
-from dtransformer.models.experts import active_share
 from dtransformer.models.input_keys import InputKeys
+from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+
+
+def experts_of(arguments: dict) -> MoEConfig | None:
+    """Return the `MoEConfig` of a network's arguments; None where there is one expert alone."""
+    given = arguments.get("moe_config")
+    config = None if given is None else as_moe_config(given)
+    return None if config is None or config.expert_num == 1 else config
+
+
+def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
+    """Return which share of a weight's elements a token is computed with.
+
+    Args:
+        path: the weight's.
+        shape: its shape; experts are its first dimension.
+        arguments: the network's.
+    """
+    config, of_expert = experts_of(arguments), {"kernel": 3, "bias": 2}
+    is_one = config is not None and "/feed_forward/" in path
+    rank = of_expert.get(path.split("_")[-1])
+    if not is_one or "/router/" in path or "/shared_experts/" in path or len(shape) != rank:
+        return 1.0
+    return config.num_experts_chosen / config.expert_num
+
 
 # Of the blocks' arguments those that networks take by the same names.
 _BLOCK_ARGUMENTS = (

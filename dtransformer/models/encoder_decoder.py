@@ -10,7 +10,7 @@ from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
-from dtransformer.models.generation.generation import Generation
+from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
 from dtransformer.models.generation.options import check_int
 from dtransformer.models.generation.rules import options_of

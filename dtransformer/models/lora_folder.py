@@ -13,9 +13,8 @@ from pydantic import Field
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.checked import STRICT
 from dtransformer.inputs.conversion import convert
-from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters

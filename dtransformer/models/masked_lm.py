@@ -8,8 +8,7 @@ from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.heads import SequenceHead
-from dtransformer.layers.masked_lm_head import MaskedLMHead
+from dtransformer.layers.heads import MaskedLMHead, SequenceHead
 from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of

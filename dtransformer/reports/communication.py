@@ -17,7 +17,7 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
-from dtransformer.reports.expert_traffic import all_to_all_bytes, buffer_elements, summed_elements
+from dtransformer.reports.expert_load import all_to_all_bytes, buffer_elements, summed_elements
 from dtransformer.tables import columns
 
 

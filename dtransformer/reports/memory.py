@@ -29,7 +29,7 @@ from dtransformer.parallel.zero.variables import (
     MasterShardedVariable,
 )
 from dtransformer.planner.formulas import NCCL_BYTES, kept_bytes
-from dtransformer.reports.expert_traffic import kept_rows
+from dtransformer.reports.expert_load import kept_rows
 from dtransformer.tables import columns
 
 

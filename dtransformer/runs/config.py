@@ -10,7 +10,7 @@ import pydantic
 import yaml
 
 from dtransformer.errors import InputError, nearest, shown
-from dtransformer.inputs.checked import problem
+from dtransformer.inputs.json_file import problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.planner.models import checked
@@ -109,7 +109,7 @@ def _setting(setting):
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write the options of a run as YAML."""
-    from dtransformer.datasets.text_files import write_text_atomically
+    from dtransformer.files import write_text_atomically
 
     content = {
         name: {key_of(field): value for field, value in dataclasses.asdict(section).items()}

@@ -23,9 +23,8 @@ import pydantic
 from pydantic import Field
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.checked import STRICT
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
-from dtransformer.inputs.json_file import parse_json, typed
+from dtransformer.inputs.json_file import STRICT, parse_json, typed
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.export import RUN, check_seal, sha256_of
 from dtransformer.trainers.checkpoint.folders import saved_steps

@@ -22,7 +22,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import TextGenerator
-from dtransformer.models.text_batches import as_lists
+from dtransformer.models.generation.text_generator import as_lists
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 

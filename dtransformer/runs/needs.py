@@ -3,7 +3,7 @@
 import pathlib
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.machine import free_memory
+from dtransformer.inputs.files import free_memory
 from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32

@@ -8,10 +8,10 @@ from dtransformer.architectures import Architecture, architecture_named
 from dtransformer.errors import InputError, shown
 from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
 from dtransformer.models.base import TokenModel
-from dtransformer.models.freezing import unfreeze
 from dtransformer.models.lora import adapters_of
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.models.weight_paths import unfreeze
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs

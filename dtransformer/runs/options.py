@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from dtransformer.inputs.checked import STRICT, problem
+from dtransformer.inputs.json_file import STRICT, problem
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.planner.models import checked
 

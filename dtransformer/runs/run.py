@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError
+from dtransformer.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief
@@ -30,6 +30,8 @@ from dtransformer.runs.callbacks import (
     Profile,
     StepLimit,
     TimeLimit,
+    check_logs,
+    log_callbacks,
     save_sealed,
 )
 from dtransformer.runs.config import load_config
@@ -47,7 +49,6 @@ from dtransformer.runs.identity import (
     RunIdentity,
 )
 from dtransformer.runs.loading import start_job
-from dtransformer.runs.logs import check_logs, log_callbacks
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of

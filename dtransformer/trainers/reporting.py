@@ -130,7 +130,7 @@ class Reporting(keras.Model):
         On GPUs, and with `jit_compile="auto"`; `fit` prints it after the first step.
 
         Returns:
-            A `dtransformer.reports.clusters.ClusterReport`, which prints as a line.
+            A `dtransformer.trainers.step_compiler.ClusterReport`, which prints as a line.
 
         Raises:
             ValueError: no step was run yet, or XLA makes no clusters.

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.datasets import LanguageModelBatches
+from dtransformer.datasets.language_model import TokenStream
 from dtransformer.datasets.mixture import permuted
-from dtransformer.datasets.packed_documents import TokenStream
 from tests.datasets.refused import refused
 from tests.datasets.small_shards import END, PAD, START, some_documents, some_shards
 

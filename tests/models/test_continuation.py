@@ -10,8 +10,7 @@ from dtransformer.models import CausalLM
 from dtransformer.models.generation.beam_search import BeamSearch
 from dtransformer.models.generation.continuation import Continuation
 from dtransformer.models.generation.options import GenerationOptions
-from dtransformer.models.generation.search import Sampling
-from dtransformer.models.special_ids import SpecialIds
+from dtransformer.models.generation.search import Sampling, SpecialIds
 from tests.on_mesh import on_mesh, start
 
 VOCAB, NEW = 23, 9

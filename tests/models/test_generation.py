@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from dtransformer.models import TextGenerator, TranslationTransformer
 from dtransformer.models.generation.beam_search import BeamSearch
-from dtransformer.models.generation.generation import Generation
+from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.options import GenerationOptions
-from dtransformer.models.special_ids import SpecialIds
+from dtransformer.models.generation.search import SpecialIds
 from dtransformer.parallel.decoding.loops import decode
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import BLOCKS

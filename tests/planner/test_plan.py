@@ -199,7 +199,7 @@ WITH_EXPERTS = [
 
 def _products(network):
     """Count the products of a position among 16: of its kernels, its scores, and the head."""
-    from dtransformer.models.experts import active_share
+    from dtransformer.models.base import active_share
 
     given = network.arguments
     width = given.get("head_dim") or given["hidden_size"] // given["num_heads"]

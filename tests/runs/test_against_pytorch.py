@@ -11,8 +11,8 @@ import tensorflow as tf
 from dtransformer.layers import CrossEntropyLoss, SequenceHead
 from dtransformer.layers.preference import PreferenceLoss, RewardLoss, SequenceLogProbability
 from dtransformer.models import from_pretrained, load_lora
+from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
-from dtransformer.models.task_heads import with_task_head
 from tests.models.pretrained.published import with_transformers
 
 pytestmark = with_transformers

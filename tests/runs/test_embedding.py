@@ -11,8 +11,8 @@ def losses():
     """Return the losses of two steps, of a batch of which a row is padding."""
     from dtransformer.layers.heads import PoolingHead
     from dtransformer.models import MaskedLM
+    from dtransformer.models.one_stack import with_task_head
     from dtransformer.models.pairs import GroupModel
-    from dtransformer.models.task_heads import with_task_head
     from dtransformer.runs.tasks.embedding import InBatchLoss
     from dtransformer.trainers import Trainer
 

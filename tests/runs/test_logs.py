@@ -6,8 +6,8 @@ import types
 import pytest
 
 from dtransformer.errors import InputError
+from dtransformer.runs.callbacks import check_logs, log_callbacks
 from dtransformer.runs.config import load_config
-from dtransformer.runs.logs import check_logs, log_callbacks
 
 
 @pytest.fixture

@@ -1,25 +1,159 @@
-"""The loop of `dtransformer launch`: find hosts, start, wait, start again."""
+"""The loop of `dtransformer launch`: find hosts, start, wait, start again.
+
+What a start has come to is read from what horovodrun has printed; where ranks are fewer than
+before, and the command is `dtransformer train`, the planner finds another layout.
+"""
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from dtransformer.cli.install_horovod import COMMAND, horovodrun
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
-from dtransformer.cli.launching.outcome import PREEMPTED, REFUSED, Outcome
 from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered, is_here
-from dtransformer.cli.launching.replan import fields_of_layout, replanned
+from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
+from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.machine import this_device
+from dtransformer.planner.report import fields_of
+from dtransformer.planner.search import Plan
+from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.config import RunConfig, load_config
+
+# Fields of the config that are another layout's. All others stay as they are given.
+_FREE = (
+    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
+    *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
+    *("sequence_parallel", "vocab_emb_dp", "recompute"),
+)
+_NAMES = ("dtransformer", "dtransformer.cli")
+
+
+def replanned(command: Sequence[str], ranks: Mapping[str, int]) -> Plan | None:
+    """Return the plan for as many ranks as there are.
+
+    None where the command's own layout fits them, or its model is not known, or nothing fits;
+    then `dtransformer.parallel.config.elastic_config` has the rule.
+
+    Args:
+        command: the command of each rank.
+        ranks: {host: number of ranks}.
+    """
+    config = config_of(command)
+    if config is None or config.training.layout == "auto" or not any(map(is_here, ranks)):
+        return None
+    number, local_devices = sum(ranks.values()), config.training.local_devices
+    try:
+        config.parallel.resolve(number, local_devices)
+        return None
+    except ValueError:  # it does not fit
+        pass
+    # The optimizer may not be one that can update shards.
+    fixed = fields_of(config.parallel) | {"optimizer_shard": int(config.parallel.optimizer_shard)}
+    fixed = {name: value for name, value in fixed.items() if name not in _FREE}
+    per_host = max(ranks.values())
+    try:
+        device = this_device(per_host)
+        cluster = Cluster(device, number * local_devices, per_host * local_devices)
+        return plan_of_run(config, cluster, fixed)
+    except InputError:
+        return None
+
+
+def fields_of_layout(plan: Plan) -> str:
+    """Return what a plan says of the layout, as `launch.fitting` reads it."""
+    fields = dataclasses.asdict(plan.best.config)
+    return json.dumps({name: fields[name] for name in _FREE})
+
+
+def config_of(command: Sequence[str]) -> RunConfig | None:
+    """Return the config of a command that is `dtransformer train`; None where it is another.
+
+    Example:
+
+    >>> config_of(["python", "train.py", "--config", "x.yaml"]) is None
+    True
+    """
+    names = [pathlib.PurePath(word).name for word in command]
+    for place in range(1, len(command)):
+        if command[place] == "train" and names[place - 1] in _NAMES:
+            break
+    else:
+        return None
+    try:
+        arguments = make_parser().parse_args(list(command[place:]))
+        return load_config(arguments.config, arguments.set)
+    except InputError:  # which the ranks tell
+        return None
+
+
+PREEMPTED, REFUSED = 75, 2  # exit codes of ranks
+
+# What a rank's watchdog says, and what horovodrun does.
+_VERDICT = re.compile(r"dtransformer: the job ends: (ranks? [\d, …]+ on hosts? ([^:]+): [^;]+);")
+_HAS_ENDED = re.compile(r"^Process \d+ exit with status code [1-9-]")
+_EXIT_CODE = re.compile(r"^Exit code: (-?\d+)")
+_NO_HOST = re.compile(r"could not connect to some hosts via ssh|Connection refused|timed out")
+_MAX_CAUSE = 200
+
+
+class Outcome:
+    """What is known of a start that has ended, or will; lines of its output are given one by one."""
+
+    def __init__(self):
+        self.exit_code = None  # of the rank that ended first
+        self.is_over = False  # whether a rank has failed, so that all will end
+        self.hosts = ()  # at fault
+        self.cause = ""
+        self._in_traceback = False
+
+    def read(self, line: str) -> bool:
+        """Take a line of horovodrun's output, or of a rank's; return whether it is to be shown.
+
+        Where horovodrun itself was when it saw a rank fail tells nobody anything.
+        """
+        begins = line.startswith("Traceback (most recent call last)")
+        self._in_traceback = begins or (self._in_traceback and line.startswith("  "))
+        self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
+        if found := _EXIT_CODE.search(line):
+            self.exit_code = int(found[1])
+        elif found := _VERDICT.search(line):
+            self.cause = self.cause or found[1][:_MAX_CAUSE]
+            self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
+        elif not self.cause and _NO_HOST.search(line):
+            self.cause = line.strip()[:_MAX_CAUSE]
+        return not self._in_traceback
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether ranks were asked to stop, and have saved."""
+        return self.exit_code == PREEMPTED
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the command refused its options, which it would do again."""
+        return self.exit_code == REFUSED
+
+    def __str__(self):
+        if self.is_preempted:
+            return "ranks were asked to stop, and have saved"
+        code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
+        return self.cause or code or "horovodrun has failed"
+
 
 _SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
 _MAX_FILE = 2**20  # bytes

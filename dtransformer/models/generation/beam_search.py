@@ -5,7 +5,7 @@ import tensorflow as tf
 from dtransformer.models.generation import logits_rules
 from dtransformer.models.generation.logits_rules import NEVER, is_one_of
 from dtransformer.models.generation.options import GenerationOptions
-from dtransformer.models.special_ids import SpecialIds
+from dtransformer.models.generation.search import SpecialIds
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 from dtransformer.models.base import check_ids
 from dtransformer.models.generation.beam_search import BeamSearch
 from dtransformer.models.generation.options import ID_LISTS, GenerationOptions
-from dtransformer.models.generation.search import Sampling
-from dtransformer.models.special_ids import SpecialIds
+from dtransformer.models.generation.search import Sampling, SpecialIds
 from dtransformer.parallel.decoding import loops
 
 OnTokens = Callable[[int, list[int]], None]

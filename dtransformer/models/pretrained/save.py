@@ -17,8 +17,7 @@ from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
-from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
-from dtransformer.models.pretrained.sentence_folder import write_modules
+from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS, write_modules
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,

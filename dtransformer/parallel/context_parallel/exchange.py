@@ -13,7 +13,7 @@ import tensorflow as tf
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import ContextPlan, Range, make_plan
 from dtransformer.parallel.mesh.axis_rules import axis_size, constrain, mesh_axis
-from dtransformer.parallel.ops.dependences import after
+from dtransformer.parallel.ops.custom_gradient import after
 from dtransformer.parallel.tracing import trace
 
 _SHARDS = "length_shards", "batch", "heads"

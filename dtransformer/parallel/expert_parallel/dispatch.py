@@ -1,5 +1,10 @@
-"""Tokens to experts and back, as the layout asks for."""
+"""Tokens to experts and back, as the layout asks for; on one device sorted, and none is padded.
 
+Shapes: N tokens of h features; k choices of each; M choices that experts take, of which
+expert i takes mᵢ; E experts.
+"""
+
+import contextlib
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -7,9 +12,98 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.expert_parallel.buffers import Buffers
 from dtransformer.parallel.expert_parallel.capacity_slots import Places
-from dtransformer.parallel.expert_parallel.sorted_tokens import SortedTokens
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tracing import trace
+
+
+def _outside_of_clusters():
+    """Let no cluster of XLA's take what the `with` block makes, whose shapes depend on values."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.xla.experimental.jit_scope(compile_ops=False)
+
+
+class SortedTokens:
+    """Sends tokens to experts and takes their outputs back.
+
+    Args:
+        taken: the `Places` of the tokens.
+        choices: int64 [g, n, k], the experts chosen for each token.
+    """
+
+    def __init__(self, taken: Places, choices: tf.Tensor):
+        num_experts, self._num_choices = taken.taken.shape[-1], choices.shape[-1]
+        is_taken = tf.reshape(taken.taken, [-1, num_experts])  # [N, E]
+        self._sizes = tf.reduce_sum(is_taken, axis=0)
+        total = tf.reduce_sum(self._sizes)
+        first = tf.cumsum(self._sizes, exclusive=True)
+        row = first + tf.cumsum(is_taken, axis=0, exclusive=True)
+        row = tf.where(is_taken > 0, row, total)  # of those that are dropped: after the last
+        choices = tf.reshape(choices, [-1, self._num_choices])
+        # Row of each choice [N, k], and the other way around: choice of each row [M].
+        self._rows = tf.gather(row, choices, batch_dims=1)
+        flat = tf.reshape(self._rows, [-1, 1])
+        numbers = tf.range(tf.shape(flat, INDEX_TYPE)[0])
+        with _outside_of_clusters():
+            self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
+
+    def send(self, x: tf.Tensor) -> list[tf.Tensor]:
+        """Return the tokens [mᵢ, h] of each expert, from those of all [g, n, h]."""
+        shape = tf.shape(x)
+        num_experts = self._sizes.shape[0]
+
+        @custom_gradient
+        def send(x):
+            tokens = tf.reshape(x, [-1, x.shape[-1]])
+            sent = tf.gather(tokens, self._choices // self._num_choices)
+
+            def gradient(*of_experts):
+                back = self._of_choices(tf.concat(of_experts, 0))
+                return tf.reshape(tf.reduce_sum(back, axis=1), shape)
+
+            with _outside_of_clusters():
+                return tf.split(sent, self._sizes, num=num_experts), gradient
+
+        return send(x)
+
+    def take_back(self, outputs: list[tf.Tensor], gates: tf.Tensor) -> tf.Tensor:
+        """Return Σ gate · output of each token, [g, n, h].
+
+        Args:
+            outputs: list of tensors [mᵢ, h], of each expert.
+            gates: [g, n, k].
+        """
+
+        @custom_gradient
+        def of_choices(y):
+            def gradient(dy):
+                return tf.gather(tf.reshape(dy, [-1, dy.shape[-1]]), self._choices)
+
+            return self._of_choices(y), gradient
+
+        shape = tf.shape(gates)
+        y = of_choices(tf.concat(outputs, 0))
+        gates = tf.cast(tf.reshape(gates, [-1, 1, self._num_choices]), y.dtype)
+        return tf.reshape(tf.matmul(gates, y), [shape[0], shape[1], y.shape[-1]])
+
+    def _of_choices(self, rows):
+        """[M, h] -> [N, k, h]; 0 for what was dropped"""
+        return tf.gather(tf.pad(rows, [[0, 1], [0, 0]]), self._rows)
+
+    def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
+        """Multiply the tokens [mᵢ, h] of each expert with its kernel, of all [E, h, f]."""
+        kernels = tf.unstack(tf.cast(kernel, xs[0].dtype))
+        return [tf.matmul(x, kernel) for x, kernel in zip(xs, kernels)]
+
+    # Nothing is sharded.
+    row_parallel = column_parallel
+
+    def add_bias(self, xs: list, bias: tf.Tensor) -> list[tf.Tensor]:
+        """Add the bias of each expert, of all [E, f]."""
+        biases = tf.unstack(tf.cast(bias, xs[0].dtype))
+        return [tf.nn.bias_add(x, bias) for x, bias in zip(xs, biases)]
 
 
 def apply_experts(

@@ -3,8 +3,7 @@
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.dependences import computed_anew
+from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
 from dtransformer.parallel.tracing import trace
 
 

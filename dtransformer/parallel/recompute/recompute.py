@@ -20,8 +20,7 @@ from dtransformer.parallel.mesh.axis_rules import (
     mesh_axis,
     relayout,
 )
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.dependences import after, seed_after
+from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (

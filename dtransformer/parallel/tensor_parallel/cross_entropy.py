@@ -5,7 +5,7 @@ import tensorflow as tf
 from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
-from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
+from dtransformer.parallel.tensor_parallel.embedding import look_up_in_shards
 from dtransformer.parallel.tracing import trace
 
 

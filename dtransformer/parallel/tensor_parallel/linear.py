@@ -2,17 +2,21 @@
 
 The product with a kernel that is sharded by columns needs no collective forward, and
 sums the inputs' gradient over the mesh axis; one that is sharded by rows is the other way
-around (Shoeybi et al., 2019, arXiv 1909.08053, §3). Under sequence parallelism the sum
-is reduce-scattered along the sequence, and the inputs are all-gathered before; see
-`sequence`.
+around (Shoeybi et al., 2019, arXiv 1909.08053, §3).
+
+Under sequence parallelism the residual stream [b, s, h] is sharded along s over the model
+axis: inputs of a product are all-gathered, and its partial sums are reduce-scattered
+(Korthikanti et al., 2022, arXiv 2205.05198, §4.2). Otherwise the stream is laid out as inside of
+products, replicated or sharded over the context axis, and the sums are all-reduced.
 
 Features that are sharded over the mesh axis are a dimension f, over which DTensor sums by
 itself. Under sequence parallelism they are two: t shards, and the f features of each; what
-the shards add up to is then sent as `sequence` says. Other shapes: b batch, s length, h
-features that are replicated.
+the shards add up to is then sent. Other shapes: b batch, s length, h features that are
+replicated.
 """
 
 import math
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
@@ -29,16 +33,68 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
-from dtransformer.parallel.tensor_parallel.sequence import (
-    all_gather_length,
-    inner_length_axis_of,
-    length_axis_of,
-    sum_partial,
-)
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.zero.gather import apply_unsharded
+
+
+def length_axis_of(shape: Iterable[int | None]) -> str | None:
+    """Return the mesh axis that shards the sequence of [b, s, ...] between products only, or None."""
+    axis = activation_specs(("batch", "length"), shape[:2])[1]
+    return None if axis == inner_length_axis_of(shape) else axis
+
+
+def inner_length_axis_of(shape: Iterable[int | None]) -> str | None:
+    """Return the mesh axis that shards the sequence of [b, s, ...] in products, too, or None."""
+    return activation_specs(("batch", "inner_length"), shape[:2])[1]
+
+
+def all_gather_length(x: tf.Tensor, axis: str, length_axis: str | None) -> tf.Tensor:
+    """Let every device have the full sequence.
+
+    The all-gather is an all-to-all that sends every device's shard to each. (DTensor's own
+    is an all-reduce of the full tensor on CPUs, which sends twice as much.)
+
+    Args:
+        x: tensor [b, s, h].
+        axis: the mesh axis.
+        length_axis: the same, where s is sharded over it; None where it is not.
+
+    Returns:
+        [b, s, h] as it is where s is not; otherwise [t, b, s, h]: a copy for each of
+        the t devices.
+    """
+    if length_axis is None:
+        return constrain(x, ("batch", "inner_length", None))
+    batch = activation_specs(("batch",), x.shape[:1])[0]
+    x = relayout(x, (batch, length_axis, None))
+    # [b, s, h] -> [t, b, s, h]
+    copies = relayout(tf.stack([x] * axis_size(axis)), (None, batch, length_axis, None))
+    return relayout(copies, (axis, batch, None, None))
+
+
+def sum_partial(partial: tf.Tensor, axis: str, length_axis: str | None) -> tf.Tensor:
+    """Add up what each device has of a sum.
+
+    An all-reduce; where the sequence is sharded a reduce-scatter, as an all-to-all of the
+    summands and their local sum.
+
+    Args:
+        partial: tensor [t, b, s, h], a summand of each of the t devices.
+        axis: the mesh axis.
+        length_axis: the same, where s is to be sharded over it; None where it is not.
+
+    Returns:
+        A tensor [b, s, h].
+    """
+    batch, inner = activation_specs(("batch", "inner_length"), partial.shape[1:3])
+    partial = relayout(partial, (axis, batch, inner, None))
+    if length_axis is not None:
+        partial = relayout(partial, (None, batch, length_axis, None))
+    # [t, b, s, h] -> [b, s, h]
+    return relayout(tf.reduce_sum(partial, axis=0), (batch, length_axis or inner, None))
+
 
 Weight = tf.Tensor | keras.Variable
 

@@ -1,15 +1,21 @@
-"""The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in."""
+"""The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in.
+
+A rank that cannot go on writes the stacks of its threads, says its last words, and leaves.
+"""
 
 import collections
 import contextlib
+import faulthandler
+import os
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dtransformer.parallel.watchdog import ending
+from dtransformer.errors import one_line
 from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.links import Hub, Member
@@ -19,6 +25,91 @@ from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 _BEAT = 1.0  # seconds
 _FOR_OTHERS = 2.0  # seconds that a rank waits with its end, so that others have the verdict
 _FOR_THE_FAILED = 5.0  # and so that the one which failed tells it itself
+
+
+_SECONDS_TO_WRITE = 3.0  # after which a standard error that nobody reads is given up
+_AT_ONCE = 0.01
+
+
+def write_stacks(rank: int, message: str) -> str:
+    """Write where all threads are to a new file that only this user can read.
+
+    Args:
+        rank: this rank.
+        told: the verdict, for its first line.
+
+    Returns:
+        The file's path; or why there is none.
+    """
+    try:
+        handle, path = tempfile.mkstemp(f"-rank-{rank}.stacks", "dtransformer-")
+        with os.fdopen(handle, "w") as file:
+            print(message, file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+    except OSError as error:
+        return f"not written ({error.strerror})"
+    return path
+
+
+def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
+    """Return the line that a rank ends with.
+
+    Args:
+        told: the verdict, as `watch.say` has it.
+        rank, host: this rank, and its host.
+        own: what it did.
+        stacks: the file with its stacks.
+    """
+    text = f"rank {rank} on host {host} was in {own}"
+    return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
+
+
+def leave(words: str, seconds: float) -> None:
+    """Print a line and end this process, whatever its other threads are doing and hold.
+
+    Args:
+        words: the line.
+        seconds: to wait in between, so that the other ranks can say theirs.
+    """
+    _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # whatever comes
+    _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{words}\n".encode()))
+    _within(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    _exit_in(max(seconds, _AT_ONCE))
+
+
+def end_unless_again(seconds: float) -> None:
+    """End this process after some seconds, unless this is called again before.
+
+    This needs nothing of Python: where the main thread waits in C++ and holds the interpreter's
+    lock, no other thread of Python runs. All stacks are printed on standard error.
+    """
+    with contextlib.suppress(
+        ValueError, OSError, AttributeError
+    ):  # of a standard error that is none
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+
+def go_on() -> None:
+    """Take back `end_unless_again`."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _exit_in(seconds):
+    """End this process with code 1, from a thread that needs nothing of Python."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # the stacks are written already
+    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+
+def _within(seconds: float, action: Callable) -> None:
+    """Do something that may block, and wait for it at most so long."""
+
+    def run():
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class Watchdog:
@@ -42,7 +133,7 @@ class Watchdog:
         stall_seconds: float,
         recorder: ActivityTracker,
         gates: StopBarriers,
-        end: Callable[[str, float], None] = ending.leave,
+        end: Callable[[str, float], None] = leave,
     ):
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
@@ -83,17 +174,17 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
                 self._carry_out({"left": True, "error": None})
-        if self._end is ending.leave and not self._has_ended:
-            ending.go_on()
+        if self._end is leave and not self._has_ended:
+            go_on()
         self._link.close()
 
     def _watch_until_left(self):
-        next_beat, is_process = 0.0, self._end is ending.leave  # and no test
+        next_beat, is_process = 0.0, self._end is leave  # and no test
         while not self._is_leaving:
             now = time.monotonic()
             if now >= next_beat:
                 if is_process:
-                    ending.end_unless_again(self.stall_seconds)
+                    end_unless_again(self.stall_seconds)
                 self._beat(now)
                 next_beat = now + _BEAT
             for rank, said in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
@@ -201,8 +292,8 @@ class Watchdog:
                 self._is_leaving = True
                 return
         message, own = say(verdict, self.hosts), self._recorder.activity()
-        stacks = ending.write_stacks(self.rank, message)
-        words = ending.last_words(message, self.rank, self.hosts[self.rank], own, stacks)
+        stacks = write_stacks(self.rank, message)
+        words = last_words(message, self.rank, self.hosts[self.rank], own, stacks)
         self._has_ended = True
         self._end(words, _FOR_OTHERS)
         self._is_leaving = True  # where a test's `end` returns

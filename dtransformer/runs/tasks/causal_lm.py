@@ -6,7 +6,7 @@ import keras
 
 from dtransformer.datasets.language_model import LanguageModelBatches
 from dtransformer.models import CausalLM
-from dtransformer.runs.perplexity import perplexities
+from dtransformer.runs.scores import perplexities
 from dtransformer.runs.tasks.documents import DocumentTask
 
 

@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.models import CausalLM
-from dtransformer.runs.perplexity import learnt_spans, perplexities
+from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"

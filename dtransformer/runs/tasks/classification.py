@@ -8,9 +8,8 @@ from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
-from dtransformer.models.one_stack import OneStackModel
+from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
-from dtransformer.models.task_heads import with_task_head
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask

@@ -8,8 +8,8 @@ from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
+from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
-from dtransformer.models.task_heads import with_task_head
 from dtransformer.parallel import collectives
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job

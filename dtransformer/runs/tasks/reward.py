@@ -4,8 +4,8 @@ import keras
 
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
+from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
-from dtransformer.models.task_heads import with_task_head
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.tasks.preference import PairTask
 

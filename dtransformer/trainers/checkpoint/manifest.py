@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError, shown
 from dtransformer.files import sync
+from dtransformer.inputs.files import inside
 from dtransformer.inputs.json_file import read_json, typed
 from dtransformer.inputs.manifest import Manifest
-from dtransformer.inputs.paths import inside
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint.training_state import TrainingState

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import sync
+from dtransformer.inputs.files import inside
 from dtransformer.inputs.manifest import DATA, INDEX
-from dtransformer.inputs.paths import inside
 from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint

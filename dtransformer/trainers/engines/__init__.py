@@ -1,7 +1,7 @@
 """Engines of a forward–backward: on one device, on the mesh, or in a pipeline."""
 
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.engines.local import LocalEngine
+from dtransformer.trainers.engines.base import LocalEngine
 from dtransformer.trainers.engines.mesh import MeshEngine
 from dtransformer.trainers.engines.pipeline import PipelineEngine
 

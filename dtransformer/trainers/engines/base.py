@@ -1,7 +1,9 @@
-"""Base class of engines, and the forward step that all compute.
+"""Engines: their base class, the forward step that all compute, micro-batches, and one device's.
 
-An engine runs the forward–backward of a batch: on one device (`local`), on the mesh (`mesh`)
-or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
+An engine runs the forward–backward of a batch: on one device (`LocalEngine`, whose functions are
+traced into the step's), on the mesh (`mesh`) or in a pipeline (`pipeline`). It is given a
+`ForwardStep`, never the trainer. In micro-batches, one after the other, a step needs the
+activations of one of them only, and its numbers are those of the whole batch.
 """
 
 import contextlib
@@ -18,12 +20,12 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
-from dtransformer.parallel.weights.sharded_variable import trained_value
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
-from dtransformer.trainers.expert_loads import EXPERTS
+from dtransformer.trainers.data import input_symbols, rows_of
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer.gradients import with_zeros
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduce import reduce_sum, with_zeros
+from dtransformer.trainers.step_metrics import EXPERTS
 
 
 class Numbers(typing.NamedTuple):
@@ -289,3 +291,105 @@ def _zeros(value):
     zeros = tf.zeros_like(value)
     is_added = job.data_shard()[1] > 1 and not trace.is_on_mesh()
     return never_constant(zeros) if is_added and not _compat.is_compiled_by_xla() else zeros
+
+
+_CALLED = {"_noinline": True}
+
+
+def in_micro_batches(forward_backward, number, reduce):
+    """Return an engine's forward–backward that takes a batch in micro-batches.
+
+    Args:
+        forward_backward: as `Engine.forward_backward`.
+        number: number m of micro-batches; rows are divided as evenly as they can be, some get none
+            where there are fewer.
+        reduce: a function of the gradients of a micro-batch, whose results are added up.
+
+    Returns:
+        A function alike. Gradients and sums are those of all micro-batches; outputs,
+        where there are any, follow one another. Each micro-batch has dropout masks of
+        its own.
+    """
+
+    def accumulated(inputs, labels, sample_weight, numbers):
+        batch = inputs, labels, sample_weight
+
+        def micro_batch(i):
+            own = numbers._replace(seed=seed_of(numbers.seed, i, number))
+            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number), own)
+            return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
+
+        compute = micro_batch
+        if not tf.executing_eagerly():  # compiled once, and called for each
+            compute = tf.function(micro_batch, autograph=False, experimental_attributes=_CALLED)
+        before = [x for x in tf.nest.flatten(batch) if x is not None]
+        gradients, all_outputs, sums = None, [], None
+        for i in range(number):
+            # What ranks send does not depend on the batch, and one is in memory at a time.
+            with tf.control_dependencies(before):
+                more, outputs, more_sums = compute(tf.constant(i))
+            gradients = more if gradients is None else _add(gradients, more)
+            sums = more_sums if sums is None else _add(sums, more_sums)
+            all_outputs.append(outputs)
+            before = gradients
+        return gradients, _map(lambda *xs: tf.concat(xs, 0), *all_outputs), sums
+
+    return accumulated
+
+
+def seed_of(seed, i, number):
+    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
+    return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
+
+
+def _map(function, *structures):
+    """As `tf.nest.map_structure`; None stays None."""
+    return tf.nest.map_structure(lambda *xs: None if xs[0] is None else function(*xs), *structures)
+
+
+def _add(total, more):
+    return tf.nest.map_structure(tf.add, total, more)
+
+
+class LocalEngine(Engine):
+    """Forward and backward on this rank's one device.
+
+    Args:
+        step: the `ForwardStep`.
+        jit_compile: whether forward and backward are compiled with XLA.
+
+    Raises:
+        ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
+    """
+
+    def __init__(self, step, jit_compile=False):
+        self._step, self._jit_compile = step, jit_compile
+        self._compute = step.loss_and_gradients
+        if jit_compile:
+            self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
+
+    def build(self, first):
+        network = self._step.network
+        if not network.built:
+            network(input_symbols(first))
+        if not self._jit_compile:
+            return
+        sends = None
+        if any(is_unsharded_for_use(weight) for weight in network.weights):
+            sends = "optimizer_shard=3"
+        elif any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network)):
+            sends = "expert_group_size=None on data ranks"
+        if sends is not None:
+            raise ValueError(
+                f"jit_compile=True does not work with {sends}, which communicates while the network "
+                "is computed: leave it at 'auto'"
+            )
+
+    def forward_backward(self, inputs, labels, sample_weight, numbers):
+        return self._compute(inputs, labels, sample_weight, numbers)
+
+    def evaluate(self, inputs, labels, sample_weight, counts):
+        return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)
+
+    def predict(self, inputs):
+        return self._step.outputs(inputs)

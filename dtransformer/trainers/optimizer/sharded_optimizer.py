@@ -15,7 +15,6 @@ from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.optimizer import gradients as grads
 from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
 from dtransformer.trainers.optimizer.checks import (
@@ -199,7 +198,7 @@ class ShardedOptimizer:
         scale = self.loss_scale.value()
         if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
             gradients = [gradient / scale for gradient in gradients]
-        squares = grads.square_norms(gradients, self._devices)
+        squares = reduce.square_norms(gradients, self._devices)
         if self._adds_up_norms:
             norm_shares = [one.norm_share for one in self.shards]
             squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
@@ -210,11 +209,11 @@ class ShardedOptimizer:
             norm /= scale
         if self._clips:
             owners = [one.number for one in self.shards]
-            gradients = grads.clip_shards(self._optimizer, gradients, squares, owners, norm)
+            gradients = reduce.clip_shards(self._optimizer, gradients, squares, owners, norm)
         return gradients, norm
 
     def _update_and_store(self, gradients, held):
-        with grads.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+        with reduce.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
             new = self._update(gradients, held)
         if self._stores:
             self._store(new)

@@ -3,9 +3,12 @@
 import pytest
 
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
-from dtransformer.cli.launching.outcome import Outcome
-from dtransformer.cli.launching.replan import fields_of_layout, replanned
-from dtransformer.cli.launching.supervisor import horovodrun_options
+from dtransformer.cli.launching.supervisor import (
+    Outcome,
+    fields_of_layout,
+    horovodrun_options,
+    replanned,
+)
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig

@@ -10,9 +10,8 @@ from dtransformer.errors import InputError
 from dtransformer.models import CausalLM, EncoderDecoderLM, from_preset, from_pretrained
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.generation.rules import options_of
-from dtransformer.models.pretrained.config_fields import KNOWN, SILENT, ReadFields
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.load import network_arguments
+from dtransformer.models.pretrained.load import KNOWN, SILENT, ReadFields, network_arguments
 from tests.models.pretrained.family_rows import DEFAULT_SIZES
 from tests.models.pretrained.published import NEW_TOKENS, published, results, with_transformers
 from tests.models.pretrained.search_cases import FOLDER_RULES

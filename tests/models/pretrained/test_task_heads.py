@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead, SequenceHead
 from dtransformer.models import from_pretrained, save_pretrained
-from dtransformer.models.task_heads import with_task_head
+from dtransformer.models.one_stack import with_task_head
 from harness.tolerances import PARITY_LOGITS
 
 transformers = pytest.importorskip("transformers")

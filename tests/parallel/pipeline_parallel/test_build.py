@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.pipeline_parallel.automatic_placement import by_use, spread
-from dtransformer.parallel.pipeline_parallel.build import place_all
+from dtransformer.parallel.pipeline_parallel.build import by_use, place_all, spread
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import has_state, losses_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view

@@ -209,7 +209,7 @@ def test_what_a_stalled_rank_did_is_told():
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_the_setting(given, environment, expected, monkeypatch):
-    from dtransformer.parallel.runtime.start_watchdog import stall_seconds_of
+    from dtransformer.parallel.initialize import stall_seconds_of
 
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
     if environment is not None:
@@ -222,7 +222,7 @@ def test_the_setting(given, environment, expected, monkeypatch):
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
-    from dtransformer.parallel.runtime.start_watchdog import stall_seconds_of
+    from dtransformer.parallel.initialize import stall_seconds_of
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises((TypeError, ValueError), match="stall_seconds|STALL_SECONDS"):

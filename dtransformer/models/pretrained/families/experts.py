@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
-from dtransformer.models.experts import experts_of
+from dtransformer.models.base import experts_of
 from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS

@@ -11,13 +11,12 @@ from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, Toke
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
-from dtransformer.models.one_stack import OneStackModel
+from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field, choice
-from dtransformer.models.pretrained.sentence_folder import pooling_of
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
-from dtransformer.models.task_heads import with_task_head
+from dtransformer.models.pretrained.folder import pooling_of
+from dtransformer.models.pretrained.stored_weights import StoredTensor
 
 _MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
