@@ -1,4 +1,4 @@
-"""The contestant: dtransformer's models and trainer, by `fit`."""
+"""The contestant: dtransformer's models and trainer, by `fit`; with `xla`, compiled by it."""
 
 import keras
 import tensorflow as tf
@@ -10,7 +10,7 @@ from dtransformer.models import CausalLM, TranslationTransformer
 from dtransformer.trainers import Trainer
 
 
-def compiled_trainer(workload, **loss_options):
+def compiled_trainer(workload, jit_compile="auto", **loss_options):
     """Return a compiled trainer of the workload's network."""
     sizes = {
         "hidden_size": workload.hidden_size,
@@ -32,16 +32,17 @@ def compiled_trainer(workload, **loss_options):
         sizes["max_length"] = workload.length
         network = CausalLM(workload.vocab_size, num_layers=workload.decoder_layers, **sizes)
     trainer = Trainer(network)
-    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(**loss_options))
+    loss = CrossEntropyLoss(**loss_options)
+    trainer.compile(keras.optimizers.AdamW(1e-4), loss, jit_compile=jit_compile)
     return trainer
 
 
-def make_run(workload):
+def make_run(workload, mode=None):
     source, target, labels = (
         None if ids is None else tf.constant(ids, "int32") for ids in workload.batch()
     )
     inputs = target if source is None else {"source": source, "target": target}
-    return fitted(compiled_trainer(workload), inputs, labels)
+    return fitted(compiled_trainer(workload, mode == "xla" or "auto"), inputs, labels)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed
-from dtransformer.layers.attention_options import AttentionOptions, by_heads, context_of, scores_of
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
 from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import add_to_each, scale, select, soft_capped
+from dtransformer.layers.online_softmax import by_heads, context_of, scores_of
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both

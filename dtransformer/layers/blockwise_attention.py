@@ -13,11 +13,12 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, same_segment
-from dtransformer.layers.attention_options import AttentionOptions, where_seen
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     block_gradients,
     sink_gradients,
+    where_seen,
     within,
 )
 from dtransformer.parallel.context_parallel.exchange import ContextExchange, LocalExchange

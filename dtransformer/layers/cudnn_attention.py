@@ -17,13 +17,16 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near
-from dtransformer.layers.attention_options import AttentionOptions, by_heads, scores_of, where_seen
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.cudnn_call import CudnnCall, why_not
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     block_context,
     block_gradients,
+    by_heads,
+    scores_of,
     sink_gradients,
+    where_seen,
 )
 from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.ops.custom_gradient import custom_gradient

@@ -25,7 +25,7 @@ from dtransformer.models.pretrained.families.parts import (
     head_dim,
     kv_heads,
 )
-from dtransformer.models.pretrained.stored_weights import StoredTensor
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 # What configs of language models cannot say otherwise, where no part of theirs does.
 _FIXED = {

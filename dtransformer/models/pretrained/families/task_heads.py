@@ -16,7 +16,7 @@ from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field, choice
 from dtransformer.models.pretrained.folder import pooling_of
-from dtransformer.models.pretrained.stored_weights import StoredTensor
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 _MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
