@@ -36,7 +36,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     else:
         print(report.text_of(found))
     if arguments.yaml:
-        from dtransformer.files import write_text_atomically
+        from dtransformer.inputs.files import write_text_atomically
 
         write_text_atomically(arguments.yaml, report.yaml_of(found))
     elif not arguments.json and found.fits:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.files import write_text_atomically
+from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief
