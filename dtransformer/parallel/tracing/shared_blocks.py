@@ -21,7 +21,6 @@ from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
-    layer_number,
     mask_drawers,
 )
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
@@ -102,11 +101,8 @@ def _function(block, compute, dropouts, is_called, name_scope):
 
 def _numbers_of(layers):
     """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
-    numbers = [layer_number(layer) for layer in mask_drawers(layers)]
-    if any(map(tf.is_tensor, numbers)):
-        return tf.stack(numbers)
     # TensorFlow would make, and optimize, a function for each constant that one is given.
-    numbers = tf.constant(numbers, "int32")
+    numbers = tf.constant([layer.number for layer in mask_drawers(layers)], "int32")
     return tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
 
 
