@@ -38,7 +38,7 @@ def describe_run(state: TrainingState) -> dict:
         "dtransformer": __version__,
         "tensorflow": tf.__version__,
         "saved_at": time.time(),
-        "step": state.step,
+        "step": int(state.optimizer.iterations),
         "seed": job.seed(),
         "network": _keras_config(state.network),
         "optimizer": _keras_config(state.optimizer),
