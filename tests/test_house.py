@@ -22,7 +22,6 @@ BOTTOM = {
     "block_forms",
     "errors",
     "files",
-    "garbage",
     "nvidia_driver",
     "quiet",
     "start",

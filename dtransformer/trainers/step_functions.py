@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.garbage import garbage_waits
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
 from dtransformer.trainers.optimizer.reduce import reduce_sum
@@ -105,8 +104,6 @@ class StepFunctions(keras.Model):
                 is_first = not compiled
                 if is_first:
                     around.enter_context(self._compiler.first_step())
-                if is_first and self.steps_per_execution == 1:  # else others are in its call
-                    around.enter_context(garbage_waits())
                 logs = self._run(step, iterator, done)
             if is_first and self._tells and self._compiler.clusters is not None:
                 print(self._compiler.clusters, flush=True)

@@ -3,7 +3,6 @@
 It knows nothing of layers: gradients come in, weights have changed when it is done.
 """
 
-import contextlib
 import math
 
 import keras
@@ -19,7 +18,6 @@ from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
 from dtransformer.trainers.optimizer.checks import (
     check_built,
-    check_clipping,
     check_constraints,
     check_elementwise,
     check_overwritten,
@@ -64,6 +62,7 @@ class ShardedOptimizer:
         self._update_units = OptimizerParameters(self.shards, self.partition.kind)
         self.units, parameters = self._update_units.units, self._update_units.parameters
         self._is_sharded = [one.is_sharded for one in self.shards]
+        self.is_sharded = any(self._is_sharded)
         # Gradients of micro-batches are added up as shards: each is reduced for itself.
         self._reduces_micro_batches = (
             config.gradient_accumulation_shard
@@ -76,16 +75,14 @@ class ShardedOptimizer:
             check_elementwise(self._optimizer)
         on_mesh = any(one.norm_share is not None for one in self.shards)
         has_held = any(unit.is_held for unit in self.units)
-        if self.is_sharded or on_mesh or has_held:
+        self._has_stages = job.pipeline_group().size > 1
+        if self.is_sharded or on_mesh or has_held or self._has_stages:
             check_shards(self._optimizer)
         check_built(self._optimizer, parameters)
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
-        self._has_stages = job.pipeline_group().size > 1
-        if self.is_sharded or on_mesh or self._has_stages:
-            check_clipping(self._optimizer)
         self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
         self._buckets = [
             [i for i in bucket if not self.shards[i].comes_reduced]
@@ -106,11 +103,6 @@ class ShardedOptimizer:
         self._divides = self.is_sharded or has_held
         self._adds_up_norms = self.is_sharded or on_mesh
         self._stores = is_replicated or has_held
-
-    @property
-    def is_sharded(self):
-        """Whether the ranks of the data-parallel group update different parts of some weight."""
-        return any(self._is_sharded)
 
     def reduce_micro_batch(self, gradients):
         """Return the gradients of a micro-batch as they are added up."""
@@ -213,7 +205,8 @@ class ShardedOptimizer:
         return gradients, norm
 
     def _update_and_store(self, gradients, held):
-        with reduce.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+        off = {"clipvalue": None, "clipnorm": None, "global_clipnorm": None} if self._clips else {}
+        with _compat.meanwhile(self._optimizer, **off):  # `clip_shards` has clipped
             new = self._update(gradients, held)
         if self._stores:
             self._store(new)
