@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer.shard_plan import ParameterProxy
 
@@ -70,7 +71,11 @@ def grouped_calls(
             call += positions[i * share : (i + 1) * share]
         left += positions[number * share :]
     sizes = [0] * len(keys) if sizes is None else sizes
-    return [part for call in [*equal, left] for part in _parts(call, sizes, most)]
+    return [
+        [call[i] for i in some]
+        for call in [*equal, left]
+        for some in filled([sizes[position] for position in call], most)
+    ]
 
 
 def grouped_calls_on(
@@ -99,21 +104,8 @@ def grouped_calls_on(
     return found
 
 
-def _parts(call, sizes, most):
-    """Yield the parts of a call, each of which ends as soon as it has more than the most."""
-    part, size = [], 0
-    for position in call:
-        if size > most:
-            yield part
-            part, size = [], 0
-        part.append(position)
-        size += sizes[position]
-    if part:
-        yield part
-
-
-# Elements of the weights that a function updates, but for the last weight's: it has the old and
-# the new values of all of them in memory.
+# Elements of the weights that a function updates, but of one that has more: it has the old and the
+# new values of all of them in memory.
 _ELEMENTS_AT_ONCE = 2**22
 
 

@@ -202,15 +202,11 @@ def _parts(weight):
     """Return what this rank stores of a weight, and how many elements are updated for each part."""
     if isinstance(weight, FlatShardedVariable):
         return [(weight, None)]
-    shards = own_shards([weight])
-    if get_parallel_config().optimizer_shard_partition == "flat" or not is_made_whole(weight):
+    # What a mesh may pad and shard.
+    made_whole, shards = isinstance(weight, MeshVariable), own_shards([weight])
+    if get_parallel_config().optimizer_shard_partition == "flat" or not made_whole:
         return [(shard, None) for shard in shards]
     return [(shard, 0 if i else math.prod(true_shape(weight))) for i, shard in enumerate(shards)]
-
-
-def is_made_whole(weight):
-    """Return whether a whole partition has to make a weight whole: a mesh may pad and shard it."""
-    return isinstance(weight, MeshVariable)
 
 
 # Optimizer parameters: what the Keras optimizer updates on this rank.
@@ -258,7 +254,7 @@ class OptimizerParameters:
             of_weights.setdefault(one.number, []).append(position)
         self.units, self._of_mesh = [], []
         for positions in of_weights.values():
-            if kind == "whole" and is_made_whole(shards[positions[0]].weight):
+            if kind == "whole" and isinstance(shards[positions[0]].weight, MeshVariable):
                 own = [self._made_whole(positions)] if self._updates(positions[0]) else []
                 self._of_mesh += own
             else:
