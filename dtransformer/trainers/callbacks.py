@@ -190,10 +190,11 @@ class MetricsFile(_StepCallback):
         """Write a line of a kind of its own, while training."""
         if self._file is None:
             return
+        optimizer = getattr(self.model, "optimizer", None)
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._optimizer_steps(),
+            "step": self._steps_done if optimizer is None else int(optimizer.iterations),
             "time": time.time(),
         }
         reserved = tuple(record)
@@ -203,10 +204,6 @@ class MetricsFile(_StepCallback):
         with writing(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _optimizer_steps(self):
-        optimizer = getattr(self.model, "optimizer", None)
-        return self._steps_done if optimizer is None else int(optimizer.iterations)
 
     def _close(self):
         if self._file is not None:

@@ -137,11 +137,6 @@ class PlannedShard:
         """Whether the ranks of the data-parallel group update parts of their own."""
         return self.division is not None
 
-    @property
-    def gradient_shape(self):
-        """The shape of the gradient as an engine gives it."""
-        return self.shard.shape if self.replicated is None else self.replicated.shape
-
 
 def shard_plan(weights, partition, copies=()):
     """Return the list of `PlannedShard`s of weights.

@@ -54,7 +54,9 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = shard_plan(weights, self.partition, copies)
-        self._shapes = [one.gradient_shape for one in self.shards]
+        # Of gradients as an engine gives them.
+        given = (one.shard if one.replicated is None else one.replicated for one in self.shards)
+        self._shapes = [value.shape for value in given]
         self._sent_dtype = None if config.gradient_dtype == "float32" else config.gradient_dtype
         self.gradient_bytes = None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
