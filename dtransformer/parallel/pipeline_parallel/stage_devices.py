@@ -62,13 +62,12 @@ class LocalExecutor:
         """Return a batch as compiled functions take it."""
         return inputs, labels, sample_weight
 
-    def put_sharded(self, batch):
-        """Return the nested inputs of a batch as compiled functions take them."""
-        return batch
-
-    def put_numbers(self, numbers):
-        """Return numbers that differ from step to step as compiled functions take them."""
-        return numbers
+    # Nested inputs of a batch, or numbers that differ from step to step, as compiled functions take
+    # them; nested results as `local` takes them, laid out in a function, and as tensors of this rank.
+    put_sharded = put_numbers = replicate = local = staticmethod(lambda given: given)
+    # Of `CrossStageTensor`s: a value as it passes, laid out in a function; this rank's shards of the
+    # values of a list, and the values from shards.
+    relayout = shards = from_shards = staticmethod(lambda tensors, given: given)
 
     def put_one(self):
         """Return the gradient of a loss."""
@@ -78,35 +77,13 @@ class LocalExecutor:
         """Return what `put_numbers` was given, inside of a compiled function."""
         return put
 
-    def relayout(self, tensor: CrossStageTensor, x: tf.Tensor) -> tf.Tensor:
-        """Lay `x` out as a `CrossStageTensor` passes, inside of a compiled function."""
-        return x
-
-    def replicate(self, results):
-        """Lay nested results out as `local` takes them, inside of a compiled function."""
-        return results
-
     def shard_specs(self, tensors: list[CrossStageTensor]) -> list[tuple]:
         """Return (shape, dtype) of each of this rank's shards of `CrossStageTensor`s."""
         return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    def shards(self, tensors: list[CrossStageTensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return this rank's shards of the values of a list of `CrossStageTensor`s."""
-        return values
-
-    def from_shards(
-        self, tensors: list[CrossStageTensor], shards: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Return the values of a list of `CrossStageTensor`s, from this rank's shards."""
-        return shards
-
     def gradient_shards(self, weight: keras.Variable, gradient) -> list[tf.Tensor]:
         """Return this rank's shards of a gradient, in the order of the weight's."""
         return [tf.convert_to_tensor(gradient)]
-
-    def local(self, results):
-        """Return nested results, which every device has, as tensors of this rank; None is None."""
-        return results
 
     def wait(self, results):
         """Wait until nested results are computed, where that is measured."""
