@@ -55,7 +55,10 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
     layers = [one for one in _compat.flat_layers(network) if id(one) not in elsewhere]
     layers = [
-        one for one in layers if _may_add_losses(one) or (_is_foreign(one) and own_states(one))
+        one
+        for one in layers
+        if _may_add_losses(one)
+        or (own_states(one) and not type(one).__module__.startswith("dtransformer."))
     ]
     owns = any(_is_own_loss(loss) for loss in objective.losses)
     if not layers and not owns:
@@ -113,10 +116,6 @@ def tell_of_parts(differing: list[str]) -> None:
             "of parts, not Keras'; one data shard and micro_batch_num=1 give Keras'",
             stacklevel=2,
         )
-
-
-def _is_foreign(layer):
-    return not type(layer).__module__.startswith("dtransformer.")
 
 
 def _may_add_losses(layer):

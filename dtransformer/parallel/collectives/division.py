@@ -37,11 +37,6 @@ class Division:
         """
         return cls(tuple(num_elements * (index == owner) for index in range(num_shards)))
 
-    @property
-    def is_even(self) -> bool:
-        """Whether every position has as much."""
-        return len(set(self.sizes)) == 1
-
     def range_of(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of what a position has in the flattened, padded tensor."""
         start = sum(self.sizes[:index])

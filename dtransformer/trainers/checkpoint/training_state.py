@@ -92,7 +92,7 @@ class TrainingState:
             ValueError: two variables have the same name.
         """
         names = names_of(self.network)
-        tensors = _tensors_of_network(self.network, names)
+        tensors = network_tensors(self.network, names)
         for name, index, variable in optimizer_states(self.optimizer, len(self.optimizer_shards)):
             if index is None:
                 tensors.append(_replicated(f"{OPTIMIZER}{name}", variable))
@@ -118,12 +118,11 @@ class TrainingState:
         ]
 
 
-def network_tensors(network: keras.Model) -> list[ShardedTensor]:
-    """Return the tensors of a built network."""
-    return _tensors_of_network(network, names_of(network))
-
-
-def _tensors_of_network(network, names):
+def network_tensors(
+    network: keras.Model, names: Mapping[int, str] | None = None
+) -> list[ShardedTensor]:
+    """Return the tensors of a built network; `names` are those of `names_of`."""
+    names = names_of(network) if names is None else names
     return [
         tensor
         for variable in network.variables

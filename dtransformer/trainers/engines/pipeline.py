@@ -60,7 +60,8 @@ class PipelineEngine(Engine):
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
         self.devices, self.peers = stage_devices(), peers()
-        self._functions = ChunkFunctions(self.network, self._forward, self.devices)
+        # Compiled forward passes of chunks, by chunk and `Dataflow`.
+        self.function = ChunkFunctions(self.network, self._forward, self.devices).of
         self._predict = ForwardPass(
             self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call"
         )
@@ -146,10 +147,6 @@ class PipelineEngine(Engine):
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
         return self._dataflows[key]
-
-    def function(self, chunk, dataflow):
-        """Return the compiled forward pass of a chunk; see `ChunkFunctions.of`."""
-        return self._functions.of(chunk, dataflow)
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
         """Return a chunk's share of the loss, its sums, outputs if wanted, and its split kernels.

@@ -132,11 +132,6 @@ class PlannedShard:
     bounds: tuple
     flat_range: tuple | None
 
-    @property
-    def is_sharded(self):
-        """Whether the ranks of the data-parallel group update parts of their own."""
-        return self.division is not None
-
 
 def shard_plan(weights, partition, copies=()):
     """Return the list of `PlannedShard`s of weights.
@@ -264,7 +259,7 @@ class OptimizerParameters:
     def _of_shard(self, position, kind):
         one = self._shards[position]
         parameter, flat_range = one.shard, one.flat_range
-        if kind == "flat" and one.is_sharded and flat_range is None:
+        if kind == "flat" and one.division is not None and flat_range is None:
             parameter = ParameterProxy(one.shard, (one.division.sizes[self._group.index],))
             flat_range = one.division.range_of(self._group.index)
         return OptimizerParameter(parameter, (position,), one.weight, one.bounds, flat_range)

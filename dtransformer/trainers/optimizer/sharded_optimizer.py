@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         self._group = job.data_parallel_group()
         self._update_units = OptimizerParameters(self.shards, self.partition.kind)
         self.units, parameters = self._update_units.units, self._update_units.parameters
-        self._is_sharded = [one.is_sharded for one in self.shards]
+        self._is_sharded = [one.division is not None for one in self.shards]
         self.is_sharded = any(self._is_sharded)
         # Gradients of micro-batches are added up as shards: each is reduced for itself.
         self._reduces_micro_batches = (
@@ -198,7 +198,9 @@ class ShardedOptimizer:
             squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
         counted = tf.constant([i for i, one in enumerate(self.shards) if one.counts], "int32")
         total = tf.reduce_sum(tf.gather(squares, counted))
-        norm = tf.sqrt(reduce.sum_over_stages(total) if self._has_stages else total)
+        if self._has_stages:
+            total = transport.all_reduce(total, "Sum", job.pipeline_group(), "sum_of_stages")
+        norm = tf.sqrt(total)
         if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
             norm /= scale
         if self._clips:
