@@ -17,7 +17,13 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import needs_the_batch
-from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, mesh_axis, relayout
+from dtransformer.parallel.mesh.axis_rules import (
+    activation_specs,
+    axis_size,
+    laid_out,
+    mesh_axis,
+    relayout,
+)
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
@@ -67,7 +73,6 @@ class TokenGroups:
 
     Attributes:
         axes: the mesh axes, or None, that shard the dimensions g.
-        sequence_axes: those that shard b and s of what `split` takes.
     """
 
     def __init__(self, x: tf.Tensor, moe_config: MoEConfig):
@@ -89,7 +94,7 @@ class TokenGroups:
             self._groups = [batch, in_sequence] if context else [batch * in_sequence]
             self._padding = in_sequence * self.size - length
         self.axes = (axis, context)[: len(self._groups)]
-        self.sequence_axes = axis, context
+        self._of_sequences = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
         """[b, s, ...] as `of_sequences` -> [g, n, ...], with zeros after what groups do not divide"""
@@ -122,7 +127,11 @@ class TokenGroups:
 
     def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
-        return shard_first(x, self.sequence_axes)
+        return shard_first(x, self._of_sequences)
+
+    def of_activations(self, x: tf.Tensor) -> tf.Tensor:
+        """As `of_sequences`, of [b, s, h] and of its gradient."""
+        return laid_out(x, (*self._of_sequences, None)) if trace.is_on_mesh() else x
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.
@@ -176,6 +185,5 @@ def shard_first(x: tf.Tensor, axes: Sequence[str | None]) -> tf.Tensor:
     Args:
         x: a tensor.
         axes: of its first dimensions.
-        put: a function that lays out, `relayout` or `axis_rules.shard_first`.
     """
     return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x
