@@ -22,7 +22,6 @@ BOTTOM = {
     "block_forms",
     "errors",
     "files",
-    "garbage",
     "nvidia_driver",
     "quiet",
     "start",
@@ -117,7 +116,7 @@ OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 160
 # Of code in the package: without docstrings, comments and blank lines. What is new pays for itself by
 # what goes; 32,000 is what it is to come down to.
-BUDGET = 33_212
+BUDGET = 32_860
 
 
 # What is imported.

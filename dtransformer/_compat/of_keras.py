@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
+from keras.src.backend import compute_output_spec as compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.name_scope import current_path as current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -236,6 +237,9 @@ class _OfOne(list):
 
 # `current_path` is that of the name scopes around, from which a weight's path follows before the
 # weight is made. Unnecessary if Keras gave an initializer the path of its variable.
+
+# `compute_output_spec` gives the shapes and types of what a function of `keras.KerasTensor`s returns.
+# Unnecessary if Keras exported it, as it does the method of a layer.
 
 # `in_symbolic_scope` says whether Keras asks for shapes alone; a sharded weight is then not made
 # whole. Unnecessary as `stateless_value`.

@@ -18,7 +18,7 @@ from dtransformer.parallel.expert_parallel.capacity_slots import capacity, place
 from dtransformer.parallel.expert_parallel.checks import check_layout, sends_counts
 from dtransformer.parallel.expert_parallel.dispatch import apply_experts
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
-from dtransformer.parallel.mesh.axis_rules import constrain, laid_out
+from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tracing.auxiliary_metrics import report
@@ -146,7 +146,7 @@ class MoE(FeedForward):
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
         # Its gradient, too: else DTensor finds no layout for that of what shared experts take.
-        given, x = x, groups.of_sequences(x, laid_out)
+        given, x = x, groups.of_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:

@@ -2,11 +2,11 @@
 
 import collections
 import math
-from collections.abc import Iterator
 
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.mesh.variable import MeshVariable, sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, own_shards
@@ -23,7 +23,9 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
         optimizer_variables: list of Keras variables, one or more for each shard.
     """
     for group, own in shared_shards(network_variables, optimizer_variables).items():
-        for number, some in enumerate(_messages(own)):
+        sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in own]
+        for number, positions in enumerate(filled(sizes, _MESSAGE_BYTES)):
+            some = [own[i] for i in positions]
             values = [shard.value for shard in some]
             values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
             for shard, value in zip(some, values):
@@ -46,15 +48,3 @@ def shared_shards(network_variables: list, optimizer_variables: list = ()) -> di
         if group.size > 1:
             shards[group] += own_shards([variable])
     return shards
-
-
-def _messages(shards: list) -> Iterator[list]:
-    some, num_bytes = [], 0
-    for shard in shards:
-        size = math.prod(shard.shape) * tf.as_dtype(shard.dtype).size
-        if some and num_bytes + size > _MESSAGE_BYTES:
-            yield some
-            some, num_bytes = [], 0
-        some.append(shard)
-        num_bytes += size
-    yield some

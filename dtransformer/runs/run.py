@@ -55,7 +55,7 @@ from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read, like
 from dtransformer.trainers import ModelCheckpoint, Trainer
-from dtransformer.trainers.callbacks import MetricsFile, StepTimer
+from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import best_of
 from dtransformer.trainers.checkpoint.export import RUN
@@ -267,7 +267,7 @@ def _begin(folder, task, resumes):
 
 def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
-    callbacks = [StepTimer()]
+    callbacks = []
     if resumes:
         callbacks.append(FiniteWeights(path / CHECKPOINTS))
     if options.max_minutes:

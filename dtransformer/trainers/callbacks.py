@@ -1,7 +1,7 @@
-"""Callbacks for `fit`: step times, losses, a metrics file, sacreBLEU.
+"""Callbacks for `fit`: losses, a metrics file, sacreBLEU.
 
-Only rank 0 prints and writes. A callback that adds to the logs (`StepTimer`, `SacreBleu`) must be
-listed before those that read them, such as `MetricsFile`, `keras.callbacks.EarlyStopping` and
+Only rank 0 prints and writes. A callback that adds to the logs (`SacreBleu`) must be listed before those
+that read them, such as `MetricsFile`, `keras.callbacks.EarlyStopping` and
 `keras.callbacks.ModelCheckpoint`.
 """
 
@@ -34,14 +34,13 @@ class _StepCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
         self._steps_in_epoch = None
-        self._steps_before = self._steps_done
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._steps_in_epoch is None:  # a resumed epoch begins in its middle
             self._steps_in_epoch = batch
 
     def _advance(self, batch):
-        """Count up to `batch`; return the number of new steps and whether a line is due.
+        """Count up to `batch`; return whether a line is due.
 
         That is once `every` was passed, and the trainer has read the logs (see `log_every` of its
         `compile`).
@@ -52,59 +51,7 @@ class _StepCallback(keras.callbacks.Callback):
         self._due &= not due
         self._steps_in_epoch = batch + 1
         self._steps_done += new
-        return new, due
-
-
-class StepTimer(_StepCallback):
-    """Prints, at the end of every epoch, how many milliseconds a step takes.
-
-    A step's time runs from its beginning to its end. It includes the wait for its data and the
-    transfer of its logs, but not what other callbacks and validation take. The very first step
-    of a `fit` compiles: it is printed separately and left out of the mean, unless it is alone in
-    its epoch. The mean is added to the epoch's logs as `step_ms`.
-
-    Example:
-
-    ```python
-    model.fit(dataset, epochs=2, callbacks=[StepTimer()])
-    # epoch: 1, step time: 21.304 ms mean, 20.117 ms last, 5312.820 ms first (compiles)
-    # epoch: 2, step time: 20.945 ms mean, 20.661 ms last
-    ```
-    """
-
-    def on_train_begin(self, logs=None):
-        super().on_train_begin(logs)
-        self._first = None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
-        self._total = self._last = 0.0
-        self._timed = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        super().on_train_batch_begin(batch, logs)
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        elapsed = 1000.0 * (time.perf_counter() - self._started)
-        new, _ = self._advance(batch)
-        self._last = elapsed / new
-        if self._first is None:
-            self._first = self._last
-        else:
-            self._total += elapsed
-            self._timed += new
-
-    def on_epoch_end(self, epoch, logs=None):
-        if not self._steps_in_epoch:
-            return
-        mean = self._total / self._timed if self._timed else self._last
-        line = f"epoch: {epoch + 1}, step time: {mean:.3f} ms mean, {self._last:.3f} ms last"
-        if not self._steps_before:
-            line += f", {self._first:.3f} ms first (compiles)"
-        _print(line)
-        if logs is not None:
-            logs["step_ms"] = mean
+        return due
 
 
 class LossMonitor(_StepCallback):
@@ -126,8 +73,7 @@ class LossMonitor(_StepCallback):
     """
 
     def on_train_batch_end(self, batch, logs=None):
-        _, due = self._advance(batch)
-        if due and logs and "loss" in logs:
+        if self._advance(batch) and logs and "loss" in logs:
             loss = float(logs.get("step_loss", logs["loss"]))
             _print(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
@@ -176,8 +122,7 @@ class MetricsFile(_StepCallback):
                 self._file = open(self.path, "ab", buffering=0)
 
     def on_train_batch_end(self, batch, logs=None):
-        _, due = self._advance(batch)
-        if due:
+        if self._advance(batch):
             self.write("step", logs)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -190,10 +135,11 @@ class MetricsFile(_StepCallback):
         """Write a line of a kind of its own, while training."""
         if self._file is None:
             return
+        optimizer = getattr(self.model, "optimizer", None)
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._optimizer_steps(),
+            "step": self._steps_done if optimizer is None else int(optimizer.iterations),
             "time": time.time(),
         }
         reserved = tuple(record)
@@ -203,10 +149,6 @@ class MetricsFile(_StepCallback):
         with writing(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _optimizer_steps(self):
-        optimizer = getattr(self.model, "optimizer", None)
-        return self._steps_done if optimizer is None else int(optimizer.iterations)
 
     def _close(self):
         if self._file is not None:

@@ -25,7 +25,6 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors, write_keras
 from dtransformer.trainers.checkpoint.reader import Restored, restore
-from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
 from dtransformer.trainers.data import input_symbols
 
@@ -42,10 +41,6 @@ class Checkpointing(keras.Model):
     _data_position = None  # of the last fit
     _restored_position = None
     _callback_states = None  # of the fit that runs
-
-    def training_state(self) -> TrainingState:
-        """Return what checkpoints save and restore; network and optimizer are built for it."""
-        raise NotImplementedError
 
     def save(
         self,

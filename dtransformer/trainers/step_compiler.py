@@ -44,12 +44,8 @@ class StepCompiler:
 
     def __init__(self, jit_compile: bool | str = "auto", run_eagerly: bool = False):
         self._jit, self.run_eagerly = jit_compile, run_eagerly
+        self.jit_forward = jit_compile is True
         self.in_parts, self.graphs = job.compiles_shapes(), {}
-
-    @property
-    def jit_forward(self) -> bool:
-        """Whether forward and backward pass are one program of XLA."""
-        return self._jit is True
 
     def jit_update(self, weights: list) -> bool:
         """Return whether XLA compiles the update of weights, a list of Keras variables."""

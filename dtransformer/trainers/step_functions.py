@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.garbage import garbage_waits
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
 from dtransformer.trainers.optimizer.reduce import reduce_sum
@@ -98,15 +97,12 @@ class StepFunctions(keras.Model):
             nonlocal ended
             if self._beginning is not None and self._beginning.batch:  # in an epoch's middle
                 self._beginning.count_step()
-            with contextlib.ExitStack() as around:
-                if is_watched:
-                    kind = "step" if compiled else "compiling"
-                    around.enter_context(job.doing(kind, self.num_steps + 1))
-                is_first = not compiled
-                if is_first:
-                    around.enter_context(self._compiler.first_step())
-                if is_first and self.steps_per_execution == 1:  # else others are in its call
-                    around.enter_context(garbage_waits())
+            doing = counted = contextlib.nullcontext()
+            if is_watched:
+                doing = job.doing("step" if compiled else "compiling", self.num_steps + 1)
+            if is_first := not compiled:
+                counted = self._compiler.first_step()
+            with doing, counted:
                 logs = self._run(step, iterator, done)
             if is_first and self._tells and self._compiler.clusters is not None:
                 print(self._compiler.clusters, flush=True)
@@ -125,14 +121,12 @@ class StepFunctions(keras.Model):
     def make_predict_function(self, force=False):
         if self.predict_function is not None and not force:
             return self.predict_function
-        compiled = None if self._compiler.in_parts else super().make_predict_function(True)
+        step = self._compiler.whole(self.predict_step)
 
         def predict(batches):
             first = tf.nest.map_structure(_none_if_optional, batches[0])
             self._check_batch(first)
-            if compiled is not None:
-                return compiled(batches)
-            outputs = [self.predict_step(batch) for batch in batches]
+            outputs = [step(batch, None) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
         self.predict_function = predict

@@ -36,13 +36,6 @@ class StepMetrics:
         return list(self._of_outputs.values())
 
     @property
-    def variables(self):
-        """The list of the variables that are sums since the epoch began."""
-        metrics = [self._loss, self._accuracy, *self.of_outputs]
-        metrics += [] if self._compiled is None else [self._compiled]
-        return [v for metric in metrics for v in metric.variables]
-
-    @property
     def sees_outputs(self):
         """Whether some metric looks at labels and outputs."""
         return self._compiled is not None

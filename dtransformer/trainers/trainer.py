@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.errors import check_int
-from dtransformer.garbage import garbage_waits
 from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.config import validators
@@ -232,7 +231,6 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     # What comes before the first step.
 
-    @garbage_waits()
     def _prepare(self, first=None):
         """Build the network, the engine and the optimizer step, and take rank 0's weights, once."""
         self._assert_compile_called("fit")

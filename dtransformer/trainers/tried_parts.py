@@ -4,6 +4,7 @@ A loss that is a ratio or a product of means of a batch is not the mean of those
 layers and losses that may be such, a few random rows are computed whole and as halves.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -54,7 +55,10 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
     layers = [one for one in _compat.flat_layers(network) if id(one) not in elsewhere]
     layers = [
-        one for one in layers if _may_add_losses(one) or (_is_foreign(one) and own_states(one))
+        one
+        for one in layers
+        if _may_add_losses(one)
+        or (own_states(one) and not type(one).__module__.startswith("dtransformer."))
     ]
     owns = any(_is_own_loss(loss) for loss in objective.losses)
     if not layers and not owns:
@@ -114,10 +118,6 @@ def tell_of_parts(differing: list[str]) -> None:
         )
 
 
-def _is_foreign(layer):
-    return not type(layer).__module__.startswith("dtransformer.")
-
-
 def _may_add_losses(layer):
     regularizes = getattr(layer, "activity_regularizer", None) is not None
     return regularizes or any(map(_code_adds_losses, type(layer).__mro__))
@@ -139,10 +139,10 @@ def _calls(network, inputs, layers, rows):
     Returns the outputs' specs; a dict of the layers and their first calls, (args, kwargs); and those
     that add losses, a set.
     """
-    found, adding, before = {}, set(), []
+    found, adding = {}, set()
 
-    def watch(layer, call, add_loss):
-        def watched(*args, **kwargs):
+    def watched(layer, call, add_loss):
+        def watched_call(*args, **kwargs):
             found.setdefault(layer, (args, kwargs))
             return call(*args, **kwargs)
 
@@ -150,34 +150,17 @@ def _calls(network, inputs, layers, rows):
             adding.add(layer)
             return add_loss(loss)
 
-        return {"call": watched, "add_loss": watched_add_loss}
+        return _compat.meanwhile(layer, call=watched_call, add_loss=watched_add_loss)
 
     symbols = tf.nest.map_structure(
         lambda x: keras.KerasTensor((rows, *(n or _ROWS for n in x.shape[1:])), x.dtype.name),
         tf.nest.map_structure(tf.convert_to_tensor, inputs),
     )
-    try:
+    with contextlib.ExitStack() as stack:
         for layer in layers:
-            for name, function in watch(layer, layer.call, layer.add_loss).items():
-                before.append((layer, name, vars(layer).get(name)))
-                object.__setattr__(layer, name, function)
-        return _Network(network).compute_output_spec(symbols), found, adding
-    finally:
-        for layer, name, function in before:
-            vars(layer).pop(name)
-            if function is not None:
-                object.__setattr__(layer, name, function)
-
-
-class _Network(keras.Operation):
-    """A network that trains, whose shapes alone are computed."""
-
-    def __init__(self, network):
-        super().__init__()
-        self._network = network
-
-    def call(self, inputs):
-        return self._network(inputs, training=True)
+            stack.enter_context(watched(layer, layer.call, layer.add_loss))
+        outputs = _compat.compute_output_spec(lambda x: network(x, training=True), symbols)
+    return outputs, found, adding
 
 
 def _trials(layer, call, of_half):

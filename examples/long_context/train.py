@@ -26,7 +26,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.callbacks import MetricsFile, StepTimer
+from dtransformer.trainers.callbacks import MetricsFile
 
 HERE = pathlib.Path(__file__).parent
 
@@ -80,7 +80,7 @@ def main():
     dtransformer.init(parallel, seed=training["seed"])
     trainer = Trainer(CausalLM(data["vocab_size"], **config["model"]))
     trainer.compile(keras.optimizers.AdamW(training["learning_rate"]), CrossEntropyLoss())
-    callbacks = [StepTimer()]
+    callbacks = []
     if dtransformer.is_chief():
         callbacks.append(MetricsFile(args.run / "metrics.jsonl"))
     steps = args.steps or training["steps"]

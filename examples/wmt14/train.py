@@ -27,7 +27,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
 from dtransformer.trainers import ModelCheckpoint, Trainer
-from dtransformer.trainers.callbacks import LossMonitor, StepTimer
+from dtransformer.trainers.callbacks import LossMonitor
 
 
 def parse_arguments():
@@ -128,7 +128,7 @@ def main():
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(ignore_id=special["pad_id"]))
     trainer.summary()
-    callbacks = [StepTimer(), LossMonitor(every=20)]
+    callbacks = [LossMonitor(every=20)]
     if args.checkpoints:
         callbacks.append(
             ModelCheckpoint(

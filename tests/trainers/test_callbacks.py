@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 
 import keras
 import numpy as np
@@ -16,7 +15,6 @@ from dtransformer.trainers.callbacks import (
     LossMonitor,
     MetricsFile,
     SacreBleu,
-    StepTimer,
 )
 
 STEPS = 6
@@ -48,35 +46,6 @@ def read(path):
         raise ValueError(f"{constant} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-class TestStepTimer:
-    def test_prints_and_logs_the_mean_and_the_last(self, model, capsys):
-        history = fit(model, StepTimer(), epochs=2).history
-        first, second = capsys.readouterr().out.splitlines()
-        number = r"(\d+\.\d{3}) ms"
-        line = rf"epoch: 1, step time: {number} mean, {number} last, {number} first \(compiles\)"
-        mean, _, compiling = map(float, re.fullmatch(line, first).groups())
-        assert 0.0 < mean < compiling
-        assert re.fullmatch(rf"epoch: 2, step time: {number} mean, {number} last", second)
-        assert history["step_ms"][0] == pytest.approx(mean, abs=1e-3)
-
-    def test_counts_every_step_of_one_call(self, model, capsys):
-        def slow_data():
-            for _ in range(STEPS):
-                time.sleep(0.04)
-                yield np.ones((2, 2)), np.ones((2, 1))
-
-        signature = (tf.TensorSpec((2, 2)), tf.TensorSpec((2, 1)))
-        data = tf.data.Dataset.from_generator(slow_data, output_signature=signature)
-        model.compile("sgd", "mse", steps_per_execution=3)
-        history = model.fit(data, epochs=2, verbose=0, callbacks=[StepTimer()]).history
-        # A call takes at least 120 ms, a step a third of it.
-        assert 30.0 < history["step_ms"][1] < 110.0
-
-    def test_a_single_step_is_its_own_mean(self, model, capsys):
-        history = fit(model, StepTimer(), steps_per_epoch=1).history
-        assert history["step_ms"][0] > 0.0
 
 
 class TestLossMonitor:
@@ -176,9 +145,9 @@ class TestMetricsFile:
     def test_sees_what_earlier_callbacks_log(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
-        fit(model, StepTimer(), bleu, MetricsFile(path, every=100))
+        fit(model, bleu, MetricsFile(path, every=100))
         (record,) = read(path)
-        assert record["step_ms"] > 0.0 and record["val_bleu"] == pytest.approx(100.0)
+        assert record["val_bleu"] == pytest.approx(100.0)
 
 
 class TestSacreBleu:
@@ -253,7 +222,7 @@ class TestSacreBleu:
 def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
-    history = fit(model, StepTimer(), LossMonitor(), bleu, MetricsFile(path)).history
+    history = fit(model, LossMonitor(), bleu, MetricsFile(path)).history
     assert capsys.readouterr().out == ""
     assert not path.exists()
     assert history["val_bleu"] == pytest.approx([100.0])

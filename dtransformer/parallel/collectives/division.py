@@ -1,6 +1,7 @@
-"""Division of the elements of a flattened tensor over the ranks of a group: pure data."""
+"""Division of the elements of a flattened tensor over the ranks of a group, and of items: pure data."""
 
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,29 @@ class Division:
         """
         return cls(tuple(num_elements * (index == owner) for index in range(num_shards)))
 
-    @property
-    def is_even(self) -> bool:
-        """Whether every position has as much."""
-        return len(set(self.sizes)) == 1
-
     def range_of(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of what a position has in the flattened, padded tensor."""
         start = sum(self.sizes[:index])
         return start, start + self.sizes[index]
+
+
+def filled(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Return lists of the positions of items, each filled before the next one is begun.
+
+    Args:
+        sizes: of the items.
+        most: how much a list may have; an item that is larger has one of its own.
+
+    Example:
+
+    >>> filled([4, 3, 2, 9, 1], 7)
+    [[0, 1], [2], [3], [4]]
+    """
+    lists, total = [], 0
+    for position, size in enumerate(sizes):
+        if not lists or total + size > most:
+            lists.append([])
+            total = 0
+        lists[-1].append(position)
+        total += size
+    return lists

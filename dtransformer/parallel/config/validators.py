@@ -16,10 +16,6 @@ CONTEXT_MODES = ("auto", "ulysses", "all_gather", "ring")
 ROUTERS = ("softmax", "sigmoid")
 
 
-def _is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_type(name: str, value, is_right: bool, what: str) -> None:
     """Raise a TypeError of what a field has to be, unless it is that."""
     if not is_right:
@@ -28,7 +24,8 @@ def check_type(name: str, value, is_right: bool, what: str) -> None:
 
 def count(name: str, value, least: int = 1) -> None:
     """Check a degree of parallelism or another count: an int of at least 1."""
-    check_type(name, value, _is_int(value), "an int")
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    check_type(name, value, is_int, "an int")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -233,16 +230,11 @@ def check_joined(config, topology, placement) -> None:
         "context_parallel": topology.context,
         "expert_parallel": topology.expert,
         "pipeline_stage": topology.stage,
+        "placement": placement,
     }
-    for name, number in joined.items():
-        if getattr(config, name) != number:
+    for name, value in joined.items():
+        if getattr(config, name) != value:
             raise RuntimeError(
                 f"the config has {name}={getattr(config, name)}, and the job was joined with "
-                f"{number}: call dtransformer.init(config) before the network is made"
+                f"{value}: call dtransformer.init(config) before the network is made"
             )
-    if config.placement != placement:
-        raise RuntimeError(
-            f"the config puts the model chunks on the stages {config.placement.stage_of_chunk}, "
-            f"and the job was joined with {placement.stage_of_chunk}: call "
-            "dtransformer.init(config) before the network is made"
-        )

@@ -169,35 +169,26 @@ class ContextExchange:
     def _to_stripes(self, x):
         """Position r·s/c + c·i + j of shard r becomes the place r·s/c² + i of shard j."""
         c, b, n, s, d = x.shape
-        x = tf.transpose(tf.reshape(x, [c, b, n, s // c, c, d]), [4, 0, 1, 2, 3, 5])
-        x = _all_to_all(x)
-        x = tf.transpose(x, [0, 2, 3, 1, 4, 5])
-        return _constrain(tf.reshape(x, [c, b, n, s, d]), _SHARDS)
+        split = [c, b, n, s // c, c, d]
+        return _exchanged(x, split, [4, 0, 1, 2, 3, 5], [0, 2, 3, 1, 4, 5], [c, b, n, s, d])
 
     def _from_stripes(self, x):
         c, b, n, s, d = x.shape
-        x = tf.transpose(tf.reshape(x, [c, b, n, c, s // c, d]), [3, 0, 1, 2, 4, 5])
-        x = _all_to_all(x)
-        x = tf.transpose(x, [0, 2, 3, 4, 1, 5])
-        return _constrain(tf.reshape(x, [c, b, n, s, d]), _SHARDS)
+        split = [c, b, n, c, s // c, d]
+        return _exchanged(x, split, [3, 0, 1, 2, 4, 5], [0, 2, 3, 4, 1, 5], [c, b, n, s, d])
 
     def _to_heads(self, x):
         """[c, b, n, s/c, d] -> [c, b, n/c, s, d]"""
         c, b, n, s, d = x.shape
         of_model = self._head_shards
-        x = tf.reshape(x, [c, b, of_model, c, n // (of_model * c), s, d])
-        x = _all_to_all(tf.transpose(x, [3, 0, 1, 2, 4, 5, 6]))
-        x = tf.transpose(x, [0, 2, 3, 4, 1, 5, 6])
-        return _constrain(tf.reshape(x, [c, b, n // c, c * s, d]), _SHARDS)
+        split, shape = [c, b, of_model, c, n // (of_model * c), s, d], [c, b, n // c, c * s, d]
+        return _exchanged(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
 
     def _from_heads(self, x):
         c, b, n, s, d = x.shape
         of_model = self._head_shards
-        x = tf.reshape(x, [c, b, of_model, n // of_model, c, s // c, d])
-        x = tf.transpose(x, [4, 0, 1, 2, 3, 5, 6])
-        x = _all_to_all(x)
-        x = tf.transpose(x, [0, 2, 3, 1, 4, 5, 6])
-        return _constrain(tf.reshape(x, [c, b, n * c, s // c, d]), _SHARDS)
+        split, shape = [c, b, of_model, n // of_model, c, s // c, d], [c, b, n * c, s // c, d]
+        return _exchanged(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
 
 
 class LocalExchange:
@@ -236,6 +227,12 @@ def _all_to_all(x):
     """[c, c, b, n, ...]: what device j has for device i becomes what i has of j."""
     x = _constrain(x, (None, *_SHARDS))
     return _constrain(x, ("length_shards", None, "batch", "heads"))
+
+
+def _exchanged(x, split, there, back, shape):
+    """Reshape x to `split`, send along the dimension that `there` puts first, and put it back."""
+    x = _all_to_all(tf.transpose(tf.reshape(x, split), there))
+    return _constrain(tf.reshape(tf.transpose(x, back), shape), _SHARDS)
 
 
 def _constrain(x, axes):

@@ -12,7 +12,7 @@ for tokens of a group; f features inside of experts. g may be two dimensions: se
 import tensorflow as tf
 
 from dtransformer.parallel.expert_parallel.capacity_slots import Places
-from dtransformer.parallel.expert_parallel.token_groups import TokenGroups, laid_out
+from dtransformer.parallel.expert_parallel.token_groups import TokenGroups, shard_first
 from dtransformer.parallel.mesh.axis_rules import mesh_axis
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
@@ -74,7 +74,7 @@ class Buffers:
                 return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=-2))
 
             sent = self._of_groups(tf.reshape(sent, [*self._shape, shape[-1]]))
-            return laid_out(sent, self._of_experts), gradient
+            return shard_first(sent, self._of_experts), gradient
 
         return [send(self._of_groups(x))]
 
@@ -93,7 +93,7 @@ class Buffers:
             def gradient(dy):
                 dy = self._flat(self._of_groups(dy))
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
-                return laid_out(self._of_groups(dy), self._of_experts)
+                return shard_first(self._of_groups(dy), self._of_experts)
 
             found = self._look_up(self._flat(y), self._places)
             found = tf.reshape(found, [*static_or_dynamic_shape(gates), y.shape[-1]])
@@ -130,15 +130,15 @@ class Buffers:
 
         @custom_gradient
         def product(x, kernel):
-            x, kernel = laid_out(x, of_inputs), laid_out(kernel, of_kernel)
+            x, kernel = shard_first(x, of_inputs), shard_first(kernel, of_kernel)
 
             def gradient(dy):
-                dy = laid_out(dy, of_result)
+                dy = shard_first(dy, of_result)
                 dx = tf.einsum(f"{g}ecf,ehf->{g}ech", dy, kernel)
                 dk = tf.einsum(f"{g}ech,{g}ecf->ehf", x, dy)
-                return laid_out(dx, of_inputs), laid_out(dk, of_kernel)
+                return shard_first(dx, of_inputs), shard_first(dk, of_kernel)
 
-            return laid_out(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
+            return shard_first(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
 
         return product(x, tf.cast(kernel, x.dtype))
 

@@ -9,7 +9,7 @@ are sharded and shards have full groups, g is two dimensions: b, and the groups 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -17,7 +17,13 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import needs_the_batch
-from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, mesh_axis, relayout
+from dtransformer.parallel.mesh.axis_rules import (
+    activation_specs,
+    axis_size,
+    laid_out,
+    mesh_axis,
+    relayout,
+)
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
@@ -64,6 +70,9 @@ class TokenGroups:
     Args:
         x: tensor [b, s, ...].
         moe_config: a `MoEConfig`; its `expert_group_size` is that of groups.
+
+    Attributes:
+        axes: the mesh axes, or None, that shard the dimensions g.
     """
 
     def __init__(self, x: tf.Tensor, moe_config: MoEConfig):
@@ -84,7 +93,6 @@ class TokenGroups:
             in_sequence = -(-length // self.size)
             self._groups = [batch, in_sequence] if context else [batch * in_sequence]
             self._padding = in_sequence * self.size - length
-        # The mesh axes of g, and those of [b, s].
         self.axes = (axis, context)[: len(self._groups)]
         self._of_sequences = axis, context
 
@@ -115,11 +123,15 @@ class TokenGroups:
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor of all groups [g, ...] out as these are."""
-        return laid_out(x, self.axes)
+        return shard_first(x, self.axes)
 
-    def of_sequences(self, x: tf.Tensor, put: Callable | None = None) -> tf.Tensor:
-        """Lay a tensor [b, s, ...] out so that `split` sends nothing; `put` is as of `laid_out`."""
-        return laid_out(x, self._of_sequences, put or relayout)
+    def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
+        """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
+        return shard_first(x, self._of_sequences)
+
+    def of_activations(self, x: tf.Tensor) -> tf.Tensor:
+        """As `of_sequences`, of [b, s, h] and of its gradient."""
+        return laid_out(x, (*self._of_sequences, None)) if trace.is_on_mesh() else x
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.
@@ -167,12 +179,11 @@ class TokenGroups:
         )
 
 
-def laid_out(x: tf.Tensor, axes: Sequence[str | None], put: Callable = relayout) -> tf.Tensor:
+def shard_first(x: tf.Tensor, axes: Sequence[str | None]) -> tf.Tensor:
     """Shard the first dimensions of a tensor over mesh axes, where there is one; None is replicated.
 
     Args:
         x: a tensor.
         axes: of its first dimensions.
-        put: a function that lays out, `relayout` or `axis_rules.laid_out`.
     """
-    return put(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x
+    return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import keras
 
 from dtransformer import _compat
+from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow, DependencyRecorder
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     chunk_of,
@@ -79,28 +80,17 @@ def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int
     low, high = max(sizes.values()), sum(sizes.values())
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(sizes, middle)) <= num_chunks:
+        if len(filled(sizes.values(), middle)) <= num_chunks:
             high = middle
         else:
             low = middle + 1
-    chunks = _filled(sizes, low)
+    chunks = filled(sizes.values(), low)
     while len(chunks) < num_chunks:  # halve the one with the most layers
         longest = max(range(len(chunks)), key=lambda number: len(chunks[number]))
-        layers, half = chunks[longest], len(chunks[longest]) // 2
-        chunks[longest : longest + 1] = [layers[:half], layers[half:]]
-    return {layer: number for number, layers in enumerate(chunks) for layer in layers}
-
-
-def _filled(sizes, most):
-    """Return lists of layers, each filled before the next one is begun."""
-    chunks, size = [[]], 0
-    for layer, own in sizes.items():
-        if chunks[-1] and size + own > most:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(layer)
-        size += own
-    return chunks
+        some, half = chunks[longest], len(chunks[longest]) // 2
+        chunks[longest : longest + 1] = [some[:half], some[half:]]
+    layers = list(sizes)
+    return {layers[i]: number for number, some in enumerate(chunks) for i in some}
 
 
 def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:

@@ -39,11 +39,6 @@ class Result:
     name: str
     spec: tf.TensorSpec
 
-    @property
-    def is_weight(self) -> bool:
-        """Whether it is one of the layer's weights, which other chunks have copies of."""
-        return self.number in self.layer.results_that_are_weights
-
 
 class DependencyRecorder:
     """A view of calls: gives placeholder outputs, and remembers what inputs come from.
@@ -210,7 +205,7 @@ class Dataflow:
         for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
             for result in needed:
                 first, path = chunk_of(result.layer, placement), result.layer.path
-                if result.is_weight:
+                if result.number in result.layer.results_that_are_weights:  # there are copies
                     if chunk != first:
                         copies[path] = copies.get(path, frozenset()) | {chunk}
                     continue

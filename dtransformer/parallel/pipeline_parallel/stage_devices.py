@@ -38,12 +38,11 @@ class LocalExecutor:
     """The rank's only device: tensors are what they are.
 
     Attributes:
-        compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
         measures: whether functions wait on GPUs for what they compute, so that their times are
             true. Nothing else needs that: what a rank sends follows on the device.
     """
 
-    compiles_whole_graphs = measures = False
+    measures = False
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -63,13 +62,12 @@ class LocalExecutor:
         """Return a batch as compiled functions take it."""
         return inputs, labels, sample_weight
 
-    def put_sharded(self, batch):
-        """Return the nested inputs of a batch as compiled functions take them."""
-        return batch
-
-    def put_numbers(self, numbers):
-        """Return numbers that differ from step to step as compiled functions take them."""
-        return numbers
+    # Nested inputs of a batch, or numbers that differ from step to step, as compiled functions take
+    # them; nested results as `local` takes them, laid out in a function, and as tensors of this rank.
+    put_sharded = put_numbers = replicate = local = staticmethod(lambda given: given)
+    # Of `CrossStageTensor`s: a value as it passes, laid out in a function; this rank's shards of the
+    # values of a list, and the values from shards.
+    relayout = shards = from_shards = staticmethod(lambda tensors, given: given)
 
     def put_one(self):
         """Return the gradient of a loss."""
@@ -79,35 +77,13 @@ class LocalExecutor:
         """Return what `put_numbers` was given, inside of a compiled function."""
         return put
 
-    def relayout(self, tensor: CrossStageTensor, x: tf.Tensor) -> tf.Tensor:
-        """Lay `x` out as a `CrossStageTensor` passes, inside of a compiled function."""
-        return x
-
-    def replicate(self, results):
-        """Lay nested results out as `local` takes them, inside of a compiled function."""
-        return results
-
     def shard_specs(self, tensors: list[CrossStageTensor]) -> list[tuple]:
         """Return (shape, dtype) of each of this rank's shards of `CrossStageTensor`s."""
         return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    def shards(self, tensors: list[CrossStageTensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return this rank's shards of the values of a list of `CrossStageTensor`s."""
-        return values
-
-    def from_shards(
-        self, tensors: list[CrossStageTensor], shards: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Return the values of a list of `CrossStageTensor`s, from this rank's shards."""
-        return shards
-
     def gradient_shards(self, weight: keras.Variable, gradient) -> list[tf.Tensor]:
         """Return this rank's shards of a gradient, in the order of the weight's."""
         return [tf.convert_to_tensor(gradient)]
-
-    def local(self, results):
-        """Return nested results, which every device has, as tensors of this rank; None is None."""
-        return results
 
     def wait(self, results):
         """Wait until nested results are computed, where that is measured."""
@@ -120,8 +96,6 @@ class _Function:
 
     Attributes:
         trained: list of the Keras variables that gradients are taken of.
-        compilation: what has the following attributes: itself, or of a chunk that shares another's
-            function that one.
         is_new: whether it was compiled since this was last set to False; on a mesh alone.
         compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
         calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
@@ -130,7 +104,7 @@ class _Function:
     is_new, compiled, calls = False, (), types.MappingProxyType({})
 
     def __init__(self, function, trained, wait):
-        self.trained, self._wait, self.compilation = trained, wait, self
+        self.trained, self._wait = trained, wait
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would count the traces of all chunks as those of one function.
         _compat.expect_many_traces(self._function)
@@ -147,8 +121,6 @@ class _Function:
 
 class MeshExecutor(LocalExecutor):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
-
-    compiles_whole_graphs = True
 
     def __init__(self):
         # What this rank holds of a `CrossStageTensor`, found out once.
@@ -201,30 +173,16 @@ class _FunctionOnMesh(MeshFunction):
 
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
-        self.trained, self._others, self.compilation = trained, others, self
+        self.trained, self._others = trained, others
 
-    @staticmethod
-    def layer_name(name: str) -> str:
-        """Return a name in the compiled function as it is told."""
-        return name
-
-    def weights(self, trained=None):
-        """Return the trained weights as DTensors, or others that are like them."""
-        return [packed(weight) for weight in (self.trained if trained is None else trained)]
+    def weights(self):
+        """Return the trained weights as DTensors."""
+        return [packed(weight) for weight in self.trained]
 
     def __call__(self, weights, *args):
-        return self.call(weights, self.trained, self._others, *args)
-
-    def call(self, weights, trained, others, *args):
-        """As a call, with values of other variables that are like its own, see `alike_chunks`."""
         # Gradients are traced when the function is called.
         with trace.scope(on_mesh=True), _compat.constants_are_copied():
-            variables = [*trained, *others]
-            return self.run([*weights, *map(packed, others)], *args, variables=variables)
-
-    def put(self, numbers):
-        """Return a list of ints as an argument."""
-        return put_numbers(tf.constant(numbers or [0], "int32"))
+            return self.run([*weights, *map(packed, self._others)], *args)
 
     def _trace(self, weights, args):
         self.is_new = True

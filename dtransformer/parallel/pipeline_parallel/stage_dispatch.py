@@ -47,19 +47,12 @@ def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
         return {}  # these have a `compute_mask`
     masks = _compat.masks_of((args, kwargs))
     given = tf.nest.map_structure(_symbol, (args, kwargs, masks))
-    return _Masks(compute).compute_output_spec(*given)
 
-
-class _Masks(keras.Operation):
-    """The masks that a function leaves on its results."""
-
-    def __init__(self, compute):
-        super().__init__()
-        self._compute = compute
-
-    def call(self, args, kwargs, masks):
+    def masks_of_results(args, kwargs, masks):
         args, kwargs = _compat.with_masks((args, kwargs), masks)
-        return _compat.masks_of(self._compute(*args, **kwargs))
+        return _compat.masks_of(compute(*args, **kwargs))
+
+    return _compat.compute_output_spec(masks_of_results, *given)
 
 
 def _symbol(x):

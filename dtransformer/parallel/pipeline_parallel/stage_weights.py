@@ -44,7 +44,7 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
         own, left = _compat.own_variables(inner), getattr(inner, "left_variables", [])
         object.__setattr__(inner, "left_variables", [*left, *own])
         for variable in own:
-            _compat.drop_value(inner, variable, AbsentValue(variable.path))
+            _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
 
@@ -65,23 +65,14 @@ def _refuse_to_save(layer, store):
     )
 
 
-class AbsentValue:
-    """The value of a weight that another stage has: its shape alone can be asked for.
-
-    Args:
-        path: of the weight.
-    """
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __call__(self, shape, dtype=None):
-        if not _compat.in_symbolic_scope():
-            raise RuntimeError(
-                f"another stage of the pipeline has the weight {self._path}: it is read in a call of "
-                "its layer only"
-            )
-        return tf.zeros(shape, dtype)
+def _absent(path, shape, dtype=None):
+    """Return the value of a weight that another stage has: its shape alone can be asked for."""
+    if not _compat.in_symbolic_scope():
+        raise RuntimeError(
+            f"another stage of the pipeline has the weight {path}: it is read in a call of its layer "
+            "only"
+        )
+    return tf.zeros(shape, dtype)
 
 
 def share_weights(network: keras.Model, inputs) -> Dataflow | None:

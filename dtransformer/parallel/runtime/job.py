@@ -151,19 +151,8 @@ def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContext
     return activity.waiting(collective, [rank for rank in ranks if rank != _job.rank])
 
 
-def doing(kind: str, step: int | None = None) -> contextlib.AbstractContextManager:
-    """Say what this rank does in a `with` block, for the watchdog; see `ActivityTracker.doing`."""
-    return activity.doing(kind, step)
-
-
-def compiles() -> None:
-    """Say that the step which is under way is compiled."""
-    activity.compiles()
-
-
-def computed_for(seconds: float) -> None:
-    """Say how long this rank took between two steps; see `ActivityTracker.computed_for`."""
-    activity.computed_for(seconds)
+# What this rank does, for the watchdog: methods of the `ActivityTracker`.
+doing, compiles, computed_for = activity.doing, activity.compiles, activity.computed_for
 
 
 def watchdog() -> Watchdog | None:

@@ -40,19 +40,10 @@ def project_to_heads(
             _heads_first(y if bias is None else add_bias(y, bias))
             for y, bias in zip(products, biases)
         ]
-    has_bias = biases[0] is not None
-    num_heads = [kernel.shape[1] for kernel in kernels]
-    if len(set(num_heads)) > 1:
-        kernel = tf.concat([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1)
-        y = matmul(x, kernel)
-        if has_bias:
-            y = add_bias(y, tf.concat([tf.cast(bias, x.dtype) for bias in biases], axis=0))
-        return tf.split(_heads_first(y), num_heads, axis=1)
-    y = matmul(x, tf.stack([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1))
-    if has_bias:
-        y = add_bias(y, tf.stack([tf.cast(bias, x.dtype) for bias in biases]))
-    # [b, s, kernels, n, d] -> [kernels, b, n, s, d]
-    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))
+    y = matmul(x, tf.concat([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1))
+    if biases[0] is not None:
+        y = add_bias(y, tf.concat([tf.cast(bias, x.dtype) for bias in biases], axis=0))
+    return tf.split(_heads_first(y), [kernel.shape[1] for kernel in kernels], axis=1)
 
 
 def _heads_first(x):

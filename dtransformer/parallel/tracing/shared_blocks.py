@@ -21,7 +21,6 @@ from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
-    layer_number,
     mask_drawers,
 )
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
@@ -58,11 +57,11 @@ class SharedBlocks:
         layers = _compat.flat_layers(block)
         if not _can_be_shared(block, layers):
             return compute(*tensors)
-        key = _key(layers, training)
+        key, drawers = _key(layers, training), mask_drawers(layers)
         if key not in self._functions:
             is_called = self._num_blocks > _MOST_COPIES and not trace.is_on_mesh()
             scope = f"alike_{next(_numbers)}"
-            function = _function(block, compute, mask_drawers(layers), is_called, scope)
+            function = _function(block, compute, drawers, is_called, scope)
             self._functions[key] = function, scope
         function, scope = self._functions[key]
         if trace.current().calls is not None:
@@ -70,7 +69,10 @@ class SharedBlocks:
         with _compat.without_autocast():  # gradients are taken of the type that is stored
             values = [tf.convert_to_tensor(trained_value(weight)) for weight in block.variables]
         seed = current_dropout_seed() if training else None
-        numbers, ends_gradients = _numbers_of(layers), _ends_gradients(tensors, values)
+        # TensorFlow would make, and optimize, a function for each constant that one is given.
+        numbers = tf.constant([layer.number for layer in drawers], "int32")
+        numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
+        ends_gradients = _ends_gradients(tensors, values)
         result, losses, metrics = function(list(tensors), values, seed, numbers, ends_gradients)
         block.add_loss(losses)
         report_all({f"{block.path}{name}": value for name, value in metrics.items()})
@@ -98,16 +100,6 @@ def _function(block, compute, dropouts, is_called, name_scope):
 
     attributes = {"_noinline": True} if is_called else None
     return tf.function(run, autograph=False, experimental_attributes=attributes)
-
-
-def _numbers_of(layers):
-    """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
-    numbers = [layer_number(layer) for layer in mask_drawers(layers)]
-    if any(map(tf.is_tensor, numbers)):
-        return tf.stack(numbers)
-    # TensorFlow would make, and optimize, a function for each constant that one is given.
-    numbers = tf.constant(numbers, "int32")
-    return tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
 
 
 def _ends_gradients(tensors, values):

@@ -1,7 +1,6 @@
 """Connections between rank 0 and the other ranks, none of which ever blocks, and their addresses."""
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import json
@@ -9,7 +8,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 
 # The lines that ranks send each other: JSON, each with a seal that only the job can make.
@@ -262,21 +260,14 @@ class Member:
         self.selector.close()
 
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
-
-
 def own_address(is_local: bool) -> str:
-    """Return the address to listen at: that of the job's interface, and of no other.
+    """Return the address to listen at: that on the way to the launcher, and no other.
 
     Args:
         is_local: whether all ranks are on this host.
     """
     if is_local:
         return "127.0.0.1"
-    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    if interface and "," not in interface:
-        with contextlib.suppress(OSError):
-            return _address_of(interface)
     launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
     port = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0") or 0)
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as towards:
@@ -288,9 +279,3 @@ def own_address(is_local: bool) -> str:
 def own_host() -> str:
     """Return this host's name, as the job has it."""
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-
-
-def _address_of(interface):
-    request = struct.pack("256s", interface[:15].encode())
-    with socket.socket(type=socket.SOCK_DGRAM) as some:
-        return socket.inet_ntoa(fcntl.ioctl(some.fileno(), _GET_ADDRESS, request)[20:24])

@@ -32,6 +32,9 @@ class Parameter:
         has_constraint: whether Keras projects it after every update.
         updates: number of elements that are updated where it is made whole over the mesh for
             that, counted for the first of a weight's shards; None for those of `shape`.
+        division: how its elements are divided over the data-parallel group; None where it
+            is replicated. The plan's, as is the next one.
+        why_replicated: why it is replicated; "" where it is sharded.
     """
 
     path: str
@@ -39,6 +42,8 @@ class Parameter:
     item_bytes: int
     has_constraint: bool = False
     updates: int | None = None
+    division: Division | None = None
+    why_replicated: str = ""
 
     @property
     def num_elements(self) -> int:
@@ -50,20 +55,6 @@ class Parameter:
         """The bytes that are updated together."""
         elements = self.num_elements if self.updates is None else self.updates
         return elements * self.item_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterPartition(Parameter):
-    """One weight of the plan.
-
-    Args:
-        division: how its elements are divided over the data-parallel group; None where it
-            is replicated.
-        why_replicated: why it is replicated; "" where it is sharded.
-    """
-
-    division: Division | None = None
-    why_replicated: str = ""
 
     @property
     def num_shards(self) -> int:
@@ -95,14 +86,14 @@ class Partition:
         level: 0 to 3, as `TransformerOpParallelConfig.optimizer_shard`.
         kind: `"flat"` or `"whole"`, as `optimizer_shard_partition`.
         num_shards: number of ranks of the data-parallel group.
-        parameters: tuple of `ParameterPartition`s.
+        parameters: tuple of `Parameter`s, with their divisions.
         index: this rank's position in the group.
     """
 
     level: int
     kind: str
     num_shards: int
-    parameters: tuple[ParameterPartition, ...]
+    parameters: tuple[Parameter, ...]
     index: int = 0
 
     @classmethod
@@ -140,8 +131,7 @@ class Partition:
                 division = Division.whole(one.num_elements, num_shards, owners[one.path])
             elif not why:
                 division = Division.even(one.num_elements, num_shards)
-            fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-            parameters.append(ParameterPartition(**fields, division=division, why_replicated=why))
+            parameters.append(dataclasses.replace(one, division=division, why_replicated=why))
         return cls(level, kind, num_shards, tuple(parameters), index)
 
     @property

@@ -1,6 +1,5 @@
 """The callback that saves checkpoints while `fit` trains."""
 
-import math
 import os
 import pathlib
 import time
@@ -32,20 +31,16 @@ def remove_old(
         keep: number of the newest ones that stay, at least 1.
         monitor, sign: as of `best_of`.
 
-    Raises:
-        OSError: one cannot be removed; the others are.
+    Warns of those that cannot be removed.
     """
     saved = [path for _, path in folders.saved_steps(folder)]
     best = best_of(saved, monitor, sign)
-    errors = []
     for path in saved[:-keep]:
         try:
             if path != best:
                 folders.remove(path)
-        except OSError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        except OSError as error:  # training goes on
+            warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
 
 
 def best_of(
@@ -227,7 +222,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._is_due, step = False, self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
-        metrics = {name: float(value) for name, value in logs.items() if _is_number(value)}
+        metrics = {k: float(x) for k, x in logs.items() if np.ndim(x) == 0 and np.isfinite(x)}
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
                 f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "
@@ -246,22 +241,11 @@ class ModelCheckpoint(keras.callbacks.Callback):
     def _finish(self):
         """Wait until the newest checkpoint is complete; remove old ones."""
         self.model.wait_until_saved()
-        if self.keep is None or not job.is_chief():
-            return
-        try:
+        if self.keep is not None and job.is_chief():
             remove_old(self.folder, self.keep, self.monitor, self._sign)
-        except OSError as error:  # the other ranks go on
-            warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
 
     def _step(self):
         return int(self.model.optimizer.iterations)
-
-
-def _is_number(value):
-    try:
-        return math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
 
 
 # States of Keras' own callbacks in checkpoints, such as the patience of early stopping.

@@ -23,6 +23,7 @@ from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
     differences,
+    misfit,
     network_tensors,
 )
 
@@ -106,7 +107,6 @@ def _sha256(path, size, ending=""):
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
-_MAX_DIFFERENCES = 5
 _HEAD_BYTES = 2**16  # what a file has besides its tensors, and
 _TENSOR_BYTES = 2**12  # for each of them, at most
 
@@ -270,19 +270,8 @@ def _read(stored, bounds):
 
 def _check_fits(path, tensors, in_file):
     """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
-    missing, unexpected, other_shapes = differences(tensors, in_file)
-    message = [f"it lacks {name}" for name in missing]
-    message += [f"it also has {name}" for name in unexpected]
-    message += [
-        f"{name} is {its}, not {ours}" for name, (ours, its) in sorted(other_shapes.items())
-    ]
-    if message:
-        message = [text.replace(NETWORK, "") for text in message]
-        more = len(message) - _MAX_DIFFERENCES
-        ending = f" and {more} more" if more > 0 else ""
-        raise InputError(
-            f"{path} does not fit the network: {'; '.join(message[:_MAX_DIFFERENCES])}{ending}"
-        )
+    if what := misfit(*differences(tensors, in_file)):
+        raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}")
 
 
 def _network_of(checkpoint):

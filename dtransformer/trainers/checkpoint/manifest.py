@@ -38,7 +38,7 @@ def describe_run(state: TrainingState) -> dict:
         "dtransformer": __version__,
         "tensorflow": tf.__version__,
         "saved_at": time.time(),
-        "step": state.step,
+        "step": int(state.optimizer.iterations),
         "seed": job.seed(),
         "network": _keras_config(state.network),
         "optimizer": _keras_config(state.optimizer),
@@ -68,7 +68,7 @@ def checksum(path: pathlib.Path) -> str:
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             value = zlib.crc32(chunk, value)
-    return _hexadecimal(value)
+    return f"{value:08x}"
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
@@ -105,8 +105,4 @@ def read_manifest(folder: pathlib.Path) -> dict:
 
 
 def _crc32_of(text):
-    return _hexadecimal(zlib.crc32(text.encode()))
-
-
-def _hexadecimal(value):
-    return f"{value:08x}"
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -18,9 +18,8 @@ from dtransformer.trainers.checkpoint.training_state import (
     OPTIMIZER,
     TrainingState,
     differences,
+    misfit,
 )
-
-_MAX_NAMES_TOLD = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,6 @@ class Restored:
         return str(self.checkpoint.path)
 
     @property
-    def manifest(self) -> dict:
-        """The checkpoint's manifest; see `Checkpoint`."""
-        return self.checkpoint.manifest
-
-    @property
     def step(self) -> int:
         """The number of steps that the optimizer had done when it was saved."""
         return self.checkpoint.step
@@ -60,7 +54,7 @@ class Restored:
     @property
     def position(self) -> dict[str, int] | None:
         """The `epoch` and `batch` that come next; None where they are not known."""
-        return self.manifest.get("position")
+        return self.checkpoint.manifest.get("position")
 
 
 def restore(
@@ -95,8 +89,11 @@ def restore(
     tensors = [tensor for tensor in tensors if tensor.name.startswith(prefixes)]
     compared = differences(tensors, checkpoint.shapes_of(*prefixes))
     restored = Restored(checkpoint, *compared, damaged)
-    if strict:
-        _check_fits(restored)
+    if strict and (what := misfit(*compared)):
+        raise InputError(
+            f"{restored.path} does not fit this network and optimizer: {what}. Restore it with those "
+            "that it was saved with, or restore what fits with strict=False"
+        )
     if check is not None:
         check(restored)
     left_out = {*restored.missing, *restored.other_shapes}
@@ -170,26 +167,3 @@ def _verified(path):
 
     repaired = from_chief(repair, "checkpoint/repaired")
     return checkpoint, [text for name, text in problems.items() if name not in repaired]
-
-
-def _check_fits(restored):
-    """Raise an InputError where a checkpoint does not fit a trainer."""
-    shapes = [
-        f"{name} {ours}, there {theirs}" for name, (ours, theirs) in restored.other_shapes.items()
-    ]
-    kinds = {
-        "the checkpoint lacks": restored.missing,
-        "the trainer lacks": restored.unexpected,
-        "shapes differ": shapes,
-    }
-    message = [f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names]
-    if message:
-        raise InputError(
-            f"{restored.path} does not fit this network and optimizer: {'. '.join(message)}. Restore it "
-            "with those that it was saved with, or restore what fits with strict=False"
-        )
-
-
-def _some(names):
-    more = len(names) - _MAX_NAMES_TOLD
-    return ", ".join(names[:_MAX_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")

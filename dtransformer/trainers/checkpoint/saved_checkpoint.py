@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import sync
 from dtransformer.inputs.files import inside
-from dtransformer.inputs.manifest import DATA, INDEX
+from dtransformer.inputs.manifest import INDEX
 from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
@@ -145,14 +145,3 @@ class Checkpoint:
                 fresh.unlink(missing_ok=True)
             return False
         return True
-
-
-def data_file(index: int, count: int) -> str:
-    """Return the name that TensorFlow gives one of a checkpoint's data files.
-
-    Example:
-
-    >>> data_file(0, 2)
-    'state.data-00000-of-00002'
-    """
-    return DATA.format(index, count)

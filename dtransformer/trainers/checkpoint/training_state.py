@@ -85,11 +85,6 @@ class TrainingState:
     skipped_steps: tf.Variable
     metrics: Sequence[keras.metrics.Metric]
 
-    @property
-    def step(self) -> int:
-        """The number of steps that the optimizer has done."""
-        return int(self.optimizer.iterations)
-
     def tensors(self) -> list[ShardedTensor]:
         """Return all tensors of the state.
 
@@ -97,7 +92,7 @@ class TrainingState:
             ValueError: two variables have the same name.
         """
         names = names_of(self.network)
-        tensors = _tensors_of_network(self.network, names)
+        tensors = network_tensors(self.network, names)
         for name, index, variable in optimizer_states(self.optimizer, len(self.optimizer_shards)):
             if index is None:
                 tensors.append(_replicated(f"{OPTIMIZER}{name}", variable))
@@ -123,12 +118,11 @@ class TrainingState:
         ]
 
 
-def network_tensors(network: keras.Model) -> list[ShardedTensor]:
-    """Return the tensors of a built network."""
-    return _tensors_of_network(network, names_of(network))
-
-
-def _tensors_of_network(network, names):
+def network_tensors(
+    network: keras.Model, names: Mapping[int, str] | None = None
+) -> list[ShardedTensor]:
+    """Return the tensors of a built network; `names` are those of `names_of`."""
+    names = names_of(network) if names is None else names
     return [
         tensor
         for variable in network.variables
@@ -186,3 +180,24 @@ def differences(
         if in_file.get(name, shape) != shape
     }
     return sorted(ours.keys() - in_file.keys()), sorted(in_file.keys() - ours.keys()), other_shapes
+
+
+_MAX_NAMES_TOLD = 10
+
+
+def misfit(
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    other_shapes: Mapping[str, tuple[Shape, Shape]],
+) -> str:
+    """Return what `differences` has found as a clause about the file; "" where it is nothing."""
+    shapes = [f"{name} {ours}, there {its}" for name, (ours, its) in sorted(other_shapes.items())]
+    kinds = {"it lacks": missing, "it also has": unexpected, "shapes differ": shapes}
+    return "; ".join(
+        f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names
+    )
+
+
+def _some(names):
+    more = len(names) - _MAX_NAMES_TOLD
+    return ", ".join(names[:_MAX_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dtransformer.errors import InputError
+from dtransformer.inputs.manifest import DATA
 from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds, CheckpointShard, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.manifest import describe_file, describe_run
-from dtransformer.trainers.checkpoint.saved_checkpoint import LATEST, PREFIX, REPLICAS, data_file
+from dtransformer.trainers.checkpoint.saved_checkpoint import LATEST, PREFIX, REPLICAS
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 
 # Save plan: which rank writes which shards of a checkpoint, pure data.
@@ -177,10 +178,10 @@ def merge_shards(save: Save, written: Mapping[str, dict]) -> None:
     for about in written.values():
         tensors.update(about.pop("tensors"))
     for number, index in enumerate(merged):
-        described[data_file(number, len(merged))] = written[str(index)]
+        described[DATA.format(number, len(merged))] = written[str(index)]
     for index, file in enumerate(save.files):
         if file.replica_of is not None:
-            name = data_file(merged.index(file.replica_of), len(merged))
+            name = DATA.format(merged.index(file.replica_of), len(merged))
             described[f"{REPLICAS}/{name}"] = written[str(index)]
             (save.folder / REPLICAS).mkdir(exist_ok=True)
             os.rename(save.data_path(index), save.folder / REPLICAS / name)
@@ -312,36 +313,20 @@ def _run(save: Save, future: concurrent.futures.Future):
     """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files."""
     try:
         with tf.device("CPU:0"):
-            written, error = _attempt(lambda: write_shards(save))
-            reports = all_gather_json({"error": error, "files": written}, "checkpoint/written")
-            error = _first_error(reports)
-            if job.is_chief() and error is None:
-                written = {name: about for one in reports for name, about in one["files"].items()}
-                _, error = _attempt(lambda: merge_shards(save, written))
-            if job.is_chief() and error is not None:
-                shutil.rmtree(save.folder, ignore_errors=True)
-            error = _first_error(all_gather_json({"error": error}, "checkpoint/committed"))
-    except BaseException as failure:  # a rank has left the job
-        future.set_exception(failure)
-        return
-    save.values.clear()
-    if error is None:
-        future.set_result(None)
-    else:
+            own = together(lambda: write_shards(save), "checkpoint/shards_written")
+            everyone = all_gather_json(own, "checkpoint/written")
+            written = {name: about for files in everyone for name, about in files.items()}
+            merge = lambda: job.is_chief() and merge_shards(save, written)
+            together(merge, "checkpoint/committed")
+    except (ValueError, RuntimeError) as error:  # some rank's
+        if job.is_chief():
+            shutil.rmtree(save.folder, ignore_errors=True)
         future.set_exception(
             InputError(f"{save.path}: the checkpoint could not be written: {error}")
         )
-
-
-def _attempt(action):
-    """Return what an action returns, and its error as a text; one of them is None."""
-    try:
-        return action(), None
-    except Exception as error:
-        text = " ".join(str(error).split("\n")[0].split())
-        place = f"rank {job.rank()}: " if job.size() > 1 else ""
-        return None, f"{place}{type(error).__name__}: {text}"
-
-
-def _first_error(reports):
-    return next((report["error"] for report in reports if report["error"]), None)
+    except BaseException as failure:  # a rank has left the job
+        future.set_exception(failure)
+    else:
+        future.set_result(None)
+    finally:
+        save.values.clear()

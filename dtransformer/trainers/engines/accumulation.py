@@ -47,7 +47,8 @@ def in_micro_batches(forward_backward, number, reduce):
             sums = more_sums if sums is None else _add(sums, more_sums)
             all_outputs.append(outputs)
             before = gradients
-        return gradients, _map(lambda *xs: tf.concat(xs, 0), *all_outputs), sums
+        joined = lambda *xs: None if xs[0] is None else tf.concat(xs, 0)
+        return gradients, tf.nest.map_structure(joined, *all_outputs), sums
 
     return accumulated
 
@@ -55,11 +56,6 @@ def in_micro_batches(forward_backward, number, reduce):
 def seed_of(seed, i, number):
     """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
     return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
-
-
-def _map(function, *structures):
-    """As `tf.nest.map_structure`; None stays None."""
-    return tf.nest.map_structure(lambda *xs: None if xs[0] is None else function(*xs), *structures)
 
 
 def _add(total, more):

@@ -1,7 +1,6 @@
 """The engine of a pipeline: carries the schedule's instructions out on this rank."""
 
 import contextlib
-import dataclasses
 import functools
 
 import tensorflow as tf
@@ -61,12 +60,13 @@ class PipelineEngine(Engine):
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
         self.devices, self.peers = stage_devices(), peers()
-        self._functions = ChunkFunctions(self.network, self._forward, self.devices, shares=True)
+        # Compiled forward passes of chunks, by chunk and `Dataflow`.
+        self.function = ChunkFunctions(self.network, self._forward, self.devices).of
         self._predict = ForwardPass(
-            self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
+            self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call"
         )
         self._evaluate = ForwardPass(
-            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
+            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test"
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self._is_prepared = False
@@ -147,10 +147,6 @@ class PipelineEngine(Engine):
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
         return self._dataflows[key]
-
-    def function(self, chunk, dataflow):
-        """Return the compiled forward pass of a chunk; see `ChunkFunctions.of`."""
-        return self._functions.of(chunk, dataflow)
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
         """Return a chunk's share of the loss, its sums, outputs if wanted, and its split kernels.
@@ -248,9 +244,9 @@ class PipelineEngine(Engine):
     def collectives(self):
         """Return the `Collective`s of a step: those on the mesh, and between the stages."""
         on_mesh = [
-            dataclasses.replace(one, layer=function.layer_name(one.layer))
+            one
             for function, names in self._compiled
-            for one in audit.mesh_collectives(names, function.compilation.calls)
+            for one in audit.mesh_collectives(names, function.calls)
         ]
         return self._num_micro_batches * on_mesh + self.transfers()
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
@@ -36,9 +37,7 @@ def traced_apart(function: Callable, *args, jit_compile: bool | None = None) -> 
         return traced.get_concrete_function(*specs)
 
 
-def grouped_calls(
-    keys: Sequence[Hashable], sizes: Sequence[int] | None = None, most: int = 0
-) -> list[list[int]]:
+def grouped_calls(keys: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
     """Return calls, lists of the items' positions; many of them have the same list of keys.
 
     Items that are alike are dealt out to as many equal calls as make the fewest different
@@ -46,8 +45,8 @@ def grouped_calls(
 
     Args:
         keys: of the items, equal where they are alike.
-        sizes: of the items; None where calls may be of any size.
-        most: size of a call, but for its last item's.
+        sizes: of the items.
+        most: size of a call, unless its one item is larger.
 
     Example:
 
@@ -69,51 +68,15 @@ def grouped_calls(
         for i, call in enumerate(equal):
             call += positions[i * share : (i + 1) * share]
         left += positions[number * share :]
-    sizes = [0] * len(keys) if sizes is None else sizes
-    return [part for call in [*equal, left] for part in _parts(call, sizes, most)]
+    return [
+        [call[i] for i in some]
+        for call in [*equal, left]
+        for some in filled([sizes[position] for position in call], most)
+    ]
 
 
-def grouped_calls_on(
-    devices: Sequence[str | None],
-    keys: Sequence[Hashable],
-    sizes: Sequence[int] | None = None,
-    most: int = 0,
-) -> list[tuple[str | None, list[list[int]]]]:
-    """Return for each device the calls of the items that are there; see `grouped_calls`.
-
-    Args:
-        devices: of the items.
-        keys, sizes, most: as those of `grouped_calls`.
-
-    Example:
-
-    >>> grouped_calls_on(["a", "b", "a", "b"], ["kernel", "kernel", "kernel", "bias"])
-    [('a', [[0], [2]]), ('b', [[1, 3]])]
-    """
-    found = []
-    for device in dict.fromkeys(devices):
-        here = [i for i, other in enumerate(devices) if other == device]
-        own_sizes = None if sizes is None else [sizes[i] for i in here]
-        calls = grouped_calls([keys[i] for i in here], own_sizes, most)
-        found.append((device, [[here[i] for i in call] for call in calls]))
-    return found
-
-
-def _parts(call, sizes, most):
-    """Yield the parts of a call, each of which ends as soon as it has more than the most."""
-    part, size = [], 0
-    for position in call:
-        if size > most:
-            yield part
-            part, size = [], 0
-        part.append(position)
-        size += sizes[position]
-    if part:
-        yield part
-
-
-# Elements of the weights that a function updates, but for the last weight's: it has the old and
-# the new values of all of them in memory.
+# Elements of the weights that a function updates, but of one that has more: it has the old and the
+# new values of all of them in memory.
 _ELEMENTS_AT_ONCE = 2**22
 
 
@@ -247,7 +210,12 @@ class _UpdateInCalls:
         self._states, self._groups = [[variable for _, variable in own] for own in states], groups
         self._keys = [self._key(i, unit, states[i]) for i, unit in enumerate(units)]
         sizes = [math.prod(unit.shape) for unit in units]
-        self._calls = grouped_calls_on(devices, self._keys, sizes, _ELEMENTS_AT_ONCE)
+        self._calls = []  # of a device, and numbers of units
+        for device in dict.fromkeys(devices):
+            here = [i for i, other in enumerate(devices) if other == device]
+            own = [self._keys[i] for i in here], [sizes[i] for i in here]
+            calls = grouped_calls(*own, _ELEMENTS_AT_ONCE)
+            self._calls += [(device, [here[i] for i in call]) for call in calls]
         self._functions = {}  # keys of the units of a call -> function
 
     def _key(self, number, unit, states):
@@ -278,21 +246,19 @@ class _UpdateInCalls:
         held = iter(held_values)
         values = [next(held) if own is None else own.value for own in self._variables]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
-        new = {}
-        for device, calls in self._calls:
-            done = []  # what the next call waits for
-            for numbers in calls:
-                given = (
-                    [gradients[i] for i in numbers],
-                    [values[i] for i in numbers],
-                    [[state.value for state in self._states[i]] for i in numbers],
-                    scalars,
-                )
-                function = self._function(numbers, given)
-                with tf.device(device), tf.control_dependencies(done):
-                    results, done = function(*given)
-                new.update(zip([i for i in numbers if self._variables[i] is None], results))
-                done = [done]
+        new, done = {}, {}  # device -> what its next call waits for
+        for device, numbers in self._calls:
+            given = (
+                [gradients[i] for i in numbers],
+                [values[i] for i in numbers],
+                [[state.value for state in self._states[i]] for i in numbers],
+                scalars,
+            )
+            function = self._function(numbers, given)
+            with tf.device(device), tf.control_dependencies(done.get(device, [])):
+                results, is_done = function(*given)
+            new.update(zip([i for i in numbers if self._variables[i] is None], results))
+            done[device] = [is_done]
         self._optimizer.iterations.assign_add(1)
         return [new[i] for i, variable in enumerate(self._variables) if variable is None]
 

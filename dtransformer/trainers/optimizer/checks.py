@@ -9,21 +9,6 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 
 
-def check_clipping(optimizer):
-    """Check that a Keras optimizer's gradients can be clipped before it sees them, as shards.
-
-    Raises:
-        ValueError: the optimizer is to clip sums of several steps' gradients.
-    """
-    clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
-    if clips and optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            f"{type(optimizer).__name__} is to accumulate gradients "
-            f"(gradient_accumulation_steps={optimizer.gradient_accumulation_steps}) and to clip "
-            "them, which does not work where weights are sharded: use micro_batch_num instead"
-        )
-
-
 def check_overwritten(weights):
     """Refuse weights whose gradients are new values, such as the scales of Keras' float8.
 
@@ -96,7 +81,7 @@ def check_shards(optimizer):
         if getattr(optimizer, name):
             raise ValueError(
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
-                f"work where a mesh or optimizer_shard shards weights: {hint}"
+                f"work where a mesh, a pipeline or optimizer_shard divides weights: {hint}"
             )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 
 
@@ -50,7 +49,7 @@ def clip_shards(
     """Clip shards of gradients as an optimizer asks, by the norms of the full gradients.
 
     Args:
-        optimizer: a Keras optimizer, which updates `without_clipping`.
+        optimizer: a Keras optimizer, which is to clip no more.
         gradients: list of tensors, scaled as the optimizer scales the loss.
         squares: of each gradient, that of the full weight's.
         owners: for each gradient the number of the weight that it belongs to.
@@ -77,8 +76,3 @@ def clip_shards(
         gradient * tf.cast(factors[number], gradient.dtype)
         for gradient, number in zip(gradients, owners)
     ]
-
-
-def without_clipping(optimizer):
-    """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
-    return _compat.meanwhile(optimizer, clipvalue=None, clipnorm=None, global_clipnorm=None)

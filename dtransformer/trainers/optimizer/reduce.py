@@ -85,11 +85,6 @@ def full_square_norms(
     return _sum_some(squares, on_mesh, job.model_parallel_group(), "square_norms")
 
 
-def sum_over_stages(scalar: tf.Tensor) -> tf.Tensor:
-    """Return the sum of a scalar over the stages of a pipeline."""
-    return _sum_some(scalar[tf.newaxis], [0], job.pipeline_group(), "sum_of_stages")[0]
-
-
 def _sum_some(vector, positions, group, name):
     """Return a vector with the sums over a group at some positions, by one collective."""
     if group.size == 1 or not positions:

@@ -54,16 +54,6 @@ class PlannedShard:
     bounds: tuple
     flat_range: tuple | None
 
-    @property
-    def is_sharded(self):
-        """Whether the ranks of the data-parallel group update parts of their own."""
-        return self.division is not None
-
-    @property
-    def gradient_shape(self):
-        """The shape of the gradient as an engine gives it."""
-        return self.shard.shape if self.replicated is None else self.replicated.shape
-
 
 def shard_plan(weights, partition, copies=()):
     """Return the list of `PlannedShard`s of weights.
@@ -124,15 +114,11 @@ def _parts(weight):
     """Return what this rank stores of a weight, and how many elements are updated for each part."""
     if isinstance(weight, FlatShardedVariable):
         return [(weight, None)]
-    shards = own_shards([weight])
-    if get_parallel_config().optimizer_shard_partition == "flat" or not is_made_whole(weight):
+    # What a mesh may pad and shard.
+    made_whole, shards = isinstance(weight, MeshVariable), own_shards([weight])
+    if get_parallel_config().optimizer_shard_partition == "flat" or not made_whole:
         return [(shard, None) for shard in shards]
     return [(shard, 0 if i else math.prod(true_shape(weight))) for i, shard in enumerate(shards)]
-
-
-def is_made_whole(weight):
-    """Return whether a whole partition has to make a weight whole: a mesh may pad and shard it."""
-    return isinstance(weight, MeshVariable)
 
 
 # Optimizer parameters: what the Keras optimizer updates on this rank.
@@ -180,7 +166,7 @@ class OptimizerParameters:
             of_weights.setdefault(one.number, []).append(position)
         self.units, self._of_mesh = [], []
         for positions in of_weights.values():
-            if kind == "whole" and is_made_whole(shards[positions[0]].weight):
+            if kind == "whole" and isinstance(shards[positions[0]].weight, MeshVariable):
                 own = [self._made_whole(positions)] if self._updates(positions[0]) else []
                 self._of_mesh += own
             else:
@@ -195,7 +181,7 @@ class OptimizerParameters:
     def _of_shard(self, position, kind):
         one = self._shards[position]
         parameter, flat_range = one.shard, one.flat_range
-        if kind == "flat" and one.is_sharded and flat_range is None:
+        if kind == "flat" and one.division is not None and flat_range is None:
             parameter = ParameterProxy(one.shard, (one.division.sizes[self._group.index],))
             flat_range = one.division.range_of(self._group.index)
         return OptimizerParameter(parameter, (position,), one.weight, one.bounds, flat_range)

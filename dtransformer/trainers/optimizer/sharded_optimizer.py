@@ -3,14 +3,13 @@
 It knows nothing of layers: gradients come in, weights have changed when it is done.
 """
 
-import contextlib
 import math
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
@@ -19,13 +18,12 @@ from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
 from dtransformer.trainers.optimizer.checks import (
     check_built,
-    check_clipping,
     check_constraints,
     check_elementwise,
     check_overwritten,
     check_shards,
 )
-from dtransformer.trainers.optimizer.gradients import clip_shards, square_norms, without_clipping
+from dtransformer.trainers.optimizer.gradients import clip_shards, square_norms
 from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
 
@@ -57,14 +55,17 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = shard_plan(weights, self.partition, copies)
-        self._shapes = [one.gradient_shape for one in self.shards]
+        # Of gradients as an engine gives them.
+        given = (one.shard if one.replicated is None else one.replicated for one in self.shards)
+        self._shapes = [value.shape for value in given]
         self._sent_dtype = None if config.gradient_dtype == "float32" else config.gradient_dtype
         self.gradient_bytes = None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._group = job.data_parallel_group()
         self._update_units = OptimizerParameters(self.shards, self.partition.kind)
         self.units, parameters = self._update_units.units, self._update_units.parameters
-        self._is_sharded = [one.is_sharded for one in self.shards]
+        self._is_sharded = [one.division is not None for one in self.shards]
+        self.is_sharded = any(self._is_sharded)
         # Gradients of micro-batches are added up as shards: each is reduced for itself.
         self._reduces_micro_batches = (
             config.gradient_accumulation_shard
@@ -77,16 +78,14 @@ class ShardedOptimizer:
             check_elementwise(self._optimizer)
         on_mesh = any(one.norm_share is not None for one in self.shards)
         has_held = any(unit.is_held for unit in self.units)
-        if self.is_sharded or on_mesh or has_held:
+        self._has_stages = job.pipeline_group().size > 1
+        if self.is_sharded or on_mesh or has_held or self._has_stages:
             check_shards(self._optimizer)
         check_built(self._optimizer, parameters)
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
-        self._has_stages = job.pipeline_group().size > 1
-        if self.is_sharded or on_mesh or self._has_stages:
-            check_clipping(self._optimizer)
         self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
         self._buckets = [
             [i for i in bucket if not self.shards[i].comes_reduced]
@@ -107,11 +106,6 @@ class ShardedOptimizer:
         self._divides = self.is_sharded or has_held
         self._adds_up_norms = self.is_sharded or on_mesh
         self._stores = is_replicated or has_held
-
-    @property
-    def is_sharded(self):
-        """Whether the ranks of the data-parallel group update different parts of some weight."""
-        return any(self._is_sharded)
 
     def reduce_micro_batch(self, gradients):
         """Return the gradients of a micro-batch as they are added up."""
@@ -205,7 +199,9 @@ class ShardedOptimizer:
             squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
         counted = tf.constant([i for i, one in enumerate(self.shards) if one.counts], "int32")
         total = tf.reduce_sum(tf.gather(squares, counted))
-        norm = tf.sqrt(reduce.sum_over_stages(total) if self._has_stages else total)
+        if self._has_stages:
+            total = transport.all_reduce(total, "Sum", job.pipeline_group(), "sum_of_stages")
+        norm = tf.sqrt(total)
         if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
             norm /= scale
         if self._clips:
@@ -214,7 +210,8 @@ class ShardedOptimizer:
         return gradients, norm
 
     def _update_and_store(self, gradients, held):
-        with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+        off = {"clipvalue": None, "clipnorm": None, "global_clipnorm": None} if self._clips else {}
+        with _compat.meanwhile(self._optimizer, **off):  # `clip_shards` has clipped
             new = self._update(gradients, held)
         if self._stores:
             self._store(new)

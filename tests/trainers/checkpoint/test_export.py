@@ -30,13 +30,13 @@ class TestExport:
     def test_what_does_not_fit(self, two):
         export(two, two / "model.safetensors")
         for trainer, message in (
-            (new_trainer(layers=2), "it lacks block_1/bias; it lacks block_1/kernel"),
-            (new_trainer(layers=0), "it also has block_0/bias"),
-            (new_trainer(width=9), r"block_0/kernel is \(4, 8\), not \(4, 9\)"),
+            (new_trainer(layers=2), "it lacks 2: block_1/bias, block_1/kernel"),
+            (new_trainer(layers=0), "it also has 2: block_0/bias"),
+            (new_trainer(width=9), r"block_0/kernel \(4, 9\), there \(4, 8\)"),
         ):
             with pytest.raises(InputError, match=message):
                 trainer.load_weights(two / "model.safetensors")
-        with pytest.raises(InputError, match="does not fit the network: it lacks block_1"):
+        with pytest.raises(InputError, match="does not fit the network: it lacks 2: block_1"):
             export(two, two / "model.weights.h5", network=Net(layers=2))
         with pytest.raises(InputError, match="give a file that ends with"):
             export(two, two / "model.npz")

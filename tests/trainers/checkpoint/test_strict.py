@@ -12,7 +12,7 @@ from tests.trainers.checkpoint.small import assert_same_state, new_trainer, stat
 class TestStrict:
     def test_all_that_does_not_fit_is_listed(self, two):
         cases = {
-            "the checkpoint lacks 6: network/block_1/bias": new_trainer(layers=2),
+            "it lacks 6: network/block_1/bias": new_trainer(layers=2),
             "block_0/kernel (4, 9), there (4, 8)": new_trainer(width=9),
             "optimizer/velocities/block_0/bias": new_trainer(
                 keras.optimizers.SGD(0.1, momentum=0.9)
