@@ -1,5 +1,7 @@
 """The callback that saves checkpoints while `fit` trains."""
 
+import math
+import numbers
 import os
 import pathlib
 import time
@@ -8,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import keras
-import numpy as np
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError, check_int
@@ -222,7 +223,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._is_due, step = False, self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
-        metrics = {k: float(x) for k, x in logs.items() if np.ndim(x) == 0 and np.isfinite(x)}
+        real = {name: x for name, x in logs.items() if isinstance(x, numbers.Real)}
+        metrics = {name: float(x) for name, x in real.items() if math.isfinite(x)}
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
                 f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "
