@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import keras
+import numpy as np
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError, check_int
