@@ -1,7 +1,7 @@
 """Checkpoints: the full state of a run, saved on one layout and restored on any other.
 
 `training_state` says which tensors a run consists of, `sharded_tensor` and `shard_bounds` what a rank
-holds of each; `writer` plans which rank writes what, and writes with `data_files`; `reader` restores;
+holds of each; `writer` plans which rank writes what, and writes it; `reader` restores;
 `folders`, `manifest` and `saved_checkpoint` know how it lies on the disk.
 """
 
