@@ -65,16 +65,16 @@ setup: .venv/test $(CUDA) .venv/horovod  ## make the whole environment: for test
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/dtransformer doctor --install-horovod
 	@touch $@
 
-data/embedded/train.en.sgm: .venv/ready
+data/embedded/train.en: .venv/ready
 	@echo "Generating the embedded corpus ..."
 	@$(BIN)/dtransformer prepare --embedded --out data/embedded
 
-train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
+train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en  ## train on the embedded corpus, score, and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
 	  --set training.local_devices=$(DEVICES) $(LAYOUT)
 	@echo "sacreBLEU on held-out sentences:"
 	@$(BIN)/dtransformer evaluate --run $(RUN) \
-	  --src data/embedded/test.en.sgm --ref data/embedded/test.fr.sgm
+	  --src data/embedded/test.en --ref data/embedded/test.fr
 	@echo "Translations:"
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, command, damaged, edit
 
-from dtransformer.datasets import read_lines, read_pairs, read_sgm, read_tsv, write_sgm
+from dtransformer.datasets import read_lines, read_pairs, read_tsv
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
@@ -29,10 +29,6 @@ YAML_PARTS = [
     ".nan", "'", '"', "|\n", ">\n", "---\n", "? ", ", ", "#", "%", "\t", "training:", "data:", ": ",
     "epochs: 3", "learning_rate: 1e-3", "source: x", "parallel:", "recompute: {select: [norm]}",
 ]  # fmt: skip
-SGM_PARTS = [
-    '<seg id="1">', "</seg>", "<seg", '<SEG ID="1">', "<seg  id=2>", "a", "é", " ", '<doc docid="d">',
-    "</doc>", "\n", "\n", "\r\n", "<", ">", "\t", "<hl>", "&", "\0", "\u2028",
-]  # fmt: skip
 
 
 def prepare(folder):
@@ -40,7 +36,6 @@ def prepare(folder):
     folder.mkdir()
     tokenizer = SubwordTokenizer.train(SENTENCES, 75)
     tokenizer.save(folder / "tokenizer")
-    write_sgm(folder / "x.sgm", SENTENCES, "en", "set", segments_per_document=2)
     network = small_network()
     network.save_weights(folder / "x.weights.h5")
     checkpoint = folder / "step-00000006"
@@ -52,7 +47,6 @@ def prepare(folder):
         "--set": setting,
         "options": options,
         "text": text_file,
-        "SGM": functools.partial(sgm_file, (folder / "x.sgm").read_bytes()),
         "gzip": gzip_file,
         "manifest": functools.partial(manifest, checkpoint),
         "safetensors": safetensors_file,
@@ -150,19 +144,6 @@ def text_file(rng, folder):
     read_pairs(folder / "x.txt", folder / "y.txt")
     if isinstance(lines, list) and len(lines) != data.count(b"\n") + (not data.endswith(b"\n")):
         raise Failure(f"wrong data: {data[:200]!r}")
-
-
-def sgm_file(good, rng, folder):
-    if rng.random() < 0.5:
-        data = "".join(rng.choice(SGM_PARTS) for _ in range(rng.randrange(20))).encode()
-    else:
-        data = damaged(rng, good)
-    (folder / "x.sgm").write_bytes(data)
-    (folder / "y.sgm").write_bytes(data if rng.random() < 0.5 else damaged(rng, good))
-    segments = read_sgm(folder / "x.sgm")
-    if len(segments) != data.lower().count(b"<seg"):
-        raise Failure(f"wrong data: {data[:200]!r}")
-    read_pairs(folder / "x.sgm", folder / "y.sgm")
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """Sentence pairs and documents, from files to batches.
 
-Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `embedded` is a corpus that
-is there. Ids: `tokenizer` (on `vocabulary` and `published_form`). Batches: `batching` (on
-`batch_plan` and `packing`).
+Pairs. Files: `text` reads sentences, `embedded` is a corpus that is there. Ids: `tokenizer`
+(on `vocabulary` and `published_form`). Batches: `batching` (on `batch_plan` and `packing`).
 
 Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `published_tokenizer` and
 `special_tokens`).
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from dtransformer.datasets.batch_plan import plan_batches
 from dtransformer.datasets.documents import read_documents
-from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs, write_sgm
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv
 
 if TYPE_CHECKING:
@@ -51,10 +49,7 @@ __all__ = [
     "read_documents",
     "read_lines",
     "read_pairs",
-    "read_sgm",
-    "read_sgm_pairs",
     "read_tsv",
-    "write_sgm",
     "write_token_shards",
 ]
 

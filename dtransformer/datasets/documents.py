@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from dtransformer.datasets.text import read_lines
+from dtransformer.datasets.text import refuse_sgm
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
 from dtransformer.inputs.files import FilePath
@@ -12,7 +12,6 @@ from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, check_whole, ite
 Document = str | Sequence[str]
 BOUNDARIES = "blank_line", "line", "file"
 JSON_LINES = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
-_SGM = (".sgm", ".sgm.gz")
 
 
 def read_documents(
@@ -25,7 +24,7 @@ def read_documents(
     """Read documents from files, one at a time: of no file more than a document is held.
 
     What a file is its name tells: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Arrow (`.arrow`,
-    `.feather`, `.ipc`) and Parquet (`.parquet`), which need pyarrow, SGM (`.sgm`), and else UTF-8
+    `.feather`, `.ipc`) and Parquet (`.parquet`), which need pyarrow, and else UTF-8
     text. Text and JSON lines are unpacked first where the name ends in `.gz`.
 
     Args:
@@ -76,14 +75,7 @@ def _documents_of(path, fields, boundary):
             f"{path} is read as text, which has no fields {', '.join(fields)}: give .jsonl, .arrow "
             "or .parquet files"
         )
-    return _texts(path, boundary)
-
-
-def _texts(path, boundary):
-    """Return an iterator of the documents of a file of text."""
-    is_sgm = str(path).lower().endswith(_SGM)
-    lines = enumerate(read_lines(path), start=1) if is_sgm else iterate_lines(path)
-    return joined(lines, boundary, path)
+    return joined(iterate_lines(path), boundary, path)
 
 
 def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> Iterator[str]:
@@ -136,8 +128,9 @@ def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Itera
         columns: as of `iterate_rows`.
 
     Raises:
-        InputError: the file is missing, or damaged; says the line.
+        InputError: the file is missing, damaged or SGM; says the line.
     """
+    refuse_sgm(path)
     name = str(path).lower()
     if name.endswith(JSON_LINES):
         return json_values(path)

@@ -9,7 +9,6 @@ import os
 import pathlib
 import random
 
-from dtransformer.datasets.sgm import write_sgm
 from dtransformer.errors import InputError, check_int
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import check_path
@@ -46,7 +45,7 @@ def write_corpus(
     seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, pathlib.Path]:
-    """Write a development, a test and a training set, which share no sentence, as SGM files.
+    """Write a development, a test and a training set, which share no sentence, one a line.
 
     Args:
         folder: where the files go; made where it is missing.
@@ -56,7 +55,7 @@ def write_corpus(
         overwrite: whether files that are there with other content are replaced.
 
     Returns:
-        A dict from "dev.en", "dev.fr", "test.en", ... to the path of `dev.en.sgm`, ....
+        A dict from "dev.en", "dev.fr", "test.en", ... to the path of `dev.en`, ....
 
     Raises:
         InputError: a number below zero, too many pairs, a place that cannot be written, or
@@ -71,8 +70,8 @@ def write_corpus(
         for name, size in sizes.items():
             split = [next(pairs) for _ in range(size)]
             for side, language in enumerate(("en", "fr")):
-                file = f"{name}.{language}.sgm"
-                sentences = [pair[side] for pair in split]
-                write_sgm(fresh / file, sentences, language, f"embedded-{name}")
-                paths[f"{name}.{language}"] = folder / file
+                file = f"{name}.{language}"
+                text = "".join(pair[side] + "\n" for pair in split)
+                (fresh / file).write_text(text, encoding="utf-8", newline="")
+                paths[file] = folder / file
     return paths

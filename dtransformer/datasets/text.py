@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 
-from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
@@ -15,8 +14,7 @@ def read_lines(path: FilePath) -> list[str]:
     """Read sentences, one a line.
 
     Args:
-        path: a file of UTF-8 text, or of SGM where its name ends in `.sgm`; unpacked
-            first where it ends in `.gz`.
+        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
 
     Returns:
         The sentences, without white space at the ends.
@@ -24,9 +22,20 @@ def read_lines(path: FilePath) -> list[str]:
     Raises:
         InputError: the file is missing, damaged or not UTF-8; names the line.
     """
-    if _is_sgm(path):
-        return read_sgm(path)
     return [line.strip(WHITE_SPACE) for line in read_text_lines(path)]
+
+
+def refuse_sgm(path: FilePath) -> None:
+    """Refuse a file whose lines are sentences between tags, by its name.
+
+    Raises:
+        InputError: the name ends in `.sgm` or `.sgm.gz`.
+    """
+    if str(path).lower().removesuffix(".gz").endswith(".sgm"):
+        raise InputError(
+            f"{path}: SGM is not read: give the text of its segments, one a line; "
+            "examples/wmt14/preprocess.py makes it of WMT14's"
+        )
 
 
 def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]]:
@@ -40,14 +49,12 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
         The sentences and their translations, two lists of one length.
 
     Raises:
-        InputError: the files differ in length or are empty; and what `read_lines`
+        InputError: the files differ in length, are empty or SGM; and what `read_lines`
             raises.
     """
-    if _is_sgm(source) and _is_sgm(target):  # names the first line that does not match
-        pairs = read_sgm_pairs(source, target)
-        lines = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    else:
-        lines = read_lines(source), read_lines(target)
+    for path in (source, target):
+        refuse_sgm(path)
+    lines = read_lines(source), read_lines(target)
     if len(lines[0]) != len(lines[1]):
         raise InputError(
             f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}: line n of "
@@ -145,7 +152,3 @@ def _reason_against(pair, max_words, max_ratio):
     if max_ratio is not None and lengths[1] > max(max_ratio * lengths[0], lengths[0] + 3):
         return "uneven"
     return None
-
-
-def _is_sgm(path):
-    return str(path).removesuffix(".gz").endswith(".sgm")

@@ -85,7 +85,7 @@ Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "p
 class TranslationData:
     """Where sentences come from, and how they are put into batches."""
 
-    source: Path | None = None  # line-aligned: .sgm, plain text, or either as .gz
+    source: Path | None = None  # line-aligned: plain text, or as .gz
     target: Path | None = None  # line by line its translations
     dev_source: Path | None = None  # held-out sentences, for val_loss and BLEU
     dev_target: Path | None = None  # their translations

@@ -205,7 +205,7 @@ def test_unusable_runs_are_named(run, tmp_path, monkeypatch, capsys):
         (["data.target=DEV.fr"], ["320", "16"]),
         (["data.source=LATIN"], ["LATIN", "line 2", "0xe9"]),
         (["data.source=EMPTY", "data.target=EMPTY"], ["EMPTY"]),
-        (["data.source=LONG.sgm", "data.target=SHORT.sgm"], ["SHORT.sgm", "line"]),
+        (["data.source=X.sgm", "data.target=X.sgm"], ["X.sgm", "preprocess.py"]),
         (["training.epoch=2"], ["training.epochs"]),
         (["training.optimizer=fast"], ["training.optimizer", "'fast'"]),
         (["model.num_heads=5", "tokenizer.vocab_size=48"], ["num_heads=5", "hidden_size=256"]),
@@ -220,10 +220,8 @@ def test_wrong_input_of_train(corpus, tmp_path, capsys, settings, words):
     (corpus / "LATIN").write_bytes(b"un\n\xe9t\xe9\n" + b"x\n" * 318)
     (corpus / "EMPTY").write_bytes(b"")
     (corpus / "DEV.fr").write_bytes((corpus / "dev.fr").read_bytes())
-    for name, count in (("LONG.sgm", 3), ("SHORT.sgm", 2)):
-        lines = [f'<seg id="{i + 1}">x</seg>\n' for i in range(count)]
-        (corpus / name).write_text("".join(lines))
-    for name in ("LATIN", "EMPTY", "DEV.fr", "LONG.sgm", "SHORT.sgm"):
+    (corpus / "X.sgm").write_text('<seg id="1">x</seg>\n')
+    for name in ("LATIN", "EMPTY", "DEV.fr", "X.sgm"):
         settings = [setting.replace(f"={name}", f"={corpus / name}") for setting in settings]
     code = main(
         [
@@ -261,13 +259,13 @@ def test_prepare_keeps_what_is_there(tmp_path, capsys):
     out = tmp_path / "corpus"
     command = ["prepare", "--embedded", "--out", str(out), "--num-train"]
     assert main([*command, "20"]) == main([*command, "20"]) == 0  # the same files again
-    assert str(out / "train.en.sgm") in capsys.readouterr().out
+    assert str(out / "train.en") in capsys.readouterr().out
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert main([*command, "30"]) == 2
-    assert "train.en.sgm is there with other content" in capsys.readouterr().err
+    assert "train.en is there with other content" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert main([*command, "30", "--overwrite"]) == 0
-    assert (out / "train.en.sgm").read_bytes() != before["train.en.sgm"]
+    assert (out / "train.en").read_bytes() != before["train.en"]
 
 
 def test_doctor_says_what_is_there():

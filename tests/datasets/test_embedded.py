@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dtransformer.datasets import read_sgm
+from dtransformer.datasets import read_lines
 from dtransformer.datasets.embedded import MAX_PAIRS, sentence_pairs, write_corpus
 from harness.corpus import corpus, lexicon, numerals, sentences
 from harness.corpus.phrases import PRONOUNS, Phrase, clause, noun_phrase, sentence
@@ -25,7 +25,7 @@ def pairs():
 def splits(tmp_path_factory):
     """The files of the default corpus, read: a dict from "train", "dev", "test" to pairs."""
     paths = write_corpus(tmp_path_factory.mktemp("corpus"))
-    read = {key: read_sgm(path) for key, path in paths.items()}
+    read = {key: read_lines(path) for key, path in paths.items()}
     return {
         name: list(zip(read[f"{name}.en"], read[f"{name}.fr"], strict=True))
         for name in ("train", "dev", "test")
@@ -401,15 +401,15 @@ def test_the_sentences_of_make_train_are_never_seen_but_their_words_are(splits):
 
 def test_held_out_sentences_do_not_depend_on_the_training_set(splits, tmp_path):
     paths = write_corpus(tmp_path, num_train=20)
-    assert read_sgm(paths["train.en"]) == [english for english, _ in splits["train"][:20]]
-    assert read_sgm(paths["test.fr"]) == [words for _, words in splits["test"]]
+    assert read_lines(paths["train.en"]) == [english for english, _ in splits["train"][:20]]
+    assert read_lines(paths["test.fr"]) == [words for _, words in splits["test"]]
 
 
 def test_the_same_seed_writes_the_same_bytes(tmp_path):
     sizes = {"num_train": 300, "num_dev": 20, "num_test": 10, "seed": 3}
     paths, again = (write_corpus(tmp_path / name, **sizes) for name in ("first", "second"))
     assert sorted(path.name for path in paths["dev.en"].parent.iterdir()) == sorted(
-        f"{name}.{language}.sgm" for name in ("train", "dev", "test") for language in ("en", "fr")
+        f"{name}.{language}" for name in ("train", "dev", "test") for language in ("en", "fr")
     )
     for key, path in paths.items():
         assert again[key].read_bytes() == path.read_bytes()

@@ -1,9 +1,15 @@
-"""SGM files: WMT14's form is written and read to the letter, faults name their line."""
+"""SGM files: WMT14's form is read to the letter by the sample's script, faults name their line."""
+
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dtransformer.datasets import read_sgm, read_sgm_pairs, write_sgm
+from dtransformer.datasets import read_documents, read_pairs
+from examples.wmt14.preprocess import parsed, read_sgm_pairs
 from tests.datasets.refused import refused
+from tests.inputs.bounded import BOUNDED, read_or_refused
 
 TRICKY = [
     "Plain.",
@@ -14,40 +20,50 @@ TRICKY = [
     "tab\tinside",
     "",
 ]
+SGM_PARTS = st.sampled_from(
+    [
+        '<seg id="1">',
+        "</seg>",
+        "<seg",
+        "<SEG id=1>",
+        "a",
+        " ",
+        "<doc>",
+        "\n",
+        "\r\n",
+        "<",
+        ">",
+        "\t",
+    ]
+)
 
 
 def sgm(*lines, end=b"\n"):
     return end.join(line if isinstance(line, bytes) else line.encode() for line in lines) + end
 
 
-@pytest.mark.parametrize("kind", ["refset", "srcset"])
-def test_what_is_written_is_read_back(tmp_path, kind):
-    path = tmp_path / "new" / "train.fr.sgm"
-    write_sgm(path, TRICKY, "fr", "train", kind=kind, segments_per_document=3)
-    assert read_sgm(path) == TRICKY
-    assert [p.name for p in path.parent.iterdir()] == ["train.fr.sgm"]
+def document(segments):
+    """Return the lines of a document."""
+    rows = [f'<seg id="{number}">{text}</seg>' for number, text in enumerate(segments, start=1)]
+    return ['<refset trglang="fr" setid="s">', '<doc docid="s-1">', *rows, "</doc>", "</refset>"]
 
 
-def test_the_form_is_that_of_wmt14(tmp_path):
+def segments_of(path):
+    return [text for text, tag in parsed(path) if tag]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_the_segments_of_documents_are_read(tmp_path, end):
     path = tmp_path / "x.sgm"
-    write_sgm(path, ["a", "b", "c"], "fr", "newstest2014", segments_per_document=2)
-    assert path.read_text("utf-8").splitlines() == [
-        '<refset trglang="fr" setid="newstest2014" srclang="any">',
-        '<doc sysid="ref" docid="newstest2014-1" genre="newstest2014" origlang="fr">',
-        '<seg id="1">a</seg>',
-        '<seg id="2">b</seg>',
-        "</doc>",
-        '<doc sysid="ref" docid="newstest2014-2" genre="newstest2014" origlang="fr">',
-        '<seg id="1">c</seg>',
-        "</doc>",
-        "</refset>",
-    ]
+    path.write_bytes(sgm(*document(TRICKY), end=end))
+    assert segments_of(path) == TRICKY
 
 
 @pytest.mark.parametrize(
     "line, segments",
     [
         ('<seg id="1">a</seg>', ["a"]),
+        (' <seg id="1">indented</seg>', ["indented"]),
         ('<seg id="1" x="2"> a \t</seg>  ', ["a"]),
         ('<seg id="1">a > b, <i>c</i></seg>', ["a > b, <i>c</i>"]),
         ('<seg id="1">\u00a0a</seg>', ["\u00a0a"]),
@@ -59,7 +75,7 @@ def test_the_form_is_that_of_wmt14(tmp_path):
 def test_a_line_is_a_segment_or_tags(tmp_path, line, segments, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm("<doc>", line, "</doc>", end=end))
-    assert read_sgm(path) == segments
+    assert segments_of(path) == segments
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,6 @@ def test_a_line_is_a_segment_or_tags(tmp_path, line, segments, end):
             (sgm("<doc>", '<seg id="1">a</seg>', line), ["x.sgm", "line 3", "one segment"])
             for line in (
                 '<seg id="2">two</seg><seg id="3">on a line</seg>',
-                ' <seg id="2">indented</seg>',
                 '<SEG ID="2">upper case</SEG>',
                 '<seg  id="2">two spaces</seg>',
                 '<hl><seg id="2">after a tag</seg></hl>',
@@ -90,15 +105,14 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, told):
     path = tmp_path / "x.sgm"
     if content is not None:
         path.write_bytes(content)
-    message = refused(read_sgm, path)
+    message = refused(parsed, path)
     assert all(word in message for word in told), message
 
 
 def test_files_that_match_are_paired(tmp_path):
     source, target = tmp_path / "a.sgm", tmp_path / "b.sgm"
-    write_sgm(source, ["un", "deux", "trois"], "fr", "s", segments_per_document=2)
-    write_sgm(target, ["one", "two", "three"], "en", "s", segments_per_document=2)
-    target.write_bytes(target.read_bytes() + b"\n\n")  # blank lines at the end are no fault
+    source.write_bytes(sgm(*document(["un", "deux", "trois"])))
+    target.write_bytes(sgm(*document(["one", "two", "three"]), "", ""))  # blank lines at the end
     pairs = [("un", "one"), ("deux", "two"), ("trois", "three")]
     assert read_sgm_pairs(source, target) == pairs
 
@@ -135,19 +149,26 @@ def test_files_that_do_not_match_are_refused_at_the_first_bad_line(
         assert told in message
 
 
-@pytest.mark.parametrize("segment", ["two\nlines", "two\rlines", "an </seg> inside"])
-def test_what_the_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path, segment):
+@BOUNDED
+@given(parts=st.lists(SGM_PARTS, max_size=12))
+def test_no_segment_vanishes(tmp_path, parts):
+    path, content = tmp_path / "x.sgm", "".join(parts)
+    path.write_bytes(content.encode())
+    lines = read_or_refused(parsed, path)
+    if lines is not None:
+        segments = [segment for segment, tag in lines if tag]
+        assert len(segments) == len(re.findall("<seg", content, re.IGNORECASE))
+        assert content.count("a") == sum(segment.count("a") for segment in segments)
+
+
+def test_the_package_reads_no_sgm(tmp_path):
     path = tmp_path / "x.sgm"
-    write_sgm(path, ["old"], "en", "s")
-    assert "segment 2" in refused(write_sgm, path, ["new", segment], "en", "s")
-    assert read_sgm(path) == ["old"]
-    assert [p.name for p in tmp_path.iterdir()] == ["x.sgm"]
-
-
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "file" in refused(write_sgm, tmp_path / "file" / "x.sgm", ["a"], "en", "s")
-    assert "kind" in refused(write_sgm, tmp_path / "x.sgm", ["a"], "en", "s", "tstset")
+    path.write_bytes(sgm(*document(["a"])))
+    for read in (
+        lambda path: read_pairs(path, path),
+        lambda path: [*read_documents([path])],
+    ):
+        assert "preprocess.py" in refused(read, path)
 
 
 def test_the_real_files_are_read(shared_data):

@@ -9,7 +9,6 @@ from dtransformer.datasets import (
     read_lines,
     read_pairs,
     read_tsv,
-    write_sgm,
 )
 from tests.datasets.refused import refused
 
@@ -34,19 +33,6 @@ def text(lines, end="\n"):
 def test_a_sentence_is_a_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert read_lines(tmp_path / name) == LINES
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_sgm_files_are_known_by_their_name(tmp_path, packed):
-    paths = [tmp_path / "x.en.sgm", tmp_path / "x.fr.sgm"]
-    for path in paths:
-        write_sgm(path, LINES, "en", "s")
-        if packed:
-            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
-    if packed:
-        paths = [path.with_name(path.name + ".gz") for path in paths]
-    assert read_lines(paths[0]) == LINES
-    assert read_pairs(*paths) == (LINES, LINES)
 
 
 @pytest.mark.parametrize(

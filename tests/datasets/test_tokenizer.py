@@ -12,6 +12,7 @@ import tensorflow as tf
 import tokenizers
 
 from dtransformer.datasets import SubwordTokenizer, load_tokenizer, read_lines
+from examples.wmt14 import preprocess
 from tests.datasets.refused import refused
 
 SENTENCES = [
@@ -227,8 +228,9 @@ def test_real_sentences_come_back(shared_data):
     lines = []
     for language in ("en", "fr"):
         lines += read_lines(shared_data / "tatoeba" / f"dev.{language}.gz")
-        name = f"newstest2014-fren-ref.{language}.sgm"
-        lines += read_lines(shared_data / "wmt14" / name)[:500]
+    names = (shared_data / "wmt14" / name for name in (preprocess.ENGLISH, preprocess.FRENCH))
+    for pair in preprocess.read_sgm_pairs(*names)[:500]:
+        lines += pair
     tokenizer = SubwordTokenizer.train(lines, 4000)
     ids = tokenizer.encode(lines)
     assert tokenizer.decode(ids) == [normal(line) for line in lines]

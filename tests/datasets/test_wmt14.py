@@ -5,10 +5,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from dtransformer.datasets import read_tsv, write_sgm
+from dtransformer.datasets import read_tsv
 from examples.wmt14 import preprocess
 from examples.wmt14.faithful import faithful_examples
 from tests.datasets.refused import refused
+from tests.datasets.test_sgm import document, sgm
 
 ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085onglet."]
 
@@ -16,8 +17,9 @@ ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085ongle
 @pytest.fixture
 def folder(tmp_path):
     """A folder with two small files of the official names."""
-    write_sgm(tmp_path / "in" / preprocess.ENGLISH, ENGLISH, "en", "s")
-    write_sgm(tmp_path / "in" / preprocess.FRENCH, FRENCH, "fr", "s")
+    (tmp_path / "in").mkdir()
+    for name, segments in ((preprocess.ENGLISH, ENGLISH), (preprocess.FRENCH, FRENCH)):
+        (tmp_path / "in" / name).write_bytes(sgm(*document(segments)))
     return tmp_path / "in"
 
 
@@ -35,7 +37,7 @@ def test_prepare_writes_both_directions(folder, tmp_path):
 
 
 def test_prepare_refuses_files_that_do_not_match(folder, tmp_path):
-    write_sgm(folder / preprocess.FRENCH, FRENCH[:1], "fr", "s")
+    (folder / preprocess.FRENCH).write_bytes(sgm(*document(FRENCH[:1])))
     message = refused(preprocess.prepare, folder, tmp_path / "out")
     for told in ("line 4", preprocess.ENGLISH, preprocess.FRENCH, "</doc>", "A\\ttab."):
         assert told in message

@@ -11,28 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtransformer.datasets import read_lines, read_sgm, write_sgm
+from dtransformer.datasets import read_lines
 from dtransformer.inputs import text
 from dtransformer.inputs.files import read_bytes
 from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
-SGM_PARTS = st.sampled_from(
-    [
-        '<seg id="1">',
-        "</seg>",
-        "<seg",
-        "<SEG id=1>",
-        "a",
-        " ",
-        "<doc>",
-        "\n",
-        "\r\n",
-        "<",
-        ">",
-        "\t",
-    ]
-)
 
 
 # Text.
@@ -51,7 +35,7 @@ def test_lines_come_back(tmp_path, packed, lines):
 
 @BOUNDED
 @given(data=st.binary(max_size=100))
-@pytest.mark.parametrize("name", ["x.txt", "x.gz", "x.sgm", "x.sgm.gz"])
+@pytest.mark.parametrize("name", ["x.txt", "x.gz"])
 def test_any_bytes_are_read_or_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     lines = read_or_refused(read_lines, tmp_path / name)
@@ -92,30 +76,6 @@ def test_a_file_may_be_too_large(tmp_path, monkeypatch):
     assert "1,000 bytes" in refusal(read_bytes, tmp_path / "x.txt", 1000)
     monkeypatch.setattr(text, "free_memory", lambda: 1000)
     assert "bytes of memory" in refusal(read_lines, tmp_path / "x.txt")
-
-
-# SGM.
-
-
-@BOUNDED
-@given(segments=st.lists(ANY_TEXT, max_size=5))
-def test_segments_come_back(tmp_path, segments):
-    path = tmp_path / "x.sgm"
-    path.unlink(missing_ok=True)
-    read_or_refused(write_sgm, path, segments, "en", "set")
-    if path.exists():
-        assert read_sgm(path) == [segment.strip(text.WHITE_SPACE) for segment in segments]
-
-
-@BOUNDED
-@given(parts=st.lists(SGM_PARTS, max_size=12))
-def test_no_segment_vanishes(tmp_path, parts):
-    path, content = tmp_path / "x.sgm", "".join(parts)
-    path.write_bytes(content.encode())
-    segments = read_or_refused(read_sgm, path)
-    if segments is not None:
-        assert len(segments) == len(re.findall("<seg", content, re.IGNORECASE))
-        assert content.count("a") == sum(segment.count("a") for segment in segments)
 
 
 # Archives.

@@ -17,12 +17,12 @@ from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
-    Activation,
     Field,
     Part,
     differs,
     epsilon,
     head_dim,
+    hidden_act,
     kv_heads,
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
@@ -59,18 +59,21 @@ _FREE = {
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
     *("trains_head_bias", "trains_padding"),
 }
-LLAMA_PARTS = (
+SIZES = (
     Field("hidden_size", "hidden_size"),
-    HEADS,
-    kv_heads(),
-    head_dim(),
     Field("num_layers", "num_hidden_layers"),
     Field("ffn_hidden_size", "intermediate_size"),
     Field("max_length", "max_position_embeddings"),
+    HEADS,
+)
+LLAMA_PARTS = (
+    *SIZES,
+    kv_heads(),
+    head_dim(),
     epsilon(1e-6),
     Field("attention_dropout_rate", "attention_dropout", 0.0),
     Field("tied_head", "tie_word_embeddings", False),
-    Activation(),
+    hidden_act(),
     Blocks(),
 )
 

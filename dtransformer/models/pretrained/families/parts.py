@@ -45,10 +45,13 @@ class Field:
     Args:
         argument: our name.
         field: theirs.
-        usual: what a config means that does not say it; an error by default.
+        usual: what a config means that does not say it, or a function of the config that returns it;
+            an error by default.
         ours, theirs: functions of a value there, and here, that return the other one.
         same: names of arguments that have the same value.
         takes_null: whether null is a value of its own, and not the usual one.
+        own: a function of a network's arguments that returns what None means there; null by default.
+        also: names of fields that say the same, where they are there.
     """
 
     argument: str
@@ -58,6 +61,8 @@ class Field:
     theirs: Callable = lambda value: value
     same: tuple[str, ...] = ()
     takes_null: bool = False
+    own: Callable[[Mapping], Any] = lambda arguments: None
+    also: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -65,12 +70,21 @@ class Field:
         return (self.argument, *self.same)
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`; a field that lacks, or is null, is the usual one."""
-        if self.usual is _REQUIRED:
-            value = config[self.field]
-        else:
-            value = config.get(self.field, self.usual)
-            value = self.usual if value is None and not self.takes_null else value
+        """See `Part`; a field that lacks, or is null, is the usual one.
+
+        Raises:
+            InputError: fields that have to be the same differ.
+        """
+        value = config[self.field] if self.usual is _REQUIRED else config.get(self.field)
+        is_said = value is not None or (self.takes_null and self.field in config)
+        if not is_said and self.usual is not _REQUIRED:
+            value = self.usual(config) if callable(self.usual) else self.usual
+        for field in self.also:
+            other = first_given(config.get(field), value)
+            if other != value:
+                raise InputError(
+                    f"{self.field}={shown(value)} and {field}={shown(other)} differ: they are one here"
+                )
         return dict.fromkeys(self.arguments, self.ours(value))
 
     def written(self, arguments: Mapping) -> dict:
@@ -79,102 +93,17 @@ class Field:
         Raises:
             InputError: arguments that have to be the same differ.
         """
-        values = {name: self.theirs(arguments[name]) for name in self.arguments}
+        given = {name: arguments[name] for name in self.arguments}
+        values = {
+            name: self.theirs(self.own(arguments) if value is None else value)
+            for name, value in given.items()
+        }
         if len({*map(repr, values.values())}) > 1:
             raise InputError(
                 f"the network has {values}, for which the family has one field, {self.field}: it "
                 "cannot be saved as one of that family"
             )
-        return {self.field: values[self.argument]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Equal:
-    """A field that has to be the same as another one of the config.
-
-    Args:
-        field: its name.
-        other: that of the other one.
-        argument: the argument that this one says.
-    """
-
-    field: str
-    other: str
-    argument: str
-    arguments: tuple[str, ...] = ()
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: it differs.
-        """
-        value, other = config.get(self.field), config[self.other]
-        if value not in (None, other):
-            raise InputError(f"{self.field}={value} beside {self.other}={other} is not built")
-        return {}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return {self.field: arguments[self.argument]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """A field that a config may leave to others.
-
-    Args:
-        argument: our name.
-        field: theirs.
-        usual: a function of the other fields that returns what it is then.
-        own: a function of a network's arguments that returns what None means there; null by
-            default.
-    """
-
-    argument: str
-    field: str
-    usual: Callable[[Mapping], Any]
-    own: Callable[[Mapping], Any] = lambda arguments: None
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The name of the argument."""
-        return (self.argument,)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        value = config.get(self.field)
-        return {self.argument: self.usual(config) if value is None else value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        value = arguments[self.argument]
-        return {self.field: self.own(arguments) if value is None else value}
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """The field of the feed-forward layers' activation.
-
-    Args:
-        field: its name.
-        usual: what a config means that does not say it.
-        means: dict of names that mean others.
-    """
-
-    field: str = "hidden_act"
-    usual: str = "silu"
-    means: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    arguments: tuple[str, ...] = ("hidden_act",)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        name = first_given(config.get(self.field), self.usual)
-        return {"hidden_act": activation(self.means.get(name, name))}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return {self.field: published_activation(arguments)}
+        return dict.fromkeys((self.field, *self.also), values[self.argument])
 
 
 def activation(name: str) -> str:
@@ -188,17 +117,28 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def published_activation(arguments: dict) -> str:
-    """Return what published configs call a network's activation.
+def published_activation(name: str) -> str:
+    """Return what published configs call an activation.
 
     Raises:
         InputError: it has no name there.
     """
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
-    name = arguments["hidden_act"]
     if name not in theirs:
         raise InputError(f"hidden_act={name!r} has no name in published configs")
     return theirs[name]
+
+
+def hidden_act(field: str = "hidden_act", usual: str = "silu", **means: str) -> Field:
+    """Return the field of the feed-forward layers' activation.
+
+    Args:
+        field: its name.
+        usual: what a config means that does not say it.
+        **means: names that mean others.
+    """
+    ours = lambda name: activation(means.get(name, name))
+    return Field("hidden_act", field, usual, ours, published_activation)
 
 
 def differs(name: str, own: object, theirs: object) -> InputError:
@@ -231,46 +171,6 @@ def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
         return found[0]
 
     return Field(argument, field, usual, ours, theirs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Alike:
-    """Fields that say one argument together, and have to be equal.
-
-    Args:
-        argument: our name.
-        fields: theirs.
-        is_needed: whether all have to be there; else the first one.
-    """
-
-    argument: str
-    fields: tuple[str, ...]
-    is_needed: bool = True
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The name of the argument."""
-        return (self.argument,)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: the fields differ.
-        """
-        first, *others = self.fields
-        value = config[first]
-        for field in others:
-            own = config[field] if self.is_needed else first_given(config.get(field), value)
-            if own != value:
-                raise InputError(
-                    f"{first}={shown(value)} and {field}={shown(own)} differ: they are one here"
-                )
-        return {self.argument: value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return dict.fromkeys(self.fields, arguments[self.argument])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,29 +238,28 @@ def epsilon(
 HEADS = Field("num_heads", "num_attention_heads")
 
 
-def kv_heads(usual: int | None = None) -> Derived:
+def kv_heads(usual: int | None = None) -> Field:
     """Return the field of grouped heads; what it is where nothing is said, or as many as heads."""
-    return Derived(
+    return Field(
         "num_kv_heads",
         "num_key_value_heads",
         lambda config: usual or config["num_attention_heads"],
-        lambda arguments: arguments["num_heads"],
+        own=lambda arguments: arguments["num_heads"],
     )
 
 
-def head_dim(usual: int | None = None) -> Derived:
+def head_dim(usual: int | None = None) -> Field:
     """Return the field of heads' sizes; what it is where nothing is said, or h / n."""
-    return Derived(
+    return Field(
         "head_dim",
         "head_dim",
         lambda config: usual or config["hidden_size"] // config["num_attention_heads"],
-        lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+        own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class QueryScale:
-    """The factor of queries; None is 1/√d in a network.
+def query_scale(field: str, usual: float, is_square: bool = False) -> Field:
+    """Return the field of the factor of queries, which None is 1/√d of in a network.
 
     Args:
         field: their name.
@@ -368,29 +267,16 @@ class QueryScale:
         is_square: whether the field has a whole number n, and the factor is 1/√n.
     """
 
-    field: str
-    usual: float
-    is_square: bool = False
-    arguments: tuple[str, ...] = ("query_scale",)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        value = first_given(config.get(self.field), self.usual)
-        return {"query_scale": value**-0.5 if self.is_square else value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: no whole number says the factor.
-        """
+    def usual_scale(arguments):
         size = arguments["head_dim"] or arguments["hidden_size"] // arguments["num_heads"]
-        value = first_given(arguments["query_scale"], size**-0.5)
-        if not self.is_square:
-            return {self.field: value}
-        number = round(value**-2)
-        if not math.isclose(number**-0.5, value, rel_tol=1e-6):
-            raise InputError(
-                f"query_scale={value} is 1/√n of no whole number n, as {self.field} has it"
-            )
-        return {self.field: number}
+        return size**-0.5
+
+    def number(scale):
+        found = round(scale**-2)
+        if not math.isclose(found**-0.5, scale, rel_tol=1e-6):
+            raise InputError(f"query_scale={scale} is 1/√n of no whole number n, as {field} has it")
+        return found
+
+    if not is_square:
+        return Field("query_scale", field, usual, own=usual_scale)
+    return Field("query_scale", field, usual, lambda n: n**-0.5, number, own=usual_scale)
