@@ -16,21 +16,8 @@ from dtransformer.inputs.text import decode, half_told
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 _EXPECTED = {
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a text (put it in quotes)",
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be greater than {gt}",
-    "less_than_equal": "must be at most {le}",
-    "less_than": "must be less than {lt}",
-    "dict_type": "must be keys and values",
-    "model_type": "must be keys and values",
-    "is_instance_of": "must be keys and values",
-    "list_type": "must be a list",
-    "literal_error": "must be one of {expected}",
+    "string_type": "should be a text (put it in quotes)",
+    **dict.fromkeys(("is_instance_of", "dict_type", "model_type"), "should be keys and values"),
 }
 
 
@@ -42,7 +29,7 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
 
     Returns:
         Names joined with dots, "" for the value itself; and a text such as
-        "must be at least 1, got 0".
+        "should be greater than or equal to 1, got 0".
     """
     first = error.errors(include_url=False)[0]
     place = ".".join(shown(part).strip("'") for part in first["loc"])
@@ -50,10 +37,9 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
         return place, "is missing"
     if first["type"] == "value_error":
         expected = str(first["ctx"]["error"])
-    elif first["type"] in _EXPECTED:
-        expected = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
     else:
-        expected = first["msg"][:1].lower() + first["msg"][1:]
+        told = first["msg"].removeprefix("Input ")
+        expected = _EXPECTED.get(first["type"], told[:1].lower() + told[1:])
     return place, f"{expected}, got {shown(first['input'])}"
 
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from dtransformer.errors import InputError, nearest, shown
+from dtransformer.errors import InputError, nearest, refusing, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.config.validators import check_supported
@@ -104,10 +104,8 @@ def _fixed_columns(job):
     for name in job.fixed:
         if name not in names:
             raise InputError(f"there is no field {shown(name)} to fix; {nearest(name, names)}")
-    try:
+    with refusing("fixed"):
         config = job.fixed_config()
-    except (TypeError, ValueError) as error:
-        raise InputError(f"fixed: {error}") from None
     columns, others = {}, {}
     for name in job.fixed:
         value = getattr(config, name)

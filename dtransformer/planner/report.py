@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 
 from dtransformer.architectures import ARCHITECTURES
-from dtransformer.errors import InputError, check_installed
+from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost, evaluate
 from dtransformer.planner.grid import grid_of
@@ -190,10 +190,8 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     _frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    try:
+    with refusing(f"{path}: is no kind of picture that is known"):
         figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise InputError(f"{path}: is no kind of picture that is known ({error})") from None
 
 
 def _bars(axes, by_kind, unit, label):

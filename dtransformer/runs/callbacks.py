@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import partial_path
@@ -154,45 +153,6 @@ class Evaluations(EverySteps):
         if job.is_chief():
             told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
             print(f"{when}, {told}", flush=True)
-
-
-class Profile(keras.callbacks.Callback):
-    """Writes what TensorFlow's profiler sees of some steps, of rank 0, for TensorBoard.
-
-    Args:
-        first, last: numbers of steps, from 1, counted from the first that is trained.
-        path: the folder to write to.
-    """
-
-    def __init__(self, first: int, last: int, path: str | os.PathLike):
-        super().__init__()
-        self._first, self._last, self.path, self._step, self._is_on = first, last, path, 0, False
-
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._step += 1
-        if self._step == self._first and job.is_chief():
-            tf.profiler.experimental.start(str(self.path))
-            self._is_on = True
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._step >= self._last:
-            self._stop()
-
-    def on_train_end(self, logs: dict | None = None) -> None:
-        self._stop()
-        if self._step < self._first and job.is_chief():
-            told = f"--profile: training ended at step {self._step}, before step {self._first}"
-            warnings.warn(told, stacklevel=2)
-
-    def _stop(self):
-        if self._is_on:
-            tf.profiler.experimental.stop()
-            print(
-                f"The profile of steps {self._first} to {self._step} is in {self.path}: see it "
-                f"with: tensorboard --logdir {self.path}",
-                flush=True,
-            )
-        self._is_on = False
 
 
 class Samples(EverySteps):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
@@ -27,7 +27,6 @@ from dtransformer.runs.callbacks import (
     BestWeights,
     Evaluations,
     FiniteWeights,
-    Profile,
     StepLimit,
     TimeLimit,
     check_logs,
@@ -187,7 +186,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     options, trainer = task.config.training, Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
-    try:
+    with refusing("training"):
         trainer.compile(
             optimizer,
             task.loss(),
@@ -195,8 +194,6 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
             steps_per_execution=options.steps_per_execution,
             **task.metrics(),
         )
-    except (TypeError, ValueError) as error:
-        raise InputError(f"training: {error}") from None
     return trainer
 
 
@@ -286,7 +283,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         if batches["dev"] is None:
             raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
         callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
-    callbacks += [Profile(*profile, path / PROFILE)] if profile else []
+    if profile and job.is_chief():
+        callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")

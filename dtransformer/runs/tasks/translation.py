@@ -2,7 +2,7 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.runtime import job
@@ -65,7 +65,7 @@ class Translation(Task):
         """Return the network without weights, of which this machine can hold those that it gets."""
         config = self.config
         needs.check_search(config, vocab_size, config.search.beam_size)
-        try:
+        with refusing("model"):
             network = TranslationTransformer(
                 vocab_size,
                 **vars(config.model),
@@ -74,8 +74,6 @@ class Translation(Task):
                 **ids,
                 dtype=precision or config.training.precision,
             )
-        except (TypeError, ValueError) as error:
-            raise InputError(f"model: {error}") from None
         needs.check_network(network, job.size())
         return network
 
