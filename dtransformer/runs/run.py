@@ -190,7 +190,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
         trainer.compile(
             optimizer,
             task.loss(),
-            jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
+            jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
             **task.metrics(),
         )

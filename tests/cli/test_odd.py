@@ -86,7 +86,7 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
         ("training.weight_decay=.inf", "finite"),
         ("training.clip_norm=nan", "a valid number"),
         ("training.seed=-1", "or equal to 0"),
-        ("training.jit_compile=maybe", "'auto', 'true' or 'false'"),
+        ("training.jit_compile=maybe", "'auto', True or False"),
         ("data.source=2014-05-01", ""),
         ("data.source=2014", "in quotes"),
         ("data.shuffle=no", "a valid boolean"),
