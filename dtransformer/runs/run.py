@@ -19,8 +19,12 @@ from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
-from dtransformer.planner.report import text_of
+from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.machine import num_ranks, this_device
+from dtransformer.planner.report import fields_of, text_of
+from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.callbacks import (
     Beginning,
@@ -33,7 +37,7 @@ from dtransformer.runs.callbacks import (
     log_callbacks,
     save_sealed,
 )
-from dtransformer.runs.config import load_config
+from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import (
@@ -65,6 +69,12 @@ from dtransformer.trainers.checkpoint.folders import saved_steps
 _MAY_MOVE = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
     *("tokenizer.folder", "model.from_"),
+)
+# Fields of `parallel` that are another layout's, where fewer ranks are left; all others stay.
+_FREE = (
+    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
+    *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
+    *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
@@ -103,9 +113,8 @@ def train(
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)  # before any work
-    found = None
-    if config.training.layout == "auto":
-        found = plan_of_run(config)
+    found = layout_plan(config)
+    if found is not None:
         config.parallel = found.best.config
     start_job(config)
 
@@ -143,6 +152,30 @@ def train(
         print(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
+
+
+def layout_plan(config: RunConfig) -> Plan | None:
+    """Return the plan of a run whose layout is the planner's, the same on every rank; else None.
+
+    With `parallel: auto` it is; and under `dtransformer launch`, where the config's own layout does
+    not fit the ranks that are left. What the planner then finds nothing for goes by the rule of
+    `parallel.config.elastic_config`.
+    """
+    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    if config.training.layout == "auto":
+        return plan_of_run(config)
+    number = num_ranks() * local_devices
+    try:
+        config.parallel.resolve(number, local_devices)
+    except ValueError:
+        # The optimizer may not be one that can update shards.
+        given = fields_of(config.parallel)
+        given |= {"optimizer_shard": int(config.parallel.optimizer_shard)}
+        fixed = {name: value for name, value in given.items() if name not in _FREE}
+        with contextlib.suppress(InputError):
+            cluster = Cluster(this_device(per_host), number, per_host * local_devices)
+            return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
+    return None
 
 
 @contextlib.contextmanager
