@@ -16,13 +16,12 @@ import keras
 
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import partial_path
-from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
-from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import CSV, TENSORBOARD
 from dtransformer.trainers.checkpoint.callback import SharedTimer
-from dtransformer.trainers.checkpoint.export import check_finite, network_values, seal
+from dtransformer.trainers.checkpoint.export import seal
 
 
 class TimeLimit(keras.callbacks.Callback):
@@ -88,22 +87,6 @@ def save_sealed(trainer: keras.Model, path: pathlib.Path, run: str) -> None:
 
     trainer.save_weights(fresh)
     from_chief(take, "run/weights")
-
-
-class StepLimit(keras.callbacks.Callback):
-    """Stops training after a number of steps, counted from the run's beginning.
-
-    Args:
-        steps: the number.
-    """
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if int(self.model.optimizer.iterations) >= self.steps:
-            self.model.stop_training = True
 
 
 class EverySteps(keras.callbacks.Callback):
@@ -185,41 +168,6 @@ class Samples(EverySteps):
         for prompt, text in zip(self._prompts, texts):
             if job.is_chief():
                 print(f"{when}, {prompt} … {one_line(text)}", flush=True)
-
-
-class Beginning(keras.callbacks.Callback):
-    """Removes the run that is replaced once the new one has begun. It comes after what saves.
-
-    Args:
-        folder: the run's folder.
-    """
-
-    def __init__(self, folder: RunFolder):
-        super().__init__()
-        self.folder = folder
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        try:
-            if job.is_chief():
-                self.folder.remove_replaced()
-        except InputError as error:  # training goes on
-            warnings.warn(f"the run that was replaced: {error}", stacklevel=2)
-
-
-class FiniteWeights(keras.callbacks.Callback):
-    """Refuses to go on from weights that are not numbers.
-
-    Args:
-        path: where they come from, for the error.
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        super().__init__()
-        self.path = path
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        values = network_values(self.model.network)
-        together(lambda: check_finite(self.path, values), "run/finite")
 
 
 class LogSink(keras.callbacks.Callback):

@@ -17,7 +17,7 @@ from dtransformer.errors import InputError, refusing
 from dtransformer.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
-from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
@@ -27,11 +27,8 @@ from dtransformer.planner.report import fields_of, text_of
 from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.callbacks import (
-    Beginning,
     BestWeights,
     Evaluations,
-    FiniteWeights,
-    StepLimit,
     TimeLimit,
     check_logs,
     log_callbacks,
@@ -61,7 +58,7 @@ from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import best_of
-from dtransformer.trainers.checkpoint.export import RUN
+from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
 # What `--resume` may change: where the data lie, and all that changes neither the model nor the
@@ -299,18 +296,17 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = [StepTimer()]
     if resumes:
-        callbacks.append(FiniteWeights(path / CHECKPOINTS))
+        callbacks.append(_when(lambda: _refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
     if options.max_minutes:
         callbacks.append(TimeLimit(options.max_minutes))
     if options.max_steps:
-        callbacks.append(StepLimit(options.max_steps))
+        callbacks.append(_when(lambda: _limit(trainer, options.max_steps), "on_train_batch_end"))
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
     if options.ema:
-        exchange = lambda *_: trainer.optimizer_step.take_averages(exchanges=True)
-        swap = lambda *events: keras.callbacks.LambdaCallback(**dict.fromkeys(events, exchange))
-        callbacks.append(swap("on_epoch_end"))
+        swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
+        callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         if batches["dev"] is None:
@@ -331,8 +327,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
     callbacks.append(BestWeights(save, monitor, best))
     if options.ema:  # checkpoints have the weights themselves, and are saved before a validation
-        callbacks.append(swap("on_epoch_end"))
-        sinks.append(swap("on_test_begin", "on_test_end"))
+        callbacks.append(_when(swap, "on_epoch_end"))
+        sinks.append(_when(swap, "on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -342,9 +338,27 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             monitor=monitor,
             assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
         ),
-        Beginning(folder),
+        # It comes after what saves.
+        _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
+
+
+def _when(act, *events):
+    """Return a callback that acts at some events."""
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_: act()))
+
+
+def _limit(trainer, steps):
+    """Stop training after so many steps, counted from the run's beginning."""
+    if int(trainer.optimizer.iterations) >= steps:
+        trainer.stop_training = True
+
+
+def _refuse_nan(trainer, path):
+    """Refuse to go on from weights that are not numbers; all ranks call."""
+    values = network_values(trainer.network)
+    together(lambda: check_finite(path, values), "run/finite")
 
 
 def _best_loss(folder):

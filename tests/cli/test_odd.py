@@ -34,13 +34,11 @@ HUGE = "9" * 5000
         (["train", "--config", "/dev/zero"], "device"),
         (["train", "--config", os.sep], "folder"),
         (["train", "--config", "\udce9\n\x1b[2J"], "does not exist"),
-        (["translate", "--run", "x", "--beam-size", "0"], "or equal to 1"),
-        (["translate", "--run", "x", "--beam-size", "1000000"], "or equal to 1000"),
+        (["translate", "--run", "x", "--beam-size", "0"], "from 1 to 1000"),
+        (["translate", "--run", "x", "--beam-size", "1000000"], "from 1 to 1000"),
         (["translate", "--run", "x", "--beam-size", HUGE], "18 digits"),
-        (["translate", "--run", "x", "--beam-size", "1.5"], "a valid integer"),
-        (["translate", "--run", "x", "--length-penalty", "nan"], "a valid number"),
-        (["translate", "--run", "x", "--length-penalty", ".inf"], "finite"),
-        (["translate", "--run", "x", "--length-penalty", "-1"], "or equal to 0"),
+        (["translate", "--run", "x", "--beam-size", "1.5"], "an integer"),
+        (["translate", "--run", "x", "--length-penalty", "x"], "invalid float"),
         (["translate", "--run", "a" * 300], "too long"),
         (["evaluate", "--run", "x", "--src", "", "--ref", "y"], "expected a path"),
         (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
@@ -111,12 +109,6 @@ def test_a_search_is_limited_by_the_beams_and_sentences_that_are_asked_for(monke
     for beams, sentences in ((4, 10**4), (1000, 64)):
         told = refusal(lambda: needs.check_search(config, 8000, beams, sentences))
         assert f"beam_size={beams}, max_length=50, {sentences} sentences" in told
-
-
-def test_batches_have_to_fit():
-    config = load_config()
-    needs.check_batches(config, 8000, 4096)
-    assert "GiB of memory" in refusal(needs.check_batches, config, 8000, 10**9)
 
 
 COMMAND = [sys.executable, "-m", "dtransformer.cli"]

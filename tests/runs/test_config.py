@@ -111,7 +111,10 @@ def test_sources_and_adapters_are_mappings(tmp_path):
         ("data.train={path: a, weigth: 2}", ["data.train", "Source has no 'weigth'", "weight"]),
         ("data.train=[{path: a, weight: 0}]", ["data.train", "weight should be greater than 0"]),
         ("data.train=[3]", ["data.train", "must be a path, or a list"]),
-        ("model.adapters={rank: 0}", ["model.adapters", "rank should be greater than or equal to 1"]),
+        (
+            "model.adapters={rank: 0}",
+            ["model.adapters", "rank should be greater than or equal to 1"],
+        ),
         ("model.adapters={kind: vera}", ["model.adapters", "kind should be 'lora' or 'dora'"]),
         ("data.date=tomorrow", ["data.date"]),
         ("training.schedule=wdd", ["training.schedule", "wsd"]),

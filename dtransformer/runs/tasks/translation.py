@@ -82,7 +82,7 @@ class Translation(Task):
         if not pairs:
             return None
         options, tokenizer = self.config.data, self.tokenizer
-        batches = TranslationBatches(
+        return TranslationBatches(
             tokenizer.encode(pairs[0]),
             tokenizer.encode(pairs[1]),
             batch_size=options.batch_size,
@@ -95,8 +95,6 @@ class Translation(Task):
             **self.batch_options(part),
             **special_ids(tokenizer, self.kind),
         )
-        needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
-        return batches
 
     def loss(self):
         return self.cross_entropy(self.tokenizer.pad_id)
