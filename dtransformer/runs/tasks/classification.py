@@ -10,7 +10,6 @@ from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
-from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
@@ -21,6 +20,7 @@ class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
+    always_trained = "head/*"
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
@@ -73,14 +73,11 @@ class LabelTask(RecordTask):
             dtype=core.dtype_policy,
         )
 
-    def make_network(self, precision: str | None = None):
-        core = self.make_core(precision)
+    def with_head(self, core: OneStackModel) -> OneStackModel:
         old, head = core.head, self.head(self.num_labels, core)
         names = [getattr(one, "label_names", None) for one in (old, head)]
         goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
-        self.network = core if goes_on else with_task_head(core, head)
-        adapt(self.network, self.config, always="head/*")
-        return self.network
+        return core if goes_on else with_task_head(core, head)
 
     def row(self, records, numbers, length) -> dict:
         """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""
