@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
 
 import numpy as np
 import yaml
@@ -132,11 +131,7 @@ def fields_of(config: TransformerOpParallelConfig) -> dict:
     """Return the fields of a config that are not their defaults, as YAML and JSON have them."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
-    plain = lambda value: list(value) if isinstance(value, tuple) else value
-    found = {name: value for name, value in fields.items() if value != default[name]}
-    if isinstance(found.get("recompute"), Mapping):
-        found["recompute"] = {k: plain(v) for k, v in found["recompute"].items()}
-    return {name: plain(value) for name, value in found.items()}
+    return {name: value for name, value in fields.items() if value != default[name]}
 
 
 _TASKS = {"CausalLM": "causal_lm", "MaskedLM": "masked_lm", "EncoderDecoderLM": "span_corruption"}

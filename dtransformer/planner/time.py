@@ -141,13 +141,21 @@ def time_of(
         memory: the `Memory` of the layouts, of which the optimizer's update takes some.
         is_16_bit: whether products are of 16 bits.
     """
-    own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
+    parts, sends = _uses(model, cluster, layouts, system, is_16_bit)
     m, p = layouts.micro_batches, layouts.stage
-    of_stage = lambda stage, _, chosen: own.of_stage(stage, chosen)
+
+    def of_stage(stage, _, chosen):
+        found = dict.fromkeys(parts[0], 0.0)
+        for number, uses in zip((*stage.blocks, stage.has_embedding, stage.has_head), parts):
+            for use, value in uses.items():
+                found[use] = found[use] + number * value[chosen]
+        return found
+
     columns = {kind: m * x for kind, x in of_worst_stage(model, layouts, of_stage).items()}
-    sends = own.sends * layouts.chunks * (p > 1)
+    sends = sends * layouts.chunks * (p > 1)
     columns["sends"] = m * sends
-    mean = sum(kind.number / p * each for kind, each in zip(model.kinds, own.blocks)) + sends
+    blocks = (kind.number / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
+    mean = sum(blocks) + sends
     # Ranks of a stage follow each other, and so do those of a core.
     sharing = np.maximum(cluster.device.sharing * p / layouts.devices, 1)
     columns["bubble"] = np.zeros(len(layouts))
@@ -162,102 +170,71 @@ def time_of(
     return StepTime(**columns)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """Seconds of a block of each kind, by use, and of a network's ends, for a micro-batch."""
+def _uses(model, cluster, layouts, system, is_16_bit):
+    """Return the seconds of a micro-batch: of a block of each kind, of the embedding, and of the head.
 
-    uses: list  # of each kind of block: a dict of arrays [N]
-    head: np.ndarray
-    embedding_gathers: np.ndarray  # of level 3
-    embedding_sums: np.ndarray  # over the model axis
-    head_sums: np.ndarray
-    sends: np.ndarray
+    Dicts of arrays [N] by use. And the seconds of what a stage sends and receives for it.
+    """
+    item, groups = 2 if is_16_bit else 4, groups_of(layouts)
+    b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
+    found = []
+    summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
+        cluster, "all-reduce", elements * number, groups["model"]
+    )
 
-    @property
-    def blocks(self):
-        """The seconds of a block of each kind."""
-        return [sum(uses.values()) for uses in self.uses]
+    def unsharded(num_bytes, is_trained, passes=2):
+        """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
+        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
+        if is_trained:
+            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
+        return np.where(layouts.level >= 3, seconds, 0.0)
 
-    @classmethod
-    def of(cls, model, cluster, layouts, system, is_16_bit):
-        item, groups = 2 if is_16_bit else 4, groups_of(layouts)
-        b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
-        uses = []
-        summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
-            cluster, "all-reduce", elements * number, groups["model"]
+    for kind in model.kinds:
+        passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
+        elements = b * kind.length / c * model.hidden_size
+        sublayers = len(kind.attended) + 1
+        sums = np.where(
+            full,
+            sums_over_model(sublayers, recomputes_block=True) + system.repeats_last_sum,
+            sums_over_model(sublayers),
         )
-
-        def unsharded(num_bytes, is_trained, passes=2):
-            """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
-            seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
-            if is_trained:
-                seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
-            return np.where(layouts.level >= 3, seconds, 0.0)
-
-        for kind in model.kinds:
-            passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
-            elements = b * kind.length / c * model.hidden_size
-            sublayers = len(kind.attended) + 1
-            sums = np.where(
-                full,
-                sums_over_model(sublayers, recomputes_block=True) + system.repeats_last_sum,
-                sums_over_model(sublayers),
-            )
-            passed = np.where(full, 4, 3)  # forward and backward, which sends twice
-            if kind.is_frozen:
-                sums, passed = sums_over_model(sublayers, backward=0), 1
-            keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-            tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
-            weights = model.block_parameters(kind) / t * item
-            gathers = unsharded(
-                weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
-            )
-            uses.append(
-                {
-                    "products": passes.forward + passes.backward,
-                    "recompute": passes.repeated,
-                    "model_parallel": sums * summed(elements),
-                    "context_parallel": passed
-                    * collective_seconds(cluster, "all-gather", keys, groups["context"]),
-                    "expert_parallel": 2
-                    * passed
-                    * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
-                    "unsharding": system.gathers_a_block * gathers,
-                }
-            )
-        head = head_seconds(cluster.device, model, layouts, is_16_bit)
-        shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
-        length = max(kind.length for kind in model.kinds)
-        elements = b * length / c * model.hidden_size
-        lookups = 2 if model.encoder_layers and model.decoder_layers else 1
-        embedding_sums = np.where(layouts.rows > 0, lookups * summed(elements), 0.0)
-        # The gradient of what the head takes; of the loss, numbers of each token.
-        head_sums = summed(elements) + system.loss_sums * summed(b * length / c, 4)
-        table = _table_elements(model, layouts) * item
-        sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
-        gathers = unsharded(table, model.trains_tables)
-        return cls(uses, head, gathers, embedding_sums, head_sums, sends)
-
-    def of_stage(self, stage, chosen):
-        """Return the seconds of a micro-batch on a stage, by use.
-
-        Args:
-            stage: a `StageKind`.
-            chosen: numbers of the layouts.
-        """
-        found = {}
-        for number, uses in zip(stage.blocks, self.uses):
-            for use, value in uses.items():
-                found[use] = found.get(use, 0.0) + number * value[chosen]
-        found["products"] = found["products"] + stage.has_head * self.head[chosen]
-        found["model_parallel"] = found["model_parallel"] + (
-            stage.has_embedding * self.embedding_sums[chosen]
-            + stage.has_head * self.head_sums[chosen]
+        passed = np.where(full, 4, 3)  # forward and backward, which sends twice
+        if kind.is_frozen:
+            sums, passed = sums_over_model(sublayers, backward=0), 1
+        keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
+        tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
+        weights = model.block_parameters(kind) / t * item
+        gathers = unsharded(
+            weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
         )
-        found["unsharding"] = found["unsharding"] + (
-            stage.has_embedding * self.embedding_gathers[chosen]
+        found.append(
+            {
+                "products": passes.forward + passes.backward,
+                "recompute": passes.repeated,
+                "model_parallel": sums * summed(elements),
+                "context_parallel": passed
+                * collective_seconds(cluster, "all-gather", keys, groups["context"]),
+                "expert_parallel": 2
+                * passed
+                * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
+                "unsharding": system.gathers_a_block * gathers,
+            }
         )
-        return found
+    shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
+    length = max(kind.length for kind in model.kinds)
+    elements = b * length / c * model.hidden_size
+    lookups = 2 if model.encoder_layers and model.decoder_layers else 1
+    embedding = {
+        "model_parallel": np.where(layouts.rows > 0, lookups * summed(elements), 0.0),
+        "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
+    }
+    head = {
+        "products": head_seconds(cluster.device, model, layouts, is_16_bit),
+        # The gradient of what it takes; of the loss, numbers of each token.
+        "model_parallel": summed(elements) + system.loss_sums * summed(b * length / c, 4),
+    }
+    sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
+    return [*found, embedding, head], sends
 
 
 def _reduction(model, cluster, layouts, system, columns):
