@@ -62,11 +62,11 @@ def _compare(host, found, own, middle):
     theirs, ours = found["versions"], own["versions"]
     differ = [name for name in ours if theirs[name] != ours[name]]
     told = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
-    lag, free = found["time"] - middle, found["free_gib"]
+    lag, free, same = found["time"] - middle, found["free_gib"], found["files"] == own["files"]
     gpus = f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver"
     rows = (
         ("versions", not differ, told(theirs) or "as here", f"here it is {told(ours)}"),
-        ("files", found["files"] == own["files"], "of dtransformer", "put the same on all hosts"),
+        ("files", same, "as here" if same else "dtransformer's files differ", "put the same there"),
         ("GPUs", found["gpus"] == own["gpus"], found["gpus"], gpus),
         (
             "memory",

@@ -4,7 +4,6 @@ pydantic checks values from outside, and one line says what is wrong.
 """
 
 import json
-import re
 
 import pydantic
 
@@ -45,7 +44,6 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
 
 MAX_BYTES = 16 * MEBIBYTE
 MAX_DEPTH = 100
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of a half of a pair
 
 
 def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
@@ -74,15 +72,9 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
         raise InputError(f"{name} is damaged: more than {limit:,} bytes of JSON")
     text = decode(data, name) if isinstance(data, bytes) else data
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_not_finite,
-            parse_float=_float,
-        )
+        value = json.loads(text, object_pairs_hook=_object)
         _check_depth(value)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
     except UnicodeEncodeError as error:
@@ -117,17 +109,6 @@ def _object(pairs):
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is there twice")
-    return value
-
-
-def _not_finite(text):
-    raise ValueError(f"{text} is no finite number")
-
-
-def _float(text):
-    value = float(text)
-    if abs(value) == float("inf"):
-        raise ValueError(f"{shown(text)} is no finite number")
     return value
 
 

@@ -57,17 +57,12 @@ def text_of(plan: Plan) -> str:
 
 def _checked_lines(device):
     """Return the lines of which constants of a device measurements stand behind."""
-    checked, others = device.checked_constants()
-    lines = []
-    if checked:
-        lines.append(f"Checked: {', '.join(checked)} of {device.name}: {device.constants.source}.")
-    if others and not checked:
-        lines.append(
-            f"Not checked against any measurement: {', '.join(others)} of {device.name} "
-            f"({device.constants.source}); its other figures are its vendor's. --measure measures them."
-        )
-    elif others:
-        lines.append(f"Not checked against any measurement: {', '.join(others)}.")
+    (checked, others), source = device.checked_constants(), device.constants.source
+    lines = [f"Checked: {', '.join(checked)} of {device.name}: {source}."] if checked else []
+    vendors = f"of {device.name} ({source}); its other figures are its vendor's. --measure measures"
+    if others:
+        told = f"Not checked against any measurement: {', '.join(others)}"
+        lines.append(f"{told}." if checked else f"{told} {vendors} them.")
     return lines
 
 

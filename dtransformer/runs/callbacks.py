@@ -5,7 +5,6 @@ or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
 """
 
 import importlib
-import importlib.util
 import math
 import os
 import pathlib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import check_installed, one_line
 from dtransformer.files import partial_path
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -232,8 +231,8 @@ def check_logs(config: RunConfig) -> None:
         InputError: names the key and the package.
     """
     for key, (_, package) in _LOGS.items():
-        if getattr(config.logs, key) and package and not importlib.util.find_spec(package):
-            raise InputError(f"logs.{key}: install it first: pip install {package}")
+        if getattr(config.logs, key) and package:
+            check_installed(package, f"logs.{key}: they")
 
 
 def log_callbacks(config: RunConfig, path: pathlib.Path, resumes: bool) -> list:

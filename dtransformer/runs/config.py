@@ -11,7 +11,7 @@ import yaml
 
 from dtransformer.errors import InputError, nearest, shown
 from dtransformer.inputs.json_file import problem
-from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
+from dtransformer.inputs.yaml_file import parse_setting, read_yaml
 from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
@@ -82,7 +82,7 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
-    given = [_setting(text) for text in settings]
+    given = [parse_setting(text, "--set", "section.key=value") for text in settings]
     task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
     config = RunConfig(task)
     for section, values in (content or {}).items():
@@ -98,19 +98,11 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
         elif section != "task":
             set_option(config, section, values, str(path))  # says what is near
     for key, value in given:
-        if key != "task":
+        if (key, value) == ("parallel", "auto"):
+            config.training.layout = "auto"
+        elif key != "task":
             set_option(config, key, value, "--set")
     return config
-
-
-def _setting(setting):
-    """Return key and value of a text of `--set`."""
-    key, equals, text = setting.partition("=")
-    if not equals:
-        raise InputError(f"--set {shown(setting)}: expected section.key=value")
-    key = key.strip()
-    value = parse_yaml(text, f"--set {shown(key)}")
-    return ("training.layout" if (key, value) == ("parallel", "auto") else key), value
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:

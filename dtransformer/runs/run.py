@@ -296,7 +296,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = [StepTimer()]
     if resumes:
-        callbacks.append(_when(lambda: _refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
+        callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
     if options.max_minutes:
         callbacks.append(TimeLimit(options.max_minutes))
     if options.max_steps:
@@ -346,7 +346,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
 
 def _when(act, *events):
     """Return a callback that acts at some events."""
-    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_: act()))
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
 
 
 def _limit(trainer, steps):
@@ -355,8 +355,13 @@ def _limit(trainer, steps):
         trainer.stop_training = True
 
 
-def _refuse_nan(trainer, path):
-    """Refuse to go on from weights that are not numbers; all ranks call."""
+def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
+    """Refuse to go on from weights that are not numbers; all ranks call.
+
+    Args:
+        trainer: the trainer, which has them.
+        path: where they come from, for the error.
+    """
     values = network_values(trainer.network)
     together(lambda: check_finite(path, values), "run/finite")
 

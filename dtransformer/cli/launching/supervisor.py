@@ -23,7 +23,8 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 
-PREEMPTED, REFUSED = 75, 2  # exit codes of ranks
+# Exit codes of ranks: asked to stop, they have saved; the options are refused, as they would be again.
+PREEMPTED, REFUSED = 75, 2
 
 # What a rank's watchdog says, and what horovodrun does.
 _VERDICT = re.compile(r"dtransformer: the job ends: (ranks? [\d, …]+ on hosts? ([^:]+): [^;]+);")
@@ -60,18 +61,8 @@ class Outcome:
             self.cause = line.strip()[:_MAX_CAUSE]
         return not self._in_traceback
 
-    @property
-    def is_preempted(self) -> bool:
-        """Whether ranks were asked to stop, and have saved."""
-        return self.exit_code == PREEMPTED
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the command refused its options, which it would do again."""
-        return self.exit_code == REFUSED
-
     def __str__(self):
-        if self.is_preempted:
+        if self.exit_code == PREEMPTED:
             return "ranks were asked to stop, and have saved"
         code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
         return self.cause or code or "horovodrun has failed"
@@ -158,15 +149,15 @@ class Supervisor:
                 return 0
             if self._signal is not None:
                 _say(f"asked to stop: {outcome}")
-                return PREEMPTED if outcome.is_preempted else 1
-            if outcome.is_refused:
+                return PREEMPTED if outcome.exit_code == PREEMPTED else 1
+            if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1
             if failures > self._options.restarts:
                 _say(f"{outcome}: failed for the {failures}. time, and ends")
                 return 1
             _say(f"{outcome}: restart {failures} of {self._options.restarts}")
-            if not outcome.is_preempted:
+            if outcome.exit_code != PREEMPTED:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
     def _find_ranks(self):
@@ -201,7 +192,7 @@ class Supervisor:
         self._running = subprocess.Popen(
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
-                *("-H", ",".join(f"{host}:{number}" for host, number in ranks.items())),
+                *("-H", _told(ranks)),
                 *horovodrun_options(self._options, ranks),
                 *self._options.rank_command,
             ],
@@ -264,7 +255,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _told(ranks):
-    return ", ".join(f"{host}:{number}" for host, number in ranks.items())
+    return ",".join(f"{host}:{number}" for host, number in ranks.items())
 
 
 def _say(text):

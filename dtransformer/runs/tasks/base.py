@@ -217,7 +217,7 @@ class Task(abc.ABC):
         Raises:
             InputError: it is not.
         """
-        value = getattr(getattr(self.config, section), key)
+        value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
         return value

@@ -38,20 +38,8 @@ class LabelTask(RecordTask):
 
     def encode_whole(self, texts: list[str]) -> list[tuple]:
         """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
-        before, after = self.added
-        found = self.tokenizer.encode_with_offsets(texts)
-        rows = ([*before, *one.ids, *after] for one in found)
+        rows = self.tokenizer.encode(texts, add_special_ids=True).to_list()
         return [(ids, [0] * len(ids)) for ids in rows]
-
-    @property
-    def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that come before and after a text."""
-        plain, whole = (
-            self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
-            for adds in (False, True)
-        )
-        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
-        return whole[:start], whole[start + len(plain) :]
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""

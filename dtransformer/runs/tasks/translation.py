@@ -2,7 +2,7 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import refusing
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.runtime import job
@@ -29,16 +29,12 @@ class Translation(Task):
         self._pairs = {"train": pairs, "dev": read["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
-    def _read(self, source_key, target_key):
-        """Return the lines of both languages, or None where no files are given."""
-        data = self.config.data
-        source, target = getattr(data, source_key), getattr(data, target_key)
-        if source is None and target is None and source_key != "source":
+    def _read(self, *keys):
+        """Return the lines of both languages, or None where no held-out files are given."""
+        given = [getattr(self.config.data, key) for key in keys]
+        if keys == _KEYS["dev"] and not any(given):
             return None
-        for key, path in ((source_key, source), (target_key, target)):
-            if path is None:
-                raise InputError(f"data.{key} is not given: give a file with one sentence a line")
-        return read_pairs(source, target)
+        return read_pairs(*(self.needed("data", key) for key in keys))
 
     def _clean(self, pairs):
         """Leave out pairs that training is better without."""

@@ -3,7 +3,7 @@
 import pytest
 
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
-from dtransformer.cli.launching.supervisor import Outcome, horovodrun_options
+from dtransformer.cli.launching.supervisor import PREEMPTED, REFUSED, Outcome, horovodrun_options
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
@@ -75,7 +75,8 @@ def test_why_a_start_has_ended(lines, expected):
         outcome.read(line)
     cause, *rest = expected
     assert cause in str(outcome)
-    assert [outcome.hosts, outcome.is_preempted, outcome.is_refused] == rest
+    found = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
+    assert [outcome.hosts, *found] == rest
 
 
 def test_where_horovodrun_was_is_not_shown():
