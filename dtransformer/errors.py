@@ -26,15 +26,16 @@ class InputError(ValueError):
 
 
 @contextlib.contextmanager
-def refusing(place: str = "") -> Iterator[None]:
+def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> Iterator[None]:
     """Inside the `with` block a wrong value or type is an `InputError`.
 
     Args:
         place: what its message begins with.
+        kinds: the errors that are.
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except kinds as error:
         raise InputError(f"{place}: {error}" if place else str(error)) from None
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.files import FilePath, check_path
 
 _PARTIAL = ".partial."
 
@@ -306,17 +305,3 @@ def sync(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_text_atomically(path: FilePath, text: str) -> None:
-    """Write text as UTF-8, line ends as they are, so that the file is complete or not there.
-
-    Args:
-        path: the file to write. Folders above it are made where they are missing.
-        text: what to write.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    with replacing(check_path(path), parents=True) as fresh:
-        fresh.write_text(text, encoding="utf-8", newline="")

@@ -24,7 +24,7 @@ from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
 from dtransformer._compat import of_tensorflow
-from dtransformer.trainers.optimizer.shard_plan import ParameterProxy
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 COMPAT = pathlib.Path(_compat.__file__).parent
 PACKAGE = COMPAT.parent

@@ -42,7 +42,7 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts = list(map(tokenizer.chat, turns))
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
     options = {name: value for name, value in asked.items() if value is not None}
-    with refusing():
+    with refusing(kinds=ValueError):
         generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
         if not arguments.stream:
             return _write(given, generator(prompts), arguments.json)
@@ -50,7 +50,7 @@ def generate(arguments: argparse.Namespace) -> None:
         raise InputError("--stream shows one text as it is found: leave --json and several out")
     show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
     for prompt in prompts:
-        with refusing():
+        with refusing(kinds=ValueError):
             generator([prompt], show)
         show(None, "\n")
     return None

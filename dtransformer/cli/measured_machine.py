@@ -12,7 +12,7 @@ import tensorflow as tf
 import yaml
 
 from dtransformer import nvidia_driver
-from dtransformer.files import write_text_atomically
+from dtransformer.inputs.files import write_text_atomically
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.collectives.transport import all_reduce_together

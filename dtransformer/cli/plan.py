@@ -7,7 +7,12 @@ import os
 import pathlib
 
 from dtransformer.errors import InputError, check_installed, refusing
+from dtransformer.inputs.files import write_text_atomically
 from dtransformer.inputs.yaml_file import parse_setting, read_yaml
+from dtransformer.planner import Cluster, Job, Plan, plan, report
+from dtransformer.planner.clusters import Constants, Device, Link, device_named
+from dtransformer.planner.models import checked, from_architecture, named
+from dtransformer.planner.shape import ModelShape
 
 # Sequences where nothing is said: published positions go far beyond what is trained.
 _LONGEST = 8192
@@ -29,15 +34,11 @@ def run_plan(arguments: argparse.Namespace) -> None:
         if arguments.model is None:
             return
     found = plan_of(arguments)
-    from dtransformer.planner import report
-
     if arguments.json:
         print(json.dumps(report.json_of(found), indent=2))
     else:
         print(report.text_of(found))
     if arguments.yaml:
-        from dtransformer.files import write_text_atomically
-
         write_text_atomically(arguments.yaml, report.yaml_of(found))
     elif not arguments.json and found.fits:
         print(f"\n{report.yaml_of(found)}", end="")
@@ -45,14 +46,12 @@ def run_plan(arguments: argparse.Namespace) -> None:
         report.draw(found, arguments.plot)
 
 
-def plan_of(arguments: argparse.Namespace):
+def plan_of(arguments: argparse.Namespace) -> Plan:
     """Return the `Plan` that the options ask for.
 
     Raises:
         InputError: an option is missing or wrong.
     """
-    from dtransformer.planner import Cluster, Job, plan
-
     changes = {
         "sequence_length": arguments.sequence,
         "adapter_rank": arguments.lora,
@@ -72,7 +71,7 @@ def plan_of(arguments: argparse.Namespace):
     return plan(model, Cluster(device, devices), job, arguments.top)
 
 
-def model_of(name: str | None, **changes):
+def model_of(name: str | None, **changes) -> ModelShape:
     """Return the `ModelShape` of a name, of a published folder, or of a YAML file with its fields.
 
     Args:
@@ -82,9 +81,6 @@ def model_of(name: str | None, **changes):
     Raises:
         InputError: there is no such model, or the file has other fields.
     """
-    from dtransformer.planner.models import checked, from_architecture, named
-    from dtransformer.planner.shape import ModelShape
-
     if name is None:
         raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
     if os.path.isdir(name):
@@ -108,15 +104,12 @@ def _usual(model, changes):
     return dataclasses.replace(model, sequence_length=length)
 
 
-def device_of(name: str):
+def device_of(name: str) -> Device:
     """Return the `Device` of a name or of a file of `--measure`.
 
     Raises:
         InputError: there is no such device, or the file has other fields.
     """
-    from dtransformer.planner.clusters import Constants, Device, Link, device_named
-    from dtransformer.planner.models import checked
-
     if not name.endswith((".yaml", ".yml")):
         return device_named(name)
     fields = read_yaml(name)

@@ -44,7 +44,7 @@ def make_translator(
 
     search = config.search
     beam_size = search.beam_size if beam_size is None else beam_size
-    with refusing():
+    with refusing(kinds=ValueError):
         translator = TextGenerator(
             model,
             tokenizer,

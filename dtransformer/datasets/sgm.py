@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable
 
 from dtransformer.errors import InputError, check_int, shown
-from dtransformer.files import write_text_atomically
-from dtransformer.inputs.files import FilePath
+from dtransformer.inputs.files import FilePath, write_text_atomically
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
 _SEGMENT = re.compile(r"""(<seg id=(?:"[^"<>]*"|[^\s"<>]+))[^<>]*>(.*)</seg>\s*""", re.DOTALL)

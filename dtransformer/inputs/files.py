@@ -1,4 +1,4 @@
-"""Paths from outside, opening and reading files with a limit, and the memory that there is for them."""
+"""Paths from outside; files read with a limit, and written whole; the memory that there is for them."""
 
 import contextlib
 import gzip
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from dtransformer.errors import InputError, one_line, shown
+from dtransformer.files import replacing
 
 _MEMORY = pathlib.Path("/proc/meminfo")
 _GROUP = pathlib.Path("/sys/fs/cgroup")
@@ -215,3 +216,17 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
         raise InputError(
             f"{name} is not a complete gzip file ({one_line(error, 80)}): copy or pack it again"
         ) from None
+
+
+def write_text_atomically(path: FilePath, text: str) -> None:
+    """Write text as UTF-8, line ends as they are, so that the file is complete or not there.
+
+    Args:
+        path: the file to write. Folders above it are made where they are missing.
+        text: what to write.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    with replacing(check_path(path), parents=True) as fresh:
+        fresh.write_text(text, encoding="utf-8", newline="")

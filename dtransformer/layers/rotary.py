@@ -205,8 +205,7 @@ def rotate(
     if factor != 1:
         of_angles = [factor * values for values in of_angles]
     cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
-    first, second = x[..., :half], x[..., half : 2 * half]
+    # Split, not sliced: its gradient puts parts together, where slices' fill up with zeros and add.
+    first, second, *rest = tf.split(x, [half, half, x.shape[-1] - 2 * half], axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x.shape[-1]:
-        turned.append(x[..., 2 * half :])
-    return tf.concat(turned, axis=-1)
+    return tf.concat([*turned, *rest], axis=-1)

@@ -158,7 +158,7 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: i
     Raises:
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
-    with refusing():
+    with refusing(kinds=ValueError):
         config = config.resolve(devices)
     parts = config.data_parallel * config.micro_batch_num
     if global_batch % parts:

@@ -107,7 +107,7 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write the options of a run as YAML."""
-    from dtransformer.files import write_text_atomically
+    from dtransformer.inputs.files import write_text_atomically
 
     content = {
         name: {key_of(field): value for field, value in dataclasses.asdict(section).items()}

@@ -22,7 +22,7 @@ from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import like
 
 
-@refusing("parallel")
+@refusing("parallel", ValueError)
 def start_job(config: RunConfig) -> None:
     """Join the job's ranks, by the layout of a config.
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError, refusing
-from dtransformer.files import write_text_atomically
+from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief, together
@@ -125,7 +125,8 @@ def train(
     try:
         # Everything is made, so that what is wrong is told, before the folder is touched.
         task, trainer, batches = _prepare(config, folder, resumes)
-        check_export(task, overwrite or resumes)
+        # By all ranks, which have read all files, before the folder that they are in is moved.
+        together(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         task.moved(folder.path)
         if found is not None and job.is_chief():

@@ -1,17 +1,11 @@
-"""The loop that calls a trainer's steps, Keras' own, on every rank of the job; errors of steps."""
+"""The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
 import contextlib
-import math
-import re
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import InputError, is_of_another_rank
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.checkpoint.callback import (
@@ -35,70 +29,10 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
+from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
-_NOT_COUNTED = (
-    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
-)
 # What `loss_terms.check_range` says, as an operation of a graph tells it, or one that is run by itself.
-_CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
-_LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
-_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
-_REFUSED = re.compile(r"InputError: ([^\n]*)")
-
-
-@contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Inside the `with` block errors of TensorFlow's operations that are known are ValueErrors.
-
-    After an error of an operation on a mesh TensorFlow computes nothing more on it in this process.
-
-    Raises:
-        InputError: what reads the data refuses them.
-        ValueError: labels or ids are out of range.
-        RuntimeError: another rank has failed, so that what ranks do together cannot go on.
-    """
-    try:
-        yield
-    except tf.errors.OpError as error:
-        if refused := _REFUSED.search(error.message):  # by what reads the data
-            raise InputError(refused[1]) from None
-        line = _line(error.message)
-        if line is None and isinstance(error, tf.errors.CancelledError):
-            line = "another device of the mesh failed: an id that is in no table, most often"
-        if line is None and is_of_another_rank(error.message):
-            raise RuntimeError("another rank has failed, or left: what it says tells why") from None
-        if line is None:
-            raise
-        raise ValueError(line + _NOT_COUNTED * (" -100" in line)) from None
-
-
-def _line(message):
-    if found := _CHECKED.search(message):
-        line, lowest, highest = found.groups()
-        return f"{line} {lowest} and {highest}"
-    if found := _LOOKED_UP.search(message):
-        number, size = map(int, found.groups())
-        return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
-    if found := _LABEL.search(message):
-        return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
-    return None
-
-
-class LossWarning(keras.callbacks.Callback):
-    """Warns once of a loss that is not a number; `keras.callbacks.TerminateOnNaN` ends there."""
-
-    _warned = False
-
-    def on_train_batch_end(self, batch, logs=None):
-        loss = (logs or {}).get("step_loss", 0.0)
-        if not self._warned and math.isnan(loss):
-            self._warned = True
-            warnings.warn(
-                f"the loss of batch {batch} is nan, and the weights will be: look for nan in the "
-                "data, or lower the learning rate",
-                stacklevel=2,
-            )
 
 
 _FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles

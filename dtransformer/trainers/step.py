@@ -6,9 +6,10 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.trainers.engines.base import Numbers, in_micro_batches
+from dtransformer.trainers.engines.accumulation import in_micro_batches
+from dtransformer.trainers.engines.base import Numbers
+from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
-from dtransformer.trainers.step_metrics import EXPERTS, ExpertLoads
 
 
 class Step:

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
+from dtransformer.reports.clusters import ClusterReport
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_compiler import ClusterReport
 from harness.networks import loss_of, make
 from harness.runs import Run
 from harness.training import _data

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers.loss import hits
-from dtransformer.trainers.optimizer.reduce import buckets, reduce_sum, square_norms
+from dtransformer.trainers.optimizer.gradients import square_norms
+from dtransformer.trainers.optimizer.reduce import buckets, reduce_sum
 from tests.tolerances import TRAINING
 
 

@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss, PositionEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.fit_loop import errors_in_one_line
+from dtransformer.trainers.step_errors import errors_in_one_line
 from tests.on_mesh import on_mesh, raises, start
 
 IDS = np.random.default_rng(0).integers(1, 12, (8, 6)).astype("int32")

@@ -1,9 +1,7 @@
-"""Engines: their base class, the forward step that all compute, micro-batches, and one device's.
+"""Base class of engines, the forward step that all compute, and the engine of one device.
 
-An engine runs the forward–backward of a batch: on one device (`LocalEngine`, whose functions are
-traced into the step's), on the mesh (`mesh`) or in a pipeline (`pipeline`). It is given a
-`ForwardStep`, never the trainer. In micro-batches, one after the other, a step needs the
-activations of one of them only, and its numbers are those of the whole batch.
+An engine runs the forward–backward of a batch: on one device (`LocalEngine`), on the mesh (`mesh`)
+or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
 """
 
 import contextlib
@@ -22,10 +20,11 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
-from dtransformer.trainers.data import input_symbols, rows_of
+from dtransformer.trainers.data import input_symbols
+from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer.reduce import reduce_sum, with_zeros
-from dtransformer.trainers.step_metrics import EXPERTS
+from dtransformer.trainers.optimizer.gradients import with_zeros
+from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class Numbers(typing.NamedTuple):
@@ -291,64 +290,6 @@ def _zeros(value):
     zeros = tf.zeros_like(value)
     is_added = job.data_shard()[1] > 1 and not trace.is_on_mesh()
     return never_constant(zeros) if is_added and not _compat.is_compiled_by_xla() else zeros
-
-
-_CALLED = {"_noinline": True}
-
-
-def in_micro_batches(forward_backward, number, reduce):
-    """Return an engine's forward–backward that takes a batch in micro-batches.
-
-    Args:
-        forward_backward: as `Engine.forward_backward`.
-        number: number m of micro-batches; rows are divided as evenly as they can be, some get none
-            where there are fewer.
-        reduce: a function of the gradients of a micro-batch, whose results are added up.
-
-    Returns:
-        A function alike. Gradients and sums are those of all micro-batches; outputs,
-        where there are any, follow one another. Each micro-batch has dropout masks of
-        its own.
-    """
-
-    def accumulated(inputs, labels, sample_weight, numbers):
-        batch = inputs, labels, sample_weight
-
-        def micro_batch(i):
-            own = numbers._replace(seed=seed_of(numbers.seed, i, number))
-            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number), own)
-            return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
-
-        compute = micro_batch
-        if not tf.executing_eagerly():  # compiled once, and called for each
-            compute = tf.function(micro_batch, autograph=False, experimental_attributes=_CALLED)
-        before = [x for x in tf.nest.flatten(batch) if x is not None]
-        gradients, all_outputs, sums = None, [], None
-        for i in range(number):
-            # What ranks send does not depend on the batch, and one is in memory at a time.
-            with tf.control_dependencies(before):
-                more, outputs, more_sums = compute(tf.constant(i))
-            gradients = more if gradients is None else _add(gradients, more)
-            sums = more_sums if sums is None else _add(sums, more_sums)
-            all_outputs.append(outputs)
-            before = gradients
-        return gradients, _map(lambda *xs: tf.concat(xs, 0), *all_outputs), sums
-
-    return accumulated
-
-
-def seed_of(seed, i, number):
-    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
-    return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
-
-
-def _map(function, *structures):
-    """As `tf.nest.map_structure`; None stays None."""
-    return tf.nest.map_structure(lambda *xs: None if xs[0] is None else function(*xs), *structures)
-
-
-def _add(total, more):
-    return tf.nest.map_structure(tf.add, total, more)
 
 
 class LocalEngine(Engine):

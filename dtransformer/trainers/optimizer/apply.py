@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.optimizer.shard_plan import ParameterProxy
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 # Call grouping: work items of equal signatures share calls of few functions, traced once.
 

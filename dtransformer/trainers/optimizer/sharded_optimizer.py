@@ -25,6 +25,7 @@ from dtransformer.trainers.optimizer.checks import (
     check_overwritten,
     check_shards,
 )
+from dtransformer.trainers.optimizer.gradients import clip_shards, square_norms, without_clipping
 from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
 
@@ -198,7 +199,7 @@ class ShardedOptimizer:
         scale = self.loss_scale.value()
         if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
             gradients = [gradient / scale for gradient in gradients]
-        squares = reduce.square_norms(gradients, self._devices)
+        squares = square_norms(gradients, self._devices)
         if self._adds_up_norms:
             norm_shares = [one.norm_share for one in self.shards]
             squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
@@ -209,11 +210,11 @@ class ShardedOptimizer:
             norm /= scale
         if self._clips:
             owners = [one.number for one in self.shards]
-            gradients = reduce.clip_shards(self._optimizer, gradients, squares, owners, norm)
+            gradients = clip_shards(self._optimizer, gradients, squares, owners, norm)
         return gradients, norm
 
     def _update_and_store(self, gradients, held):
-        with reduce.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+        with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
             new = self._update(gradients, held)
         if self._stores:
             self._store(new)

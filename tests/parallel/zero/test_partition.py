@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
-from dtransformer.trainers.optimizer.shard_plan import ParameterProxy
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
 from dtransformer.trainers.step_compiler import StepCompiler
 
