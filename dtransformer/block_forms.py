@@ -119,10 +119,6 @@ class Latent:
             "output": (h, n * self.value_dim),
         }
 
-    def products(self, hidden_size: int, num_heads: int, head_dim: int) -> int:
-        """Return the number of elements of all kernels of the attention."""
-        return sum(x * y for x, y in self.kernels(hidden_size, num_heads, head_dim).values())
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:

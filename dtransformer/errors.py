@@ -1,9 +1,10 @@
 """The error for what a user can mend: files, configs, command lines."""
 
+import contextlib
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # What errors of a step, of Horovod, its sockets and NCCL say on the ranks that are well.
 _ANOTHERS = re.compile(
@@ -22,6 +23,20 @@ class InputError(ValueError):
 
     def __init__(self, message: str = ""):
         super().__init__(one_line(message, None))
+
+
+@contextlib.contextmanager
+def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> Iterator[None]:
+    """Inside the `with` block a wrong value or type is an `InputError`.
+
+    Args:
+        place: what its message begins with.
+        kinds: the errors that are.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{place}: {error}" if place else str(error)) from None
 
 
 def is_of_another_rank(error: BaseException | str | None) -> bool:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import time
 
 import dtransformer.models  # noqa: F401 (Keras finds by their names what is imported)
@@ -13,30 +12,21 @@ from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders
 
 
-def checkpoint(arguments: argparse.Namespace) -> None:
-    """Inspect, verify or export, as the arguments say; errors as of these."""
-    if arguments.action == "inspect":
-        inspect(arguments.path, arguments.json)
-    elif arguments.action == "verify":
-        verify(arguments.path)
-    else:
-        number = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
-        print(f"{arguments.out}: {number} tensors")
+def export_weights(arguments: argparse.Namespace) -> None:
+    """Write the weights of a checkpoint for one process; errors as of `export`."""
+    number = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
+    print(f"{arguments.out}: {number} tensors")
 
 
-def inspect(path: str | os.PathLike, as_json: bool = False) -> None:
-    """Print what a checkpoint holds.
-
-    Args:
-        path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
-        as_json: whether to print its manifest as JSON.
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print what a checkpoint, or the newest one of a folder of them, holds; or its manifest as JSON.
 
     Raises:
         InputError: there is no checkpoint, or its manifest is damaged.
     """
-    checkpoint = Checkpoint(folders.checkpoints_of(path)[0])
+    checkpoint = Checkpoint(folders.checkpoints_of(arguments.path)[0])
     manifest = checkpoint.manifest
-    if as_json:
+    if arguments.json:
         print(json.dumps({"path": str(checkpoint.path), **manifest}, indent=1))
         return
     position = manifest["position"]
@@ -63,17 +53,14 @@ def inspect(path: str | os.PathLike, as_json: bool = False) -> None:
     print("\n".join(columns(rows)))
 
 
-def verify(path: str | os.PathLike) -> None:
+def verify(arguments: argparse.Namespace) -> None:
     """Compare all files of the checkpoints of a path with their checksums; print what is wrong.
-
-    Args:
-        path: a checkpoint's folder, or a folder of checkpoints.
 
     Raises:
         InputError: there is no checkpoint, or one is damaged.
     """
     damaged = 0
-    for folder in folders.checkpoints_of(path):
+    for folder in folders.checkpoints_of(arguments.path):
         try:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
@@ -87,6 +74,6 @@ def verify(path: str | os.PathLike) -> None:
         damaged += bool(problems)
     if damaged:
         raise InputError(
-            f"{path}: {damaged} damaged; restoring takes the newest intact one, and replaces files "
-            "that have a replica"
+            f"{arguments.path}: {damaged} damaged; restoring takes the newest intact one, and "
+            "replaces files that have a replica"
         )

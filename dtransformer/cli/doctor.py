@@ -21,6 +21,7 @@ _OPTIONAL = {
     "matplotlib": "pictures: pip install matplotlib",
     "pyarrow": "Arrow and Parquet files: pip install pyarrow",
 }
+_COMPILER = "only needed to build Horovod; Debian: apt-get install g++ make"
 
 
 def examine():
@@ -32,11 +33,11 @@ def examine():
     """
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
-        *(_optional(name, mend) for name, mend in _OPTIONAL.items()),
+        *(_optional(name, _version(name), mend) for name, mend in _OPTIONAL.items()),
         check(
             "python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or later"
         ),
-        _compiler(),
+        _optional("C++ compiler", compiler(), _COMPILER),
         *_horovod(),
         *_devices(),
     ]
@@ -87,21 +88,14 @@ def _package(name, wanted):
     return check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
 
 
-def _optional(name, mend):
-    version = _version(name)
-    return check(name, True if version else None, version or "not installed", mend)
-
-
-def _compiler():
-    found = compiler()
-    mend = "only needed to build Horovod; Debian: apt-get install g++ make"
-    return check("C++ compiler", True if found else None, found or "not found", mend)
+def _optional(name, found, mend):
+    return check(name, True if found else None, found or "not installed", mend)
 
 
 def _horovod():
     version = _version("horovod")
     if version is None:
-        return [check("horovod", None, "not installed", f"only for several ranks: {COMMAND}")]
+        return [_optional("horovod", None, f"only for several ranks: {COMMAND}")]
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]

@@ -60,38 +60,28 @@ def _examine(host, own, ssh_options):
 
 def _compare(host, found, own, middle):
     theirs, ours = found["versions"], own["versions"]
-    others = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
-    here = ", ".join(f"{name} {ours[name]}" for name in ours if theirs[name] != ours[name])
-    lag = found["time"] - middle
-    return [
-        check(
-            f"{host}: versions", not others, ", ".join(others) or "as here", f"here it is {here}"
-        ),
-        check(
-            f"{host}: files",
-            found["files"] == own["files"],
-            "as here" if found["files"] == own["files"] else "dtransformer's files differ",
-            "put the same ones on all hosts",
-        ),
-        check(
-            f"{host}: GPUs",
-            found["gpus"] == own["gpus"],
-            found["gpus"],
-            f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver",
-        ),
-        check(
-            f"{host}: memory",
-            found["free_gib"] >= _LEAST_FREE,
-            f"{found['free_gib']:.1f} GiB free, {found['cores']} cores",
+    differ = [name for name in ours if theirs[name] != ours[name]]
+    told = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
+    lag, free, same = found["time"] - middle, found["free_gib"], found["files"] == own["files"]
+    gpus = f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver"
+    rows = (
+        ("versions", not differ, told(theirs) or "as here", f"here it is {told(ours)}"),
+        ("files", same, "as here" if same else "dtransformer's files differ", "put the same there"),
+        ("GPUs", found["gpus"] == own["gpus"], found["gpus"], gpus),
+        (
+            "memory",
+            free >= _LEAST_FREE,
+            f"{free:.1f} GiB free, {found['cores']} cores",
             "end what takes it",
         ),
-        check(
-            f"{host}: clock",
+        (
+            "clock",
             abs(lag) <= _MAX_CLOCK,
             f"{lag:+.1f} s, as far as ssh lets see",
             "let chrony or ntpd set it",
         ),
-    ]
+    )
+    return [check(f"{host}: {name}", *row) for name, *row in rows]
 
 
 def _way_to(host, port):

@@ -5,7 +5,7 @@ import json
 import sys
 
 from dtransformer.datasets.documents import joined
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, refusing, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.generation.text_generator import TextGenerator
@@ -37,20 +37,23 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
-        prompts = [_in_chat(tokenizer, arguments.system, prompt) for prompt in prompts]
+        first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = list(map(tokenizer.chat, turns))
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
     options = {name: value for name, value in asked.items() if value is not None}
-    generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
-    if not arguments.stream:
-        _write(given, _continued(generator, prompts), arguments.json)
-        return
+    with refusing(kinds=ValueError):
+        generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
+        if not arguments.stream:
+            return _write(given, generator(prompts), arguments.json)
     if arguments.json or generator.num_results > 1:
         raise InputError("--stream shows one text as it is found: leave --json and several out")
     show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
     for prompt in prompts:
-        _continued(generator, [prompt], show)
-        if job.is_chief():
-            print()
+        with refusing(kinds=ValueError):
+            generator([prompt], show)
+        show(None, "\n")
+    return None
 
 
 def _config(settings):
@@ -61,12 +64,6 @@ def _config(settings):
                 "training.precision count here"
             )
     return load_config(None, settings)
-
-
-def _in_chat(tokenizer, system, prompt):
-    """Return a user's message in the tokenizer's chat template."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return tokenizer.chat([*first, {"role": "user", "content": prompt}])
 
 
 def _read(source, boundary):
@@ -92,17 +89,7 @@ def _generator(model, tokenizer, max_new_tokens, stops, options):
                 f"--stop {shown(text)}: is {len(ids)} tokens: give a text of one token"
             )
         stop_ids += ids
-    try:
-        return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _continued(generator, prompts, on_text=None):
-    try:
-        return generator(prompts, on_text)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)
 
 
 def _write(prompts, texts, as_json):

@@ -67,7 +67,7 @@ def text_of(device: Device) -> str:
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCKS = 4
-_LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
+_CALLS, _PAUSE_SECONDS = 40, 0.01  # of what ranks send, in a round
 _SMALL_BYTES, _IN_BUCKET = 2**12, 16
 
 
@@ -118,7 +118,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     peak, half_rows, half_features = measure_products()
     links = {}
     if job.size() > 1:
-        links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size())
+        links["data"] = _link(_all_reduce_seconds, job.size())
     overhead = _overhead_seconds()
     data = links.get("data", Link(1.0, 100.0))
     device = Device(
@@ -150,8 +150,9 @@ def measure_device(name: str, memory_gb: float) -> Device:
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
         init(TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size()))
-        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
-        links["model"] = _mesh_link()
+        links["stage"] = _link(_send_seconds)
+        init(TransformerOpParallelConfig(model_parallel=job.size()))
+        links["model"] = _link(_mesh_seconds, job.size())
     return dataclasses.replace(device, constants=constants, links=links)
 
 
@@ -189,20 +190,18 @@ def _memory_bytes_per_second():
 
 def _overhead_seconds():
     """Return the seconds of a block's forward pass in which nothing is left to compute."""
-    blocks, x = _stack(1, 2, 8, num_heads=2)
-    blocks = tf.function(blocks)
+    block, x = _block(1, 2, 8, 2)
+    times = lambda x: functools.reduce(lambda x, _: block(x, training=True), range(_BLOCKS), x)
+    blocks = tf.function(times)
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
-def _stack(rows, length, hidden_size, num_heads):
-    """Return a function of some blocks, in training, and inputs."""
-    blocks = [
-        TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size) for _ in range(_BLOCKS)
-    ]
+def _block(rows, length, hidden_size, num_heads):
+    """Return a block, built, and inputs."""
+    block = TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size)
     x = tf.random.stateless_normal([rows, length, hidden_size], [0, 1])
-    run = lambda x: functools.reduce(lambda x, block: block(x, training=True), blocks, x)
-    run(x)  # makes the weights
-    return run, x
+    block(x)
+    return block, x
 
 
 def _block_bytes_per_second(device):
@@ -213,9 +212,7 @@ def _block_bytes_per_second(device):
     """
     rows, length, hidden, heads = _own().block
     model = ModelShape("block", hidden, heads, 1, length, num_layers=1)
-    block = TransformerEncoderLayer(hidden, heads, 4 * hidden)
-    x = tf.random.stateless_normal([rows, length, hidden], [0, 1])
-    block(x)
+    block, x = _block(rows, length, hidden, heads)
 
     @tf.function
     def both(x):
@@ -233,10 +230,6 @@ def _block_bytes_per_second(device):
     products = planned(math.inf)
     beyond = max(_seconds(lambda: both(x).numpy()) - products, 0.01 * products)
     return (planned(1.0) - products) * 1e9 / beyond
-
-
-def _sizes():
-    return _SMALL_BYTES, _own().large_bytes
 
 
 def _all_reduce_seconds(size):
@@ -261,24 +254,9 @@ def _send_seconds(size):
     return _waited_seconds(there_and_back) / 2
 
 
-def _mesh_link():
-    """Return the `Link` of the model axis: of two ranks, where they are even, and of all."""
-    few = job.size() if job.size() % 2 else 2
-    init(TransformerOpParallelConfig(model_parallel=few))
-    small, large = (_mesh_seconds(size, few) for size in _sizes())
-    link = _link(small, large, few)
-    if few == job.size():
-        return link
-    init(TransformerOpParallelConfig(model_parallel=job.size()))
-    more = _mesh_seconds(_SMALL_BYTES, job.size()) - small
-    step = 1e6 * max(more, 0.0) / (2 * (job.size() - few))  # of the ring
-    call = max(link.call_us - 2 * (few - 1) * step, 0.0)
-    return dataclasses.replace(link, latency_us=round(step, 1), call_us=round(call, 1))
-
-
-def _mesh_seconds(size, members):
-    """Return the seconds of a sum over the model axis of the mesh."""
-    x = put_replicated(np.ones([members, size // 4], np.float32))
+def _mesh_seconds(size):
+    """Return the seconds of a sum over the model axis of the mesh, which has all ranks."""
+    x = put_replicated(np.ones([job.size(), size // 4], np.float32))
 
     def sums(x):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
@@ -287,62 +265,53 @@ def _mesh_seconds(size, members):
     return _waited_seconds(lambda: step(x))
 
 
-def _link(small_seconds, large_seconds, members=1):
-    """Return the `Link` of the seconds of two sizes: of a ring of members, or from one to one."""
-    large = _own().large_bytes
-    sent = 2 * (members - 1) / members * large if members > 1 else large
-    rate = sent / max(large_seconds - small_seconds, 0.1 * large_seconds)
-    return Link(round(rate / 1e9, 4), 0.0, round(small_seconds * 1e6, 1))
+def _link(seconds_of, members=1):
+    """Return the `Link` of what two sizes take: of a ring of members, or from one to one."""
+    size = _own().large_bytes
+    small, large = seconds_of(_SMALL_BYTES), seconds_of(size)
+    sent = 2 * (members - 1) / members * size if members > 1 else size
+    rate = sent / max(large - small, 0.1 * large)
+    return Link(round(rate / 1e9, 4), 0.0, round(small * 1e6, 1))
 
 
 def _seconds(run: Callable) -> float:
-    """Return the seconds of a function's call while all ranks call it: the least of several rounds.
+    """Return the seconds of a function's call, called over and over: as often by all ranks.
 
-    In a round it is called over and over, so that ranks that share cores have their share of them,
-    and not those of others that wait; the slowest rank's counts. What others do on a machine only
-    adds. Ranks call it as often: by numbers that they agree on.
+    So ranks that share cores have their share of them, and not those of others that wait.
     """
     run()
     start = time.perf_counter()
     run()
     once = max(time.perf_counter() - start, 1e-6)
     times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
-
-    def one_round():
-        start = time.perf_counter()
-        for _ in range(times):
-            run()
-        return (time.perf_counter() - start) / times
-
-    return _least_of_rounds(one_round, _ROUNDS)
+    return _least_of_rounds(run, np.zeros(times))
 
 
 def _waited_seconds(run: Callable) -> float:
-    """Return the seconds of a collective that begins at any moment: the mean of a round's calls.
+    """Return the seconds of a collective that begins at any moment.
 
     Horovod looks for what is to be sent at intervals: what follows the last at once would wait for
     all of one, and the least of many for none. Ranks pause for as long as each other, differently
     before every call.
     """
-    pauses = np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS)
     run()
+    return _least_of_rounds(run, np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS))
 
-    def one_round():
+
+def _least_of_rounds(run, pauses):
+    """Return the mean seconds of a round's calls, a pause before each: the least, of the slowest rank.
+
+    What others do on a machine only adds. All ranks begin a round together.
+    """
+    found = []
+    for _ in range(_ROUNDS):
+        job.barrier()
         seconds = 0.0
         for pause in pauses:
-            time.sleep(pause)
+            if pause:
+                time.sleep(pause)
             start = time.perf_counter()
             run()
             seconds += time.perf_counter() - start
-        return seconds / _CALLS
-
-    return _least_of_rounds(one_round, _LINK_ROUNDS)
-
-
-def _least_of_rounds(one_round, number):
-    """Return the least seconds of rounds that all ranks begin together, by the slowest rank each."""
-    found = []
-    for _ in range(number):
-        job.barrier()
-        found.append(one_round())
+        found.append(seconds / len(pauses))
     return min(max(of_ranks) for of_ranks in zip(*all_gather_json(found, "measure/rounds")))

@@ -9,7 +9,6 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.files import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
-from dtransformer.runs.config import RunConfig, set_option
 from dtransformer.tables import read_table
 from dtransformer.version import __version__
 
@@ -41,22 +40,6 @@ class Text(str):
         return super().__new__(cls, _checked(lambda: check_whole(text, "the option")))
 
 
-def option_of(key: str) -> Callable:
-    """Return a function of the text of an option that replaces one of a run's config.
-
-    Args:
-        key: "section.key" of the config, whose limits hold.
-    """
-
-    def read(text):
-        config = RunConfig()
-        set_option(config, key, parse_yaml(text, "the option"), "the option")
-        section, name = key.split(".")
-        return getattr(getattr(config, section), name)
-
-    return lambda text: _checked(lambda: read(text))
-
-
 def number(low: int, high: int) -> Callable:
     """Return a function of the text of an option that is an int from `low` to `high`."""
 
@@ -79,7 +62,6 @@ def _checked(read):
 # Fields of options -> functions of their values that return what reads an option's text.
 _KINDS = {
     "number": lambda bounds: number(*bounds),
-    "config": option_of,
     "text": lambda _: Text,
     "type": {"float": float}.get,
 }

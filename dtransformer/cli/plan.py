@@ -6,8 +6,13 @@ import json
 import os
 import pathlib
 
-from dtransformer.errors import InputError, check_installed, shown
-from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
+from dtransformer.errors import InputError, check_installed, refusing
+from dtransformer.inputs.files import write_text_atomically
+from dtransformer.inputs.yaml_file import parse_setting, read_yaml
+from dtransformer.planner import Cluster, Job, Plan, plan, report
+from dtransformer.planner.clusters import Constants, Device, Link, device_named
+from dtransformer.planner.models import checked, from_architecture, named
+from dtransformer.planner.shape import ModelShape
 
 # Sequences where nothing is said: published positions go far beyond what is trained.
 _LONGEST = 8192
@@ -29,32 +34,24 @@ def run_plan(arguments: argparse.Namespace) -> None:
         if arguments.model is None:
             return
     found = plan_of(arguments)
-    from dtransformer.planner import report
-
     if arguments.json:
         print(json.dumps(report.json_of(found), indent=2))
     else:
         print(report.text_of(found))
     if arguments.yaml:
-        from dtransformer.inputs.files import write_text_atomically
-
         write_text_atomically(arguments.yaml, report.yaml_of(found))
     elif not arguments.json and found.fits:
         print(f"\n{report.yaml_of(found)}", end="")
     if arguments.plot:
-        from dtransformer.planner.report import draw
-
-        draw(found, arguments.plot)
+        report.draw(found, arguments.plot)
 
 
-def plan_of(arguments: argparse.Namespace):
+def plan_of(arguments: argparse.Namespace) -> Plan:
     """Return the `Plan` that the options ask for.
 
     Raises:
         InputError: an option is missing or wrong.
     """
-    from dtransformer.planner import Cluster, Job, plan
-
     changes = {
         "sequence_length": arguments.sequence,
         "adapter_rank": arguments.lora,
@@ -69,19 +66,12 @@ def plan_of(arguments: argparse.Namespace):
     devices = arguments.devices or arguments.nodes * device.devices_per_node
     if arguments.global_batch is None:
         raise InputError("--global-batch is not given: the number of sequences of a step")
-    fixed = dict(_field_of(text) for text in arguments.fix)
+    fixed = dict(parse_setting(text, "--fix", "FIELD=VALUE") for text in arguments.fix)
     job = Job(arguments.global_batch, arguments.precision, arguments.optimizer, fixed)
     return plan(model, Cluster(device, devices), job, arguments.top)
 
 
-def _field_of(text):
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise InputError(f"--fix {shown(text)}: expected FIELD=VALUE")
-    return name.strip(), parse_yaml(value, f"--fix {shown(name)}")
-
-
-def model_of(name: str | None, **changes):
+def model_of(name: str | None, **changes) -> ModelShape:
     """Return the `ModelShape` of a name, of a published folder, or of a YAML file with its fields.
 
     Args:
@@ -91,9 +81,6 @@ def model_of(name: str | None, **changes):
     Raises:
         InputError: there is no such model, or the file has other fields.
     """
-    from dtransformer.planner.models import checked, from_architecture, named
-    from dtransformer.planner.shape import ModelShape
-
     if name is None:
         raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
     if os.path.isdir(name):
@@ -117,32 +104,23 @@ def _usual(model, changes):
     return dataclasses.replace(model, sequence_length=length)
 
 
-def device_of(name: str):
+def device_of(name: str) -> Device:
     """Return the `Device` of a name or of a file of `--measure`.
 
     Raises:
         InputError: there is no such device, or the file has other fields.
     """
-    from dtransformer.planner.clusters import Constants, Device, Link, device_named
-    from dtransformer.planner.models import checked
-
     if not name.endswith((".yaml", ".yml")):
         return device_named(name)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a device, as --measure writes them")
-    base = fields.pop("base", None)
-    if base is not None:  # a named device with other figures
-        named = device_named(base)
-        known = {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
-        own = fields.pop("constants", {})
-        known["constants"] = vars(named.constants) | (own if isinstance(own, dict) else {"?": own})
-        known["links"] = {axis: vars(link) for axis, link in named.links.items()}
-        fields = {**known, **fields}
-    links = fields.get("links") or {}
-    if not isinstance(links, dict) or not all(isinstance(link, dict) for link in links.values()):
-        raise InputError(f"{name}: links: expected axes with gb_per_second and latency_us")
-    fields["links"] = {axis: checked(Link, link) for axis, link in links.items()}
-    if isinstance(fields.get("constants"), dict):
-        fields["constants"] = checked(Constants, fields["constants"])
-    return checked(Device, fields)
+    with refusing(name):
+        base = vars(device_named(fields.pop("base"))) if "base" in fields else {}
+        own = {}
+        if "links" in fields:
+            own["links"] = {axis: checked(Link, x) for axis, x in dict(fields["links"]).items()}
+        if "constants" in fields:
+            given = vars(base["constants"]) if base else {}
+            own["constants"] = checked(Constants, {**given, **fields["constants"]})
+        return checked(Device, {**base, **fields, **own})

@@ -44,8 +44,6 @@ def _token_shards(arguments):
         "boundary": arguments.documents or "blank_line",
         "sentences": bool(arguments.sentences),
     }
-    if len(options["field"]) == 1:
-        (options["field"],) = options["field"]
     documents = lambda: read_documents(arguments.input, **options)
     if arguments.tokenizer:
         tokenizer = load_tokenizer(arguments.tokenizer)

@@ -5,7 +5,7 @@ import importlib
 import sys
 
 from dtransformer.cli.plan import device_of
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.planner import Cluster
 from dtransformer.planner.machine import this_device
 from dtransformer.runs.depth import config_of_depth
@@ -47,6 +47,7 @@ def _steps(text):
     """Return the first and the last step of a text such as "3-5"; None of None."""
     if text is None:
         return None
+    check_installed("tensorboard", "profiles")
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise InputError(f"--profile {shown(text)}: expected two numbers of steps, such as 3-5")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from dtransformer.datasets.text import read_pairs
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.generation.text_generator import TextGenerator
@@ -44,17 +44,17 @@ def make_translator(
 
     search = config.search
     beam_size = search.beam_size if beam_size is None else beam_size
-    needs.check_search(config, tokenizer.vocab_size, beam_size)
-    translator = TextGenerator(
-        model,
-        tokenizer,
-        beam_size=beam_size,
-        length_penalty=search.length_penalty if length_penalty is None else length_penalty,
-        max_new_tokens=search.max_length,
-        batch_size=64,
-        max_source_length=config.data.max_length,
-        on_truncation=warn,
-    )
+    with refusing(kinds=ValueError):
+        translator = TextGenerator(
+            model,
+            tokenizer,
+            beam_size=beam_size,
+            length_penalty=search.length_penalty if length_penalty is None else length_penalty,
+            max_new_tokens=search.max_length,
+            batch_size=64,
+            max_source_length=config.data.max_length,
+            on_truncation=warn,
+        )
 
     def checked(sentences):
         at_once = max(1, min(len(sentences), translator.batch_size))

@@ -26,7 +26,8 @@ def iterate_rows(
     """
     check_installed("pyarrow", f"{path}: Arrow and Parquet files")
     with opened(path) as file, _told(path):
-        batches, names = _parquet(file) if _ends(path, PARQUET) else _arrow(file)
+        is_parquet = str(path).lower().endswith(PARQUET)
+        batches, names = _parquet(file) if is_parquet else _arrow(file)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise InputError(f"{path} has two columns {shown(twice[0])}: rename one of them")
         known = columns if set(columns or ()) <= set(names) else None
@@ -35,10 +36,6 @@ def iterate_rows(
             for row in batch.to_pylist():
                 yield number, row
                 number += 1
-
-
-def _ends(path, endings):
-    return str(path).lower().endswith(endings)
 
 
 def _parquet(file):

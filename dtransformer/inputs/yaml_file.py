@@ -56,6 +56,23 @@ def parse_yaml(text: str, name: FilePath) -> object:
         raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
 
 
+def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
+    """Return key and value of a text such as "section.key=value".
+
+    Args:
+        text: the text.
+        option: the option that it is given by, for messages.
+        form: what it should be like.
+
+    Raises:
+        InputError: it has no "=", or its value is no YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"{option} {shown(text)}: expected {form}")
+    return key.strip(), parse_yaml(value, f"{option} {shown(key)}")
+
+
 class _Refused(Exception):
     """What is YAML, and not taken."""
 

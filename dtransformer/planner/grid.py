@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from dtransformer.errors import InputError, nearest, shown
+from dtransformer.errors import InputError, nearest, refusing, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.config.validators import check_supported
@@ -43,18 +43,15 @@ def _parts(model, cluster, batch, fixed):
     allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
     devices, parts = cluster.num_devices, []
     for t in divisors(devices):
-        may_cross = "model" in fixed
-        if t not in allowed("model", [t]) or _does_not_divide(model, t):
-            continue
-        if t > cluster.devices_per_node and not may_cross:
+        crosses = t > cluster.devices_per_node and "model" not in fixed
+        if crosses or not allowed("model", [t]) or _does_not_divide(model, t):
             continue
         for p, c in itertools.product(divisors(devices // t), repeat=2):
             if devices % (t * p * c) or p > model.num_blocks or _no_context(model, c):
                 continue
             data = devices // (t * p * c)
-            if batch % data or not allowed("stage", [p]) or not allowed("context", [c]):
-                continue
-            if not allowed("data", [data]):
+            axes = {"stage": p, "context": c, "data": data}
+            if batch % data or not all(allowed(axis, [size]) for axis, size in axes.items()):
                 continue
             experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
             for e in allowed("expert", experts):
@@ -82,10 +79,8 @@ def _options(model, allowed, *, t, p, c, e, data, batch):
             continue  # it has no meaning there
         most = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
         for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, most + 1)):
-            if p == 1 and v > 1:
-                continue
-            if v > 1 and model.num_blocks % (p * v):
-                continue  # chunks would be uneven
+            if v > 1 and (p == 1 or model.num_blocks % (p * v)):
+                continue  # without a meaning, or uneven
             some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
             rows += itertools.product(allowed("micro_batches", some), [v], [name])
     levels = allowed("level", range(4) if data * c > 1 else [0])
@@ -109,10 +104,8 @@ def _fixed_columns(job):
     for name in job.fixed:
         if name not in names:
             raise InputError(f"there is no field {shown(name)} to fix; {nearest(name, names)}")
-    try:
+    with refusing("fixed"):
         config = job.fixed_config()
-    except (TypeError, ValueError) as error:
-        raise InputError(f"fixed: {error}") from None
     columns, others = {}, {}
     for name in job.fixed:
         value = getattr(config, name)
@@ -129,16 +122,10 @@ def _is_supported(layouts, others):
     What it refuses depends on which techniques meet, not on how large their degrees are: one
     layout of each meeting is asked for.
     """
-    columns = {
-        "model": np.minimum(layouts.model, 2),
-        "stage": np.minimum(layouts.stage, 2),
-        "context": np.minimum(layouts.context, 2),
-        "expert": np.minimum(layouts.expert, 2),
-        "chunks": np.minimum(layouts.chunks, 3),
-    }
-    for name in ("schedule", "recompute", "level", "sequence"):
-        columns[name] = getattr(layouts, name)
-    key = np.ravel_multi_index(tuple(columns.values()), (3, 3, 3, 3, 4, 8, 4, 4, 2))
+    most = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
+    most |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
+    columns = [np.minimum(getattr(layouts, name), size) for name, size in most.items()]
+    key = np.ravel_multi_index(columns, [size + 1 for size in most.values()])
     _, firsts, places = np.unique(key, return_index=True, return_inverse=True)
     answers = [supported_error(layouts.config(first, others)) is None for first in firsts]
     return np.array(answers)[places]
@@ -155,44 +142,46 @@ def supported_error(config: TransformerOpParallelConfig) -> str | None:
 
 def _why_none(model, cluster, job, fixed):
     """Return one line: which demand leaves no layout."""
-    names = {column: name for name, column in COLUMNS.items()}
-    word = lambda column: f"{names[column]}={job.fixed[names[column]]}"
-    devices, batch = cluster.num_devices, job.global_batch
-    degrees = [column for column in ("data", "model", "stage", "context") if column in fixed]
-    if devices % math.prod(fixed[column] for column in degrees):
-        words = " · ".join(map(word, degrees))
-        return f"{words} does not divide {devices} devices: change --fix, or --devices"
-    if _does_not_divide(model, fixed.get("model", 1)):
-        return (
-            f"{word('model')} does not divide num_heads={model.num_heads}, "
-            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size} of "
-            f"{model.name}: fix a common divisor"
-        )
-    if fixed.get("stage", 1) > model.num_blocks:
-        return (
-            f"{word('stage')} is more than the {model.num_blocks} blocks of {model.name}: fix "
-            "fewer stages"
-        )
-    if model.num_experts % fixed.get("expert", 1):
-        return f"{word('expert')} does not divide num_experts={model.num_experts} of {model.name}"
-    if _no_context(model, fixed.get("context", 1)):
-        return (
-            f"{word('context')} does not divide sequences of {model.sequence_length}: fix a divisor"
-        )
-    shares = [column for column in ("data", "micro_batches") if column in fixed]
-    share = math.prod(fixed[column] for column in shares)
-    if batch % share:
-        words = " · ".join(map(word, shares))
-        return f"global_batch={batch} is not divisible by {words}: give a multiple of {share}"
-    without = [
-        names[column]
-        for column in fixed
-        if _parts(model, cluster, batch, {k: v for k, v in fixed.items() if k != column})
-    ]
+    devices, batch, names = (
+        cluster.num_devices,
+        job.global_batch,
+        {v: k for k, v in COLUMNS.items()},
+    )
+    number = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
+    words = lambda *columns: [f"{names[x]}={job.fixed[names[x]]}" for x in columns if x in fixed]
+    word = lambda *columns: " · ".join(words(*columns))
+    degrees, shares = ("data", "model", "stage", "context"), ("data", "micro_batches")
+    sizes = (
+        f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
+        f"ffn_hidden_size={model.ffn_hidden_size}"
+    )
+    for is_wrong, text in (
+        (devices % number(*degrees), f"{word(*degrees)} does not divide {devices} devices"),
+        (_does_not_divide(model, number("model")), f"{word('model')} does not divide {sizes}"),
+        (
+            number("stage") > model.num_blocks,
+            f"{word('stage')} is more than the {model.num_blocks} blocks",
+        ),
+        (
+            model.num_experts % number("expert"),
+            f"{word('expert')} does not divide num_experts={model.num_experts}",
+        ),
+        (
+            _no_context(model, number("context")),
+            f"{word('context')} does not divide sequences of {model.sequence_length}",
+        ),
+    ):
+        if is_wrong:
+            return f"{model.name}: {text}: change what is fixed"
+    if batch % number(*shares):
+        told = f"global_batch={batch} is not divisible by {word(*shares)}"
+        return f"{told}: give a multiple of {number(*shares)}"
+    rest = lambda column: {name: value for name, value in fixed.items() if name != column}
+    without = [names[x] for x in fixed if _parts(model, cluster, batch, rest(x))]
     if without:
         return (
             f"no layout of {devices} devices with global_batch={batch} has all of "
-            f"{', '.join(map(word, fixed))}: there are some without {', or without '.join(without)}"
+            f"{', '.join(words(*fixed))}: there are some without {', or without '.join(without)}"
         )
     return (
         f"no layout of {devices} devices divides global_batch={batch}: give a batch that has more "

@@ -22,7 +22,6 @@ class System:
     """How a training system carries a layout out.
 
     Args:
-        name: what it is called.
         weight_bytes, gradient_bytes, state_bytes: of a parameter, on its rank, unsharded.
         sent_gradient_bytes: of a gradient as it is reduced between replicas.
         hidden_share: share of that reduction that is hidden behind the backward pass.
@@ -41,15 +40,14 @@ class System:
             levels 1 and 2, and shards float32 ones with the states.
     """
 
-    name: str
     weight_bytes: float
     gradient_bytes: float
     state_bytes: float
     sent_gradient_bytes: float
     hidden_share: float
-    hides_on_mesh: bool
-    repeats_last_sum: bool
-    shards_sends: bool
+    hides_on_mesh: bool = False
+    repeats_last_sum: bool = False
+    shards_sends: bool = False
     gathers_a_block: int = 1
     waits: tuple[int, int, int, int] = (0, 0, 0, 0)
     stage_waits: int = 0
@@ -143,15 +141,11 @@ class Job:
         """
         number = 2 if self.precision == "bfloat16" else 4
         return System(
-            name="dtransformer",
             weight_bytes=number,
             gradient_bytes=number,
             state_bytes=number * (OPTIMIZERS[self.optimizer] + self.averages),
             sent_gradient_bytes=number if self.fixed_config().gradient_dtype == "float32" else 2,
             hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
-            hides_on_mesh=False,
-            repeats_last_sum=False,
-            shards_sends=False,
             # Rows of tables: how many, then which. Then with sharded states the sizes of what is
             # exchanged, norms, and new weights.
             waits=(1, 4, 4, 1),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
@@ -158,10 +158,8 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: i
     Raises:
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
-    try:
+    with refusing(kinds=ValueError):
         config = config.resolve(devices)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     parts = config.data_parallel * config.micro_batch_num
     if global_batch % parts:
         raise InputError(

@@ -8,7 +8,7 @@ from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
-from dtransformer.planner.stages import StageKind, stage_kinds
+from dtransformer.planner.stages import StageKind, of_worst_stage
 
 # Of s·t scores a head, from which on this library computes by blocks.
 BLOCKWISE_SCORES = 2048 * 1024
@@ -87,21 +87,15 @@ def memory_of(
         item_bytes: bytes of an activation.
         by_blocks: whether attention is computed by blocks where scores are many.
     """
-    columns = {kind: np.zeros(len(layouts)) for kind in Memory._fields}
     kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
-    for chosen, some, schedule, p, v in layouts.by_pipeline():
-        worst = np.full(len(chosen), -1.0)
-        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            alive = micro_batches_alive(schedule, p, stage.first, some.micro_batches, v)
-            found = _of_stage(
-                model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes
-            )
-            total = sum(found.values())
-            larger = total > worst
-            worst = np.where(larger, total, worst)
-            for kind, value in found.items():
-                columns[kind][chosen[larger]] = np.broadcast_to(value, len(chosen))[larger]
-    return Memory(**columns)
+
+    def of_stage(stage, schedule, chosen):
+        some = layouts[chosen]
+        p, m, v = some.stage[0], some.micro_batches, some.chunks[0]
+        alive = micro_batches_alive(schedule, p, stage.first, m, v)
+        return _of_stage(model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes)
+
+    return Memory(**of_worst_stage(model, layouts, of_stage))
 
 
 def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes):

@@ -86,18 +86,11 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
 
 def _vectors(given):
     """Return the parameters of a block's norms of queries, keys and latents, and of its sinks."""
-    latent = Latent.of(given.get("latent"))
-    of_latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
-    sinks = given["num_heads"] * bool(given.get("sinks"))
-    return _qk_norms(given) + of_latents + sinks
-
-
-def _qk_norms(given):
-    """Return the parameters of the norms of a block's queries and keys."""
-    n, kind = given["num_heads"], given.get("qk_norm")
+    n, latent = given["num_heads"], Latent.of(given.get("latent"))
     d, m = given.get("head_dim") or given["hidden_size"] // n, given.get("num_kv_heads") or n
     gains = {None: 0, "rms_norm_all_heads": (n + m) * d, "layer_norm": 4 * d}
-    return gains.get(kind, 2 * d)
+    of_latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
+    return gains.get(given.get("qk_norm"), 2 * d) + of_latents + n * bool(given.get("sinks"))
 
 
 def _experts(given, num_layers):

@@ -2,13 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
 
 import numpy as np
 import yaml
 
 from dtransformer.architectures import ARCHITECTURES
-from dtransformer.errors import InputError, check_installed
+from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost, evaluate
 from dtransformer.planner.grid import grid_of
@@ -58,17 +57,12 @@ def text_of(plan: Plan) -> str:
 
 def _checked_lines(device):
     """Return the lines of which constants of a device measurements stand behind."""
-    checked, others = device.checked_constants()
-    lines = []
-    if checked:
-        lines.append(f"Checked: {', '.join(checked)} of {device.name}: {device.constants.source}.")
-    if others and not checked:
-        lines.append(
-            f"Not checked against any measurement: {', '.join(others)} of {device.name} "
-            f"({device.constants.source}); its other figures are its vendor's. --measure measures them."
-        )
-    elif others:
-        lines.append(f"Not checked against any measurement: {', '.join(others)}.")
+    (checked, others), source = device.checked_constants(), device.constants.source
+    lines = [f"Checked: {', '.join(checked)} of {device.name}: {source}."] if checked else []
+    vendors = f"of {device.name} ({source}); its other figures are its vendor's. --measure measures"
+    if others:
+        told = f"Not checked against any measurement: {', '.join(others)}"
+        lines.append(f"{told}." if checked else f"{told} {vendors} them.")
     return lines
 
 
@@ -132,11 +126,7 @@ def fields_of(config: TransformerOpParallelConfig) -> dict:
     """Return the fields of a config that are not their defaults, as YAML and JSON have them."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
-    plain = lambda value: list(value) if isinstance(value, tuple) else value
-    found = {name: value for name, value in fields.items() if value != default[name]}
-    if isinstance(found.get("recompute"), Mapping):
-        found["recompute"] = {k: plain(v) for k, v in found["recompute"].items()}
-    return {name: plain(value) for name, value in found.items()}
+    return {name: value for name, value in fields.items() if value != default[name]}
 
 
 _TASKS = {"CausalLM": "causal_lm", "MaskedLM": "masked_lm", "EncoderDecoderLM": "span_corruption"}
@@ -190,10 +180,8 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     _frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    try:
+    with refusing(f"{path}: is no kind of picture that is known"):
         figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise InputError(f"{path}: is no kind of picture that is known ({error})") from None
 
 
 def _bars(axes, by_kind, unit, label):

@@ -148,10 +148,8 @@ def cost(
     )
     memory, time = evaluate(model, cluster, job, layouts)
     found = cost_of(model, cluster, job, layouts, memory, time, 0)
-    found = dataclasses.replace(found, config=config.resolve(cluster.num_devices))
-    if found.fits:
-        return found
-    return dataclasses.replace(found, change=cheapest_change(model, cluster, job, layouts))
+    change = "" if found.fits else cheapest_change(model, cluster, job, layouts)
+    return dataclasses.replace(found, config=config.resolve(cluster.num_devices), change=change)
 
 
 def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts) -> str:

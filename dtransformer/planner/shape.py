@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -134,19 +135,18 @@ class ModelShape:
             "num_kv_heads": lambda: self.num_heads,
             "expert_hidden_size": lambda: self.ffn_hidden_size,
             "source_length": lambda: self.sequence_length,
+            "head_dim": lambda: self.hidden_size // self.num_heads,
         }
         self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise InputError(
+                f"{self.name}: num_heads={self.num_heads} does not divide "
+                f"hidden_size={self.hidden_size}: change one, or set head_dim"
+            )
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default())
-        if self.head_dim is None:
-            if self.hidden_size % self.num_heads:
-                raise InputError(
-                    f"{self.name}: num_heads={self.num_heads} does not divide "
-                    f"hidden_size={self.hidden_size}: change one, or set head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        self._check(1, *defaults, "head_dim", "num_experts", "experts_chosen", "experts_every")
+        self._check(1, *defaults, "num_experts", "experts_chosen", "experts_every")
         self._check(0, "num_layers", "encoder_layers", "decoder_layers", "learned_positions")
         self._check(0, "shared_experts", "frozen_blocks", "adapter_rank")
         for name in self.adapter_targets:
@@ -160,14 +160,10 @@ class ModelShape:
                 f"{self.name}: experts_chosen={self.experts_chosen} is more than "
                 f"num_experts={self.num_experts}"
             )
-        if self.num_blocks == 0:
+        if (self.num_layers > 0) == (self.num_blocks > self.num_layers):
+            what = "both kinds of" if self.num_layers else "zero"
             raise InputError(
-                f"{self.name}: has zero layers: set num_layers, or encoder_layers and decoder_layers"
-            )
-        if self.num_layers and self.encoder_layers + self.decoder_layers:
-            raise InputError(
-                f"{self.name}: has num_layers={self.num_layers} and an encoder or a decoder: give "
-                "num_layers, or encoder_layers and decoder_layers"
+                f"{self.name}: has {what} layers: set num_layers, or encoder_layers and decoder_layers"
             )
 
     def _check(self, least, *names):
@@ -213,12 +209,20 @@ class ModelShape:
         first, rest = blocks[: self.frozen_blocks], blocks[self.frozen_blocks :]
         return [dataclasses.replace(kind, is_frozen=True) for kind in first] + rest
 
+    def attention_kernels(self) -> dict[str, tuple[int, int]]:
+        """Return the kernels of an attention by their names, as pairs of features.
+
+        The second ones may be sharded, but for kernels `DOWN` of a `Latent`.
+        """
+        h, n, d = self.hidden_size, self.num_heads, self.head_dim
+        if self.latent is not None:
+            return self.latent.kernels(h, n, d)
+        shared = (h, self.num_kv_heads * d)
+        return {"query": (h, n * d), "key": shared, "value": shared, "output": (h, n * d)}
+
     def attention_parameters(self) -> int:
         """Return the parameters of the products of an attention."""
-        if self.latent is not None:
-            return self.latent.products(self.hidden_size, self.num_heads, self.head_dim)
-        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return 2 * self.hidden_size * (heads + shared)
+        return sum(x * y for x, y in self.attention_kernels().values())
 
     def inner_size(self, kind: BlockKind) -> int:
         """Return the inner size of a block's feed-forward layer, or of one of its experts."""
@@ -262,13 +266,8 @@ class ModelShape:
 
     def _adapters(self):
         """Return the products that may have adapters, of each kind; see `adapters_of_block`."""
-        h, f = self.hidden_size, self.ffn_hidden_size
-        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = {"query": heads, "key": shared, "value": shared, "output": heads}
-        found = {name: (h, size) for name, size in sizes.items()}
-        if self.latent is not None:
-            found = self.latent.kernels(h, self.num_heads, self.head_dim)
-        found |= dict.fromkeys(_DENSE, (h, f)) | {"head": (h, self.vocab_size)}
+        h, dense = self.hidden_size, dict.fromkeys(_DENSE, (self.hidden_size, self.ffn_hidden_size))
+        found = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
         is_there = {"gate": self.gated, "head": not self.tied_head}
         has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
         return dict.fromkeys(_ADAPTED, ()) | {
@@ -359,15 +358,13 @@ class ModelShape:
         """
         own = 4.0 if self.adapter_rank else 6.0
         h, heads = self.hidden_size, self.num_heads * self.head_dim
-        shared = self.num_kv_heads * self.head_dim
-        active, flops = self.experts_chosen + self.shared_experts, 0.0
+        kernels, active = self.attention_kernels(), self.experts_chosen + self.shared_experts
+        flops = 0.0
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
             products = kind.length * (weights + kind.has_experts * self.num_experts * h)
-            if self.latent is not None:
-                products += kind.length * self.attention_parameters() * len(kind.attended)
-            else:
-                products += sum(2 * h * (kind.length * heads + t * shared) for t in kind.attended)
+            for t, (name, (x, y)) in itertools.product(kind.attended, kernels.items()):
+                products += (t if name in ("key", "value") else kind.length) * x * y
             scores = 2 * kind.length * heads * sum(kind.attended)
             each = 2.0 * (products + scores) if kind.is_frozen else own * products + 6.0 * scores
             flops += kind.number * each

@@ -1,9 +1,12 @@
 """Blocks of each pipeline stage, and the stages that are unlike: the worst of them decides."""
 
+import collections
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
+from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import ModelShape
 
 
@@ -60,3 +63,24 @@ def stage_kinds(
         StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
         for key, first in found.items()
     )
+
+
+def of_worst_stage(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:
+    """Return by kind what the stage of each layout has that has most in all: arrays [N].
+
+    Args:
+        model: the `ModelShape`.
+        layouts: the `Layouts`.
+        cost: a function of a `StageKind`, the name of a schedule, and the numbers of the layouts
+            that have both: what the stage has of a dict of kinds.
+    """
+    columns, worst = collections.defaultdict(lambda: np.zeros(len(layouts))), -np.ones(len(layouts))
+    for chosen, _, schedule, p, v in layouts.by_pipeline():
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
+            found = cost(stage, schedule, chosen)
+            total = sum(found.values())
+            is_worse = total > worst[chosen]
+            worst[chosen] = np.where(is_worse, total, worst[chosen])
+            for kind, value in found.items():
+                columns[kind][chosen] = np.where(is_worse, value, columns[kind][chosen])
+    return columns

@@ -16,7 +16,7 @@ from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.memory import Memory, parameters_of_stage
 from dtransformer.planner.shape import ModelShape
-from dtransformer.planner.stages import stage_kinds
+from dtransformer.planner.stages import of_worst_stage
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
 
 # Time of collectives: rings of α–β, over the slowest link that a group crosses.
@@ -38,29 +38,19 @@ class Group:
     axis: str
 
 
-def bytes_per_second(cluster: Cluster, group: Group):
-    """Return the bandwidth that a ring of a group has, one way: an array [N]."""
-    device, constants, node = cluster.device, cluster.device.constants, cluster.devices_per_node
-    own = device.links.get(group.axis)
+def _link(cluster, axis):
+    """Return what devices send along an axis, as it was measured or by the cluster's figures.
+
+    Bytes/s one way of a device in its node, and out of it; seconds of a step of a ring, and of a
+    collective, whatever they send.
+    """
+    device, own = cluster.device, cluster.device.links.get(axis)
     if own is not None:
-        return np.full(np.shape(group.members), own.gb_per_second * 1e9)
-    inside = device.inside_gb_per_second * constants.inside_share * 1e9
-    between = device.between_gb_per_second * constants.between_share * 1e9
-    per_node = np.clip(node // np.maximum(group.stride, 1), 1, group.members)
-    crosses = group.members * group.stride > node
-    return np.where(crosses, np.minimum(inside, between * per_node), inside)
-
-
-def hop_seconds(cluster: Cluster, axis: str) -> float:
-    """Return the seconds of a step of a ring along an axis, whatever it sends."""
-    own = cluster.device.links.get(axis)
-    return (cluster.device.constants.hop_us if own is None else own.latency_us) * 1e-6
-
-
-def call_seconds(cluster: Cluster, axis: str) -> float:
-    """Return the seconds of a collective along an axis, whatever it sends and to how many."""
-    own = cluster.device.links.get(axis)
-    return 0.0 if own is None else own.call_us * 1e-6
+        rate = own.gb_per_second * 1e9
+        return rate, rate, own.latency_us * 1e-6, own.call_us * 1e-6
+    inside = device.inside_gb_per_second * device.constants.inside_share * 1e9
+    between = device.between_gb_per_second * device.constants.between_share * 1e9
+    return inside, between, device.constants.hop_us * 1e-6, 0.0
 
 
 def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
@@ -72,24 +62,21 @@ def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
         num_bytes: bytes of the whole.
         group: the `Group`.
     """
+    (inside, between, hop, call), node = _link(cluster, group.axis), cluster.devices_per_node
+    per_node = np.clip(node // np.maximum(group.stride, 1), 1, group.members)
+    crosses = group.members * group.stride > node
+    rate = np.where(crosses, np.minimum(inside, between * per_node), inside)
     steps = (2 if kind == "all-reduce" else 1) * (group.members - 1)
     sent = ring_elements(kind, num_bytes, group.members)
-    seconds = sent / bytes_per_second(cluster, group) + steps * hop_seconds(cluster, group.axis)
-    seconds = seconds + call_seconds(cluster, group.axis)
+    seconds = sent / rate + steps * hop + call
     return np.where(group.members > 1, seconds, 0.0)
 
 
 def send_seconds(cluster: Cluster, num_bytes, stride):
     """Return the seconds to send to the device that is `stride` further: an array [N]."""
-    device, constants = cluster.device, cluster.device.constants
-    own = device.links.get("stage")
-    inside = device.inside_gb_per_second * constants.inside_share
-    between = device.between_gb_per_second * constants.between_share
+    inside, between, hop, call = _link(cluster, "stage")
     rate = np.where(np.asarray(stride) >= cluster.devices_per_node, between, inside)
-    if own is not None:
-        rate = own.gb_per_second
-    begins = hop_seconds(cluster, "stage") + call_seconds(cluster, "stage")
-    return num_bytes / (rate * 1e9) + begins
+    return num_bytes / rate + hop + call
 
 
 class StepTime(typing.NamedTuple):
@@ -154,28 +141,28 @@ def time_of(
         memory: the `Memory` of the layouts, of which the optimizer's update takes some.
         is_16_bit: whether products are of 16 bits.
     """
-    columns = {kind: np.zeros(len(layouts)) for kind in StepTime._fields}
-    own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
-    for chosen, some, schedule, p, v in layouts.by_pipeline():
-        worst, inner = np.full(len(chosen), -1.0), {}
-        mean = np.zeros(len(chosen))
-        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            found = own.of_stage(stage, chosen)
-            total = sum(found.values())
-            larger = total > worst
-            worst = np.where(larger, total, worst)
-            for kind, value in found.items():
-                inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
-        for number, kind in enumerate(model.kinds):
-            mean += kind.number / p * own.blocks[number][chosen]
-        sends = own.sends[chosen] * v * (p > 1)
-        for kind, value in inner.items():
-            columns[kind][chosen] = some.micro_batches * value
-        columns["sends"][chosen] = some.micro_batches * sends
-        # Ranks of a stage follow each other, and so do those of a core.
-        sharing = np.maximum(cluster.device.sharing * p / some.devices, 1)
-        waits = shared_bubble_passes(bubble_passes(schedule, p, v), p, sharing)
-        columns["bubble"][chosen] = waits * (mean + sends)
+    parts, sends = _uses(model, cluster, layouts, system, is_16_bit)
+    m, p = layouts.micro_batches, layouts.stage
+
+    def of_stage(stage, _, chosen):
+        found = dict.fromkeys(parts[0], 0.0)
+        for number, uses in zip((*stage.blocks, stage.has_embedding, stage.has_head), parts):
+            for use, value in uses.items():
+                found[use] = found[use] + number * value[chosen]
+        return found
+
+    columns = {kind: m * x for kind, x in of_worst_stage(model, layouts, of_stage).items()}
+    sends = sends * layouts.chunks * (p > 1)
+    columns["sends"] = m * sends
+    blocks = (kind.number / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
+    mean = sum(blocks) + sends
+    # Ranks of a stage follow each other, and so do those of a core.
+    sharing = np.maximum(cluster.device.sharing * p / layouts.devices, 1)
+    columns["bubble"] = np.zeros(len(layouts))
+    for chosen, _, schedule, stages, chunks in layouts.by_pipeline():
+        passes = bubble_passes(schedule, stages, chunks)
+        waits = shared_bubble_passes(passes, stages, sharing[chosen])
+        columns["bubble"][chosen] = waits * mean[chosen]
     columns["reduction"] = _reduction(model, cluster, layouts, system, columns)
     states = memory.weights + memory.gradients + memory.states
     share = model.trained_parameters() / model.parameters()
@@ -183,111 +170,79 @@ def time_of(
     return StepTime(**columns)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """Seconds of a block of each kind, by use, and of a network's ends, for a micro-batch."""
+def _uses(model, cluster, layouts, system, is_16_bit):
+    """Return the seconds of a micro-batch: of a block of each kind, of the embedding, and of the head.
 
-    uses: list  # of each kind of block: a dict of arrays [N]
-    head: np.ndarray
-    embedding_gathers: np.ndarray  # of level 3
-    embedding_sums: np.ndarray  # over the model axis
-    head_sums: np.ndarray
-    sends: np.ndarray
+    Dicts of arrays [N] by use. And the seconds of what a stage sends and receives for it.
+    """
+    item, groups = 2 if is_16_bit else 4, groups_of(layouts)
+    b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
+    found = []
+    summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
+        cluster, "all-reduce", elements * number, groups["model"]
+    )
 
-    @property
-    def blocks(self):
-        """The seconds of a block of each kind."""
-        return [sum(uses.values()) for uses in self.uses]
+    def unsharded(num_bytes, is_trained, passes=2):
+        """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
+        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
+        if is_trained:
+            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
+        return np.where(layouts.level >= 3, seconds, 0.0)
 
-    @classmethod
-    def of(cls, model, cluster, layouts, system, is_16_bit):
-        item, groups = 2 if is_16_bit else 4, groups_of(layouts)
-        b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
-        uses = []
-        summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
-            cluster, "all-reduce", elements * number, groups["model"]
+    for kind in model.kinds:
+        passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
+        elements = b * kind.length / c * model.hidden_size
+        sublayers = len(kind.attended) + 1
+        sums = np.where(
+            full,
+            sums_over_model(sublayers, recomputes_block=True) + system.repeats_last_sum,
+            sums_over_model(sublayers),
         )
-
-        def unsharded(num_bytes, is_trained, passes=2):
-            """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
-            seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
-            if is_trained:
-                seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
-            return np.where(layouts.level >= 3, seconds, 0.0)
-
-        for kind in model.kinds:
-            passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
-            elements = b * kind.length / c * model.hidden_size
-            sublayers = len(kind.attended) + 1
-            sums = np.where(
-                full,
-                sums_over_model(sublayers, recomputes_block=True) + system.repeats_last_sum,
-                sums_over_model(sublayers),
-            )
-            passed = np.where(full, 4, 3)  # forward and backward, which sends twice
-            if kind.is_frozen:
-                sums, passed = sums_over_model(sublayers, backward=0), 1
-            keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-            tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
-            weights = model.block_parameters(kind) / t * item
-            gathers = unsharded(
-                weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
-            )
-            uses.append(
-                {
-                    "products": passes.forward + passes.backward,
-                    "recompute": passes.repeated,
-                    "model_parallel": sums * summed(elements),
-                    "context_parallel": passed
-                    * collective_seconds(cluster, "all-gather", keys, groups["context"]),
-                    "expert_parallel": 2
-                    * passed
-                    * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
-                    "unsharding": system.gathers_a_block * gathers,
-                }
-            )
-        head = head_seconds(cluster.device, model, layouts, is_16_bit)
-        shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
-        length = max(kind.length for kind in model.kinds)
-        elements = b * length / c * model.hidden_size
-        lookups = 2 if model.encoder_layers and model.decoder_layers else 1
-        embedding_sums = np.where(layouts.rows > 0, lookups * summed(elements), 0.0)
-        # The gradient of what the head takes; of the loss, numbers of each token.
-        head_sums = summed(elements) + system.loss_sums * summed(b * length / c, 4)
-        table = _table_elements(model, layouts) * item
-        sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
-        gathers = unsharded(table, model.trains_tables)
-        return cls(uses, head, gathers, embedding_sums, head_sums, sends)
-
-    def of_stage(self, stage, chosen):
-        """Return the seconds of a micro-batch on a stage, by use.
-
-        Args:
-            stage: a `StageKind`.
-            chosen: numbers of the layouts.
-        """
-        found = {}
-        for number, uses in zip(stage.blocks, self.uses):
-            for use, value in uses.items():
-                found[use] = found.get(use, 0.0) + number * value[chosen]
-        found["products"] = found["products"] + stage.has_head * self.head[chosen]
-        found["model_parallel"] = found["model_parallel"] + (
-            stage.has_embedding * self.embedding_sums[chosen]
-            + stage.has_head * self.head_sums[chosen]
+        passed = np.where(full, 4, 3)  # forward and backward, which sends twice
+        if kind.is_frozen:
+            sums, passed = sums_over_model(sublayers, backward=0), 1
+        keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
+        tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
+        weights = model.block_parameters(kind) / t * item
+        gathers = unsharded(
+            weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
         )
-        found["unsharding"] = found["unsharding"] + (
-            stage.has_embedding * self.embedding_gathers[chosen]
+        found.append(
+            {
+                "products": passes.forward + passes.backward,
+                "recompute": passes.repeated,
+                "model_parallel": sums * summed(elements),
+                "context_parallel": passed
+                * collective_seconds(cluster, "all-gather", keys, groups["context"]),
+                "expert_parallel": 2
+                * passed
+                * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
+                "unsharding": system.gathers_a_block * gathers,
+            }
         )
-        return found
+    shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
+    length = max(kind.length for kind in model.kinds)
+    elements = b * length / c * model.hidden_size
+    lookups = 2 if model.encoder_layers and model.decoder_layers else 1
+    embedding = {
+        "model_parallel": np.where(layouts.rows > 0, lookups * summed(elements), 0.0),
+        "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
+    }
+    head = {
+        "products": head_seconds(cluster.device, model, layouts, is_16_bit),
+        # The gradient of what it takes; of the loss, numbers of each token.
+        "model_parallel": summed(elements) + system.loss_sums * summed(b * length / c, 4),
+    }
+    sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
+    return [*found, embedding, head], sends
 
 
 def _reduction(model, cluster, layouts, system, columns):
     """Return the seconds of gradients' reduction and of weights' all-gather that are not hidden."""
-    parameters = np.zeros(len(layouts))
-    for chosen, some, schedule, p, v in layouts.by_pipeline():
-        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            own = parameters_of_stage(model, some, stage, is_trained=True)
-            parameters[chosen] = np.maximum(parameters[chosen], own)
+    own = lambda stage, _, chosen: {
+        "": parameters_of_stage(model, layouts[chosen], stage, is_trained=True)
+    }
+    parameters = of_worst_stage(model, layouts, own)[""]
     group = groups_of(layouts)["data"]
     seconds = collective_seconds(
         cluster, "all-reduce", parameters * system.sent_gradient_bytes, group
@@ -298,8 +253,8 @@ def _reduction(model, cluster, layouts, system, columns):
     beside = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
-    waits = np.array(system.waits)[layouts.level] * call_seconds(cluster, "data")
-    linked = call_seconds(cluster, "stage")  # those of a mesh take the same way
+    waits = np.array(system.waits)[layouts.level] * _link(cluster, "data")[-1]
+    linked = _link(cluster, "stage")[-1]  # those of a mesh take the same way
     others = system.mesh_waits * (layouts.model * layouts.context > 1)
     others = np.where(layouts.stage > 1, system.stage_waits, others) * linked
     seconds = np.where(layouts.level >= 3, 0.0, seconds)

@@ -69,7 +69,7 @@ def block_passes(
     for number, other in enumerate(kind.attended):
         queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
         if model.latent is not None:
-            for name, (x, y) in model.latent.kernels(h, model.num_heads, d).items():
+            for name, (x, y) in model.attention_kernels().items():
                 products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
         elif number == 0:
             products += product(rows, h, queries + shared) + product(rows, queries, h)

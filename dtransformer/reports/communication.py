@@ -189,16 +189,18 @@ def block_formula(network, stream_shapes):
         shape = stream_shapes[stack.name]
         elements, features = math.prod(shape) // shards, shape[-1]
         parts = _sublayers(block)
-        forward, backward = zip(*(_summed(part, shape, elements) for part in parts))
+        summed = [
+            summed_elements(part, shape) if isinstance(part, MoE) else elements for part in parts
+        ]
         begins = [place[id(part.variables[0])] for part in parts]
         config = block.recompute_config
         repeats = config.recompute and first < place[id(block.variables[-1])]
-        repeated = sum(forward[:-1])
+        repeated = sum(summed[:-1])
         if isinstance(parts[-1], MoE):  # of which gradients of gates need the outputs
             repeated += buffer_elements(parts[-1], shape)
         sums = sums_over_model(
-            sum(forward) / elements,
-            sum(x for begin, x in zip(begins, backward) if first < begin) / elements,
+            sum(summed) / elements,
+            sum(x for begin, x in zip(begins, summed) if first < begin) / elements,
             recomputes_block=repeats,
             repeats_sums=config.mp_comm_recompute,
             shards_input=config.recompute_slice_activation,
@@ -211,11 +213,6 @@ def block_formula(network, stream_shapes):
             sums += sum(of_inputs) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
-
-
-def _summed(part, shape, elements):
-    """Return the elements that a sublayer's all-reduces sum, forward and backward."""
-    return summed_elements(part, shape) if isinstance(part, MoE) else (elements, elements)
 
 
 def _sublayers(block):

@@ -138,8 +138,8 @@ def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
     return groups * config.expert_num * places * features
 
 
-def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the elements that all-reduces over the model axis sum, forward and backward.
+def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
+    """Return the elements that all-reduces over the model axis sum, forward, and as many backward.
 
     Outputs of experts are summed forward, gradients of their inputs backward: for a gate and what it
     multiplies together. Shared experts are an ordinary feed-forward layer.
@@ -149,7 +149,7 @@ def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> tuple[int
     if layer.shared_experts is not None:
         shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
         shared = math.prod(stream_shape) // shards
-    return elements + shared, elements + shared
+    return elements + shared
 
 
 def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes: bool) -> int:

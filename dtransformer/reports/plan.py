@@ -65,19 +65,13 @@ class WeightPlan:
     def of(cls, variables, shard=None, stages=()):
         """Return the plan of a list of Keras variables."""
         mesh = job.mesh()
-        num_ranks = job.data_parallel_group().size
         rows = tuple(
             WeightRow(
-                path=v.path,
-                shape=tuple(v.shape),
-                dtype=tf.as_dtype(v.dtype).name,
-                axes=tuple(getattr(v, "logical_axes", ())),
-                sharded_over=("ranks",)
-                if isinstance(v, FullyShardedVariable)
-                else sharding_specs(v),
-                num_shards=num_ranks
-                if isinstance(v, FullyShardedVariable)
-                else math.prod(axis_size(axis) for axis in sharding_specs(v)),
+                v.path,
+                tuple(v.shape),
+                tf.as_dtype(v.dtype).name,
+                tuple(getattr(v, "logical_axes", ())),
+                *_shards(v),
             )
             for v in variables
         )
@@ -101,16 +95,8 @@ class WeightPlan:
         for row in self.rows:
             num_bytes = row.bytes_per_device * self.num_local_devices
             shape = "×".join(map(str, row.shape)) or "scalar"
-            table.append(
-                (
-                    row.path,
-                    shape,
-                    row.dtype,
-                    names(row.axes),
-                    names(row.sharded_over),
-                    f"{num_bytes:,}",
-                )
-            )
+            axes = names(row.axes), names(row.sharded_over)
+            table.append((row.path, shape, row.dtype, *axes, f"{num_bytes:,}"))
         lines = columns(table, right=(len(header) - 1,))
         elements = sum(math.prod(row.shape) for row in self.rows)
         sharded = sum(row.bytes_per_device for row in self.rows if any(row.sharded_over))
@@ -124,3 +110,11 @@ class WeightPlan:
         for number, names in enumerate(self.stages):
             lines.append(f"stage {number} has {', '.join(names) or 'no layer'}")
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])
+
+
+def _shards(variable):
+    """Return what shards a weight's dimensions, and the number of its different shards."""
+    if isinstance(variable, FullyShardedVariable):
+        return ("ranks",), job.data_parallel_group().size
+    axes = sharding_specs(variable)
+    return axes, math.prod(map(axis_size, axes))

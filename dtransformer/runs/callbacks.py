@@ -5,7 +5,6 @@ or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
 """
 
 import importlib
-import importlib.util
 import math
 import os
 import pathlib
@@ -13,17 +12,15 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import check_installed, one_line
 from dtransformer.files import partial_path
-from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
-from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import CSV, TENSORBOARD
 from dtransformer.trainers.checkpoint.callback import SharedTimer
-from dtransformer.trainers.checkpoint.export import check_finite, network_values, seal
+from dtransformer.trainers.checkpoint.export import seal
 
 
 class TimeLimit(keras.callbacks.Callback):
@@ -91,22 +88,6 @@ def save_sealed(trainer: keras.Model, path: pathlib.Path, run: str) -> None:
     from_chief(take, "run/weights")
 
 
-class StepLimit(keras.callbacks.Callback):
-    """Stops training after a number of steps, counted from the run's beginning.
-
-    Args:
-        steps: the number.
-    """
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if int(self.model.optimizer.iterations) >= self.steps:
-            self.model.stop_training = True
-
-
 class EverySteps(keras.callbacks.Callback):
     """Looks at the network after every so many steps of the run; a subclass has `look(when)`.
 
@@ -156,45 +137,6 @@ class Evaluations(EverySteps):
             print(f"{when}, {told}", flush=True)
 
 
-class Profile(keras.callbacks.Callback):
-    """Writes what TensorFlow's profiler sees of some steps, of rank 0, for TensorBoard.
-
-    Args:
-        first, last: numbers of steps, from 1, counted from the first that is trained.
-        path: the folder to write to.
-    """
-
-    def __init__(self, first: int, last: int, path: str | os.PathLike):
-        super().__init__()
-        self._first, self._last, self.path, self._step, self._is_on = first, last, path, 0, False
-
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._step += 1
-        if self._step == self._first and job.is_chief():
-            tf.profiler.experimental.start(str(self.path))
-            self._is_on = True
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._step >= self._last:
-            self._stop()
-
-    def on_train_end(self, logs: dict | None = None) -> None:
-        self._stop()
-        if self._step < self._first and job.is_chief():
-            told = f"--profile: training ended at step {self._step}, before step {self._first}"
-            warnings.warn(told, stacklevel=2)
-
-    def _stop(self):
-        if self._is_on:
-            tf.profiler.experimental.stop()
-            print(
-                f"The profile of steps {self._first} to {self._step} is in {self.path}: see it "
-                f"with: tensorboard --logdir {self.path}",
-                flush=True,
-            )
-        self._is_on = False
-
-
 class Samples(EverySteps):
     """Prints, at the end of every epoch, how the network goes on with some prompts.
 
@@ -225,41 +167,6 @@ class Samples(EverySteps):
         for prompt, text in zip(self._prompts, texts):
             if job.is_chief():
                 print(f"{when}, {prompt} … {one_line(text)}", flush=True)
-
-
-class Beginning(keras.callbacks.Callback):
-    """Removes the run that is replaced once the new one has begun. It comes after what saves.
-
-    Args:
-        folder: the run's folder.
-    """
-
-    def __init__(self, folder: RunFolder):
-        super().__init__()
-        self.folder = folder
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        try:
-            if job.is_chief():
-                self.folder.remove_replaced()
-        except InputError as error:  # training goes on
-            warnings.warn(f"the run that was replaced: {error}", stacklevel=2)
-
-
-class FiniteWeights(keras.callbacks.Callback):
-    """Refuses to go on from weights that are not numbers.
-
-    Args:
-        path: where they come from, for the error.
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        super().__init__()
-        self.path = path
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        values = network_values(self.model.network)
-        together(lambda: check_finite(self.path, values), "run/finite")
 
 
 class LogSink(keras.callbacks.Callback):
@@ -324,8 +231,8 @@ def check_logs(config: RunConfig) -> None:
         InputError: names the key and the package.
     """
     for key, (_, package) in _LOGS.items():
-        if getattr(config.logs, key) and package and not importlib.util.find_spec(package):
-            raise InputError(f"logs.{key}: install it first: pip install {package}")
+        if getattr(config.logs, key) and package:
+            check_installed(package, f"logs.{key}: they")
 
 
 def log_callbacks(config: RunConfig, path: pathlib.Path, resumes: bool) -> list:

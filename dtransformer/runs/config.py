@@ -11,14 +11,10 @@ import yaml
 
 from dtransformer.errors import InputError, nearest, shown
 from dtransformer.inputs.json_file import problem
-from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
-from dtransformer.parallel.config.config import TransformerRecomputeConfig
-from dtransformer.planner.models import checked
+from dtransformer.inputs.yaml_file import parse_setting, read_yaml
 from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
-# Options of `parallel` that are mappings of fields themselves.
-_MAPPINGS = {"parallel.recompute": TransformerRecomputeConfig}
 _MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
 _NO_DEGREE = "parallel.parallel_optimizer_threshold"
 _MAX_KEY = 100  # characters that are compared with the names of options
@@ -86,25 +82,27 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
-    given = [_setting(text) for text in settings]
+    given = [parse_setting(text, "--set", "section.key=value") for text in settings]
     task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
     config = RunConfig(task)
-    for key, value in _flatten(content or {}, config, str(path)).items():
-        set_option(config, key, value, str(path))
+    for section, values in (content or {}).items():
+        if (section, values) == ("parallel", "auto"):
+            section, values = "training", {"layout": "auto"}
+        is_known = section in config.sections()
+        if isinstance(values, dict) or (values is None and is_known):
+            for key, value in (values or {}).items():
+                set_option(config, f"{section}.{key}", value, str(path))
+        elif is_known:
+            told = f"section {section} holds {shown(values)}, expected keys and values"
+            raise InputError(f"{path}: {told}")
+        elif section != "task":
+            set_option(config, section, values, str(path))  # says what is near
     for key, value in given:
-        if key != "task":
+        if (key, value) == ("parallel", "auto"):
+            config.training.layout = "auto"
+        elif key != "task":
             set_option(config, key, value, "--set")
     return config
-
-
-def _setting(setting):
-    """Return key and value of a text of `--set`."""
-    key, equals, text = setting.partition("=")
-    if not equals:
-        raise InputError(f"--set {shown(setting)}: expected section.key=value")
-    key = key.strip()
-    value = parse_yaml(text, f"--set {shown(key)}")
-    return ("training.layout" if (key, value) == ("parallel", "auto") else key), value
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
@@ -117,28 +115,6 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     }
     text = yaml.safe_dump({"task": config.task, **content}, sort_keys=False, allow_unicode=True)
     write_text_atomically(path, text)
-
-
-def _flatten(content, config, path):
-    """Return {"section.key": value} of a config file's content."""
-    flat = {}
-    for section, values in content.items():
-        if section == "task":
-            continue
-        if section == "parallel" and values == "auto":
-            values, section = {"layout": "auto"}, "training"
-        if section not in config.sections() and not isinstance(values, dict):
-            flat[section] = values
-            continue
-        if not isinstance(values, dict | None):
-            raise InputError(
-                f"{path}: section {section} holds {shown(values)}, expected keys and values"
-            )
-        flat |= {f"{section}.{key}": value for key, value in (values or {}).items()}
-    for key in flat:
-        if key not in config.keys():
-            set_option(config, key, flat[key], path)  # says what is near
-    return flat
 
 
 def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
@@ -161,11 +137,7 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     section, name = key.split(".")
     owner = getattr(config, section)
     field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
-    if key == "training.jit_compile" and isinstance(value, bool):
-        value = str(value).lower()  # YAML has the words for its own
     try:
-        if key in _MAPPINGS and isinstance(value, dict):
-            value = checked(_MAPPINGS[key], value)
         is_degree = section == "parallel" and key != _NO_DEGREE
         if is_degree and type(value) is int and value > _MAX_DEGREE:
             raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")

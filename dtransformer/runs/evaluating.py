@@ -39,9 +39,8 @@ def evaluate_run(
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
-    if hasattr(task.config.training, "label_smoothing"):
-        # What is printed is −log p itself.
-        task.config.training.label_smoothing = task.config.training.z_loss = 0.0
+    # What is printed is −log p itself.
+    task.config.training.label_smoothing = task.config.training.z_loss = 0.0
     task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")

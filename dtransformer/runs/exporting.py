@@ -5,7 +5,7 @@ import pathlib
 
 import keras
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
 from dtransformer.models.lora import adapters_of, only_adapters_are_trained
 from dtransformer.models.pretrained.save import check_family
@@ -37,10 +37,8 @@ def check_export(task: Task, overwrite: bool) -> None:
             "leave it out, so that they are added to the weights"
         )
     if options.merge_adapters or not adapters_of(task.core):
-        try:
+        with refusing("export.family"):
             check_family(task.core, options.family)
-        except InputError as error:
-            raise InputError(f"export.family: {error}") from None
 
 
 def export(

@@ -9,6 +9,7 @@ in one of the two places, and the next `train` puts it back or removes it by the
 import os
 import pathlib
 import shutil
+import warnings
 
 from dtransformer.errors import InputError
 from dtransformer.files import beside, is_partial
@@ -136,13 +137,12 @@ class RunFolder:
             self._take_back()
 
     def remove_replaced(self) -> None:
-        """Remove the old run if the new one has begun.
-
-        Raises:
-            InputError: it cannot be removed.
-        """
-        if self._is_new and _has_begun(self._real):
-            _remove_run(self._aside, self._aside)
+        """Remove the old run if the new one has begun; warn where it cannot be."""
+        try:
+            if self._is_new and _has_begun(self._real):
+                _remove_run(self._aside, self._aside)
+        except InputError as error:  # training goes on
+            warnings.warn(f"the run that was replaced: {error}", stacklevel=2)
 
     def _keep_one(self):
         if _has_begun(self._real):

@@ -52,28 +52,13 @@ _File = Annotated[str, Field(pattern=rf"^({re.escape(CONFIG)}|{TOKENIZER}/[a-z0-
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _Data(pydantic.BaseModel):
-    """The sentence pairs that a run has."""
-
-    model_config = {**STRICT, "extra": "forbid"}
-    train: _Digest | None
-    dev: _Digest | None
-
-
 class _Body(pydantic.BaseModel):
     """What belongs to a run."""
 
     model_config = STRICT
     version: Literal[_VERSION]
     files: dict[_File, _Digest]
-    data: _Data
-
-    @pydantic.field_validator("files")
-    @classmethod
-    def _has_a_config(cls, files):
-        if CONFIG not in files:
-            raise ValueError(f"expected {CONFIG} among them")
-        return files
+    data: dict[Literal["train", "dev"], _Digest | None]
 
 
 class _Document(pydantic.BaseModel):

@@ -10,7 +10,6 @@ Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 126
 """
 
 import importlib
-import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_installed
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import TextGenerator
 from dtransformer.models.generation.text_generator import as_lists
@@ -140,8 +139,7 @@ def harness_model(
     Raises:
         InputError: lm_eval is not installed, there are several ranks, or the folder is not usable.
     """
-    if not importlib.util.find_spec("lm_eval"):
-        raise InputError("lm_eval is not installed: pip install lm-eval")
+    check_installed("lm_eval", "its scores")
     if job.size() > 1 or job.mesh() is not None:
         raise InputError("the harness scores on one device: start one process, without a layout")
     base = importlib.import_module("lm_eval.api.model").LM

@@ -7,7 +7,7 @@ import keras
 
 import dtransformer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
@@ -22,18 +22,16 @@ from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import like
 
 
+@refusing("parallel", ValueError)
 def start_job(config: RunConfig) -> None:
     """Join the job's ranks, by the layout of a config.
 
     Raises:
         InputError: the layout does not fit them.
     """
-    try:
-        fields = ("seed", "local_devices", "deterministic")
-        own = {name: getattr(config.training, name) for name in fields}
-        dtransformer.init(config.parallel, **own)
-    except ValueError as error:
-        raise InputError(f"parallel: {error}") from None
+    fields = ("seed", "local_devices", "deterministic")
+    own = {name: getattr(config.training, name) for name in fields}
+    dtransformer.init(config.parallel, **own)
 
 
 def is_run(folder: str | os.PathLike) -> bool:

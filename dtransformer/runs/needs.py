@@ -38,26 +38,6 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
     )
 
 
-def check_batches(config: RunConfig, vocab_size: int, num_tokens: int, num_ranks: int = 1) -> None:
-    """Refuse batches that this machine cannot hold.
-
-    Args:
-        config: the run's config.
-        vocab_size: number of pieces of the vocabulary.
-        num_tokens: number of tokens of one side of the largest batch.
-        num_ranks: number of ranks that share a batch, at best.
-
-    Raises:
-        InputError: names the need.
-    """
-    layers = config.model.encoder_layers + config.model.decoder_layers
-    numbers = num_tokens * (vocab_size + layers * config.model.hidden_size)
-    _check(
-        f"data (batches of {num_tokens:,} tokens)",
-        _NUMBER * numbers // (num_ranks * config.parallel.micro_batch_num),
-    )
-
-
 def check_network(network: object, num_ranks: int = 1) -> None:
     """Refuse a network that this machine cannot hold while it is trained.
 

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from dtransformer.architectures import Architecture, architecture_named
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, refusing, shown
 from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
 from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import adapters_of
@@ -171,7 +171,7 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
         InputError: a pattern matches no weight.
     """
     options = config.model
-    try:
+    with refusing("model.adapters, model.freeze"):
         if options.adapters is not None:
             if options.from_ is None:
                 raise ValueError("there are no weights to adapt: give model.from")
@@ -184,8 +184,6 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
                 unfreeze(network, always)
         if options.freeze is not None:
             freeze(network, options.freeze)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"model.adapters, model.freeze: {error}") from None
     if alpha := getattr(config.training, "neftune_alpha", 0.0):
         network.embedding_noise = EmbeddingNoise(alpha, f"{network.name}/embedding_noise")
 

@@ -4,7 +4,7 @@ import inspect
 
 import keras
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
 from dtransformer.trainers import lr_schedules
@@ -41,10 +41,8 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
     variables = {path_in(network, variable): variable for variable in network.variables}
     seen = {}
     for number, group in enumerate(config.training.groups, 1):
-        try:
+        with refusing("training.groups"):
             paths = matching_paths(network, group.pattern)
-        except ValueError as error:
-            raise InputError(f"training.groups: {error}") from None
         for path in paths:
             if path in seen:
                 raise InputError(f"training.groups: {path} is in groups {seen[path]} and {number}")
@@ -54,6 +52,7 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
                 variables[path].update_group = update
 
 
+@refusing("training")
 def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
     """Return the optimizer of a run, with its schedule.
 
@@ -64,13 +63,6 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     Raises:
         InputError: the options do not make an optimizer.
     """
-    try:
-        return _optimizer(config, total_steps)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"training: {error}") from None
-
-
-def _optimizer(config, total_steps):
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}

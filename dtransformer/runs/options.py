@@ -142,7 +142,7 @@ class Seq2SeqData(RecordData):
 
 @_options
 class ChatData(RecordData):
-    """Conversations and texts, their template, and what of them is learnt."""
+    """Conversations, texts, or pairs of answers; their template, and what of them is learnt."""
 
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # the turns to learn
     template: Path | None = None  # a Jinja file, or chatml; by default the tokenizer's own
@@ -155,11 +155,6 @@ class LabelData(RecordData):
 
     labels: list[Name] = dataclasses.field(default_factory=list)  # by default those of records
     pooling: Literal["first", "mean", "last"] | None = None  # first; last of decoders
-
-
-@_options
-class PairData(ChatData):
-    """Pairs of answers to the same prompt: one chosen, one rejected."""
 
 
 @_options
@@ -286,7 +281,7 @@ class TrainingOptions:
     ema: Rate = 0.0  # momentum of averages of weights, which are evaluated, saved and exported
     groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    jit_compile: Literal["auto", "true", "false"] = "auto"
+    jit_compile: Literal["auto", True, False] = "auto"  # auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
     deterministic: bool = False  # the same bits each time, on GPUs by slower operations
@@ -391,8 +386,8 @@ SECTIONS = {
     },
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},
-    "preference": {"data": PairData, **_TOKENIZED, "training": PreferenceTraining},
-    "reward": {"data": PairData, **_TOKENIZED},
+    "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
+    "reward": {"data": ChatData, **_TOKENIZED},
     **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
     "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},

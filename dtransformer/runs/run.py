@@ -13,28 +13,28 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
-from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
-from dtransformer.planner.report import text_of
+from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.machine import num_ranks, this_device
+from dtransformer.planner.report import fields_of, text_of
+from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.callbacks import (
-    Beginning,
     BestWeights,
     Evaluations,
-    FiniteWeights,
-    Profile,
-    StepLimit,
     TimeLimit,
     check_logs,
     log_callbacks,
     save_sealed,
 )
-from dtransformer.runs.config import load_config
+from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import (
@@ -58,7 +58,7 @@ from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import best_of
-from dtransformer.trainers.checkpoint.export import RUN
+from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
 # What `--resume` may change: where the data lie, and all that changes neither the model nor the
@@ -66,6 +66,12 @@ from dtransformer.trainers.checkpoint.folders import saved_steps
 _MAY_MOVE = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
     *("tokenizer.folder", "model.from_"),
+)
+# Fields of `parallel` that are another layout's, where fewer ranks are left; all others stay.
+_FREE = (
+    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
+    *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
+    *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
@@ -104,9 +110,8 @@ def train(
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)  # before any work
-    found = None
-    if config.training.layout == "auto":
-        found = plan_of_run(config)
+    found = layout_plan(config)
+    if found is not None:
         config.parallel = found.best.config
     start_job(config)
 
@@ -120,7 +125,8 @@ def train(
     try:
         # Everything is made, so that what is wrong is told, before the folder is touched.
         task, trainer, batches = _prepare(config, folder, resumes)
-        check_export(task, overwrite or resumes)
+        # By all ranks, which have read all files, before the folder that they are in is moved.
+        together(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         task.moved(folder.path)
         if found is not None and job.is_chief():
@@ -144,6 +150,30 @@ def train(
         print(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
+
+
+def layout_plan(config: RunConfig) -> Plan | None:
+    """Return the plan of a run whose layout is the planner's, the same on every rank; else None.
+
+    With `parallel: auto` it is; and under `dtransformer launch`, where the config's own layout does
+    not fit the ranks that are left. What the planner then finds nothing for goes by the rule of
+    `parallel.config.elastic_config`.
+    """
+    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    if config.training.layout == "auto":
+        return plan_of_run(config)
+    number = num_ranks() * local_devices
+    try:
+        config.parallel.resolve(number, local_devices)
+    except ValueError:
+        # The optimizer may not be one that can update shards.
+        given = fields_of(config.parallel)
+        given |= {"optimizer_shard": int(config.parallel.optimizer_shard)}
+        fixed = {name: value for name, value in given.items() if name not in _FREE}
+        with contextlib.suppress(InputError):
+            cluster = Cluster(this_device(per_host), number, per_host * local_devices)
+            return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
+    return None
 
 
 @contextlib.contextmanager
@@ -187,16 +217,14 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     options, trainer = task.config.training, Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
-    try:
+    with refusing("training"):
         trainer.compile(
             optimizer,
             task.loss(),
-            jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
+            jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
             **task.metrics(),
         )
-    except (TypeError, ValueError) as error:
-        raise InputError(f"training: {error}") from None
     return trainer
 
 
@@ -269,24 +297,24 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = []
     if resumes:
-        callbacks.append(FiniteWeights(path / CHECKPOINTS))
+        callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
     if options.max_minutes:
         callbacks.append(TimeLimit(options.max_minutes))
     if options.max_steps:
-        callbacks.append(StepLimit(options.max_steps))
+        callbacks.append(_when(lambda: _limit(trainer, options.max_steps), "on_train_batch_end"))
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
     if options.ema:
-        exchange = lambda *_: trainer.optimizer_step.take_averages(exchanges=True)
-        swap = lambda *events: keras.callbacks.LambdaCallback(**dict.fromkeys(events, exchange))
-        callbacks.append(swap("on_epoch_end"))
+        swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
+        callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         if batches["dev"] is None:
             raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
         callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
-    callbacks += [Profile(*profile, path / PROFILE)] if profile else []
+    if profile and job.is_chief():
+        callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")
@@ -300,8 +328,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
     callbacks.append(BestWeights(save, monitor, best))
     if options.ema:  # checkpoints have the weights themselves, and are saved before a validation
-        callbacks.append(swap("on_epoch_end"))
-        sinks.append(swap("on_test_begin", "on_test_end"))
+        callbacks.append(_when(swap, "on_epoch_end"))
+        sinks.append(_when(swap, "on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -311,9 +339,32 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             monitor=monitor,
             assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
         ),
-        Beginning(folder),
+        # It comes after what saves.
+        _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
+
+
+def _when(act, *events):
+    """Return a callback that acts at some events."""
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
+
+
+def _limit(trainer, steps):
+    """Stop training after so many steps, counted from the run's beginning."""
+    if int(trainer.optimizer.iterations) >= steps:
+        trainer.stop_training = True
+
+
+def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
+    """Refuse to go on from weights that are not numbers; all ranks call.
+
+    Args:
+        trainer: the trainer, which has them.
+        path: where they come from, for the error.
+    """
+    values = network_values(trainer.network)
+    together(lambda: check_finite(path, values), "run/finite")
 
 
 def _best_loss(folder):

@@ -13,7 +13,6 @@ from dtransformer.planner.time import time_of
 from harness.published_tables.published import Measured
 
 MEGATRON = System(
-    name="Megatron-LM, 2021",
     weight_bytes=2,
     gradient_bytes=4,
     state_bytes=12,
@@ -24,11 +23,9 @@ MEGATRON = System(
     shards_sends=True,  # "scatter/gather optimization", Narayanan et al., 2021, §4.1
 )
 OVERLAPPING = dataclasses.replace(MEGATRON, hidden_share=0.9)  # the rows that reduce meanwhile
-DEEPSPEED = dataclasses.replace(
-    MEGATRON, name="Megatron-DeepSpeed", sent_gradient_bytes=2, shards_sends=False
-)
+DEEPSPEED = dataclasses.replace(MEGATRON, sent_gradient_bytes=2, shards_sends=False)
 # Each of the twelve weights and biases of a block is gathered by itself.
-ZERO_3 = dataclasses.replace(MEGATRON, name="ZeRO-3 of 2021", gathers_a_block=12)
+ZERO_3 = dataclasses.replace(MEGATRON, gathers_a_block=12)
 
 
 def predicted_seconds(steps: list[Measured], system: System, device=None, level: int = 0):

@@ -15,8 +15,8 @@ import yaml
 from dtransformer.cli import main
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
-from dtransformer.runs.callbacks import FiniteWeights
 from dtransformer.runs.identity import RunIdentity
+from dtransformer.runs.run import refuse_nan
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
@@ -312,10 +312,8 @@ def test_weights_that_are_no_numbers_are_not_trained_on():
     trainer = new_trainer()
     trainer.training_state()
     trainer.network.head.bias.assign([1.0, float("nan")])
-    callback = FiniteWeights("checkpoints")
-    callback.set_model(trainer)
     with pytest.raises(InputError, match="checkpoints: head/bias has values that are not finite"):
-        callback.on_train_begin()
+        refuse_nan(trainer, "checkpoints")
 
 
 def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):

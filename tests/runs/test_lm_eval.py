@@ -99,5 +99,5 @@ def test_texts_end_where_they_are_to(harness):
 
 def test_without_the_package_the_name_of_it_is_told(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install lm-eval"):
+    with pytest.raises(InputError, match="pip install lm_eval"):
         harness_model(folder)

@@ -53,5 +53,5 @@ def test_a_package_that_is_missing_is_told(key, monkeypatch):
     config = load_config(
         None, ["task=chat", f"logs.{key}={'true' if key == 'tensorboard' else 'x'}"]
     )
-    with pytest.raises(InputError, match=f"logs.{key}: install it first: pip install {key}"):
+    with pytest.raises(InputError, match=f"logs.{key}: .* pip install {key}"):
         check_logs(config)

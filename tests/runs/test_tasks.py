@@ -218,7 +218,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("regression", "data.train=labels.jsonl", "expected a number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
-        ("preference", "training.beta=0", "training.beta must be greater than 0"),
+        ("preference", "training.beta=0", "training.beta should be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
         ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
     ],

@@ -1,107 +1,30 @@
 """The loop of `dtransformer launch`: find hosts, start, wait, start again.
 
 What a start has come to is read from what horovodrun has printed; where ranks are fewer than
-before, and the command is `dtransformer train`, the planner finds another layout.
+before, they find another layout: see `runs.run.layout_plan` and `parallel.config.elastic_config`.
 """
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from dtransformer.cli.install_horovod import COMMAND, horovodrun
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered, is_here
-from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.runtime.launch import FITS_LAYOUT
-from dtransformer.planner.automatic import summary
-from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.machine import this_device
-from dtransformer.planner.report import fields_of
-from dtransformer.planner.search import Plan
-from dtransformer.runs.automatic import plan_of_run
-from dtransformer.runs.config import RunConfig, load_config
 
-# Fields of the config that are another layout's. All others stay as they are given.
-_FREE = (
-    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
-    *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
-    *("sequence_parallel", "vocab_emb_dp", "recompute"),
-)
-_NAMES = ("dtransformer", "dtransformer.cli")
-
-
-def replanned(command: Sequence[str], ranks: Mapping[str, int]) -> Plan | None:
-    """Return the plan for as many ranks as there are.
-
-    None where the command's own layout fits them, or its model is not known, or nothing fits;
-    then `dtransformer.parallel.config.elastic_config` has the rule.
-
-    Args:
-        command: the command of each rank.
-        ranks: {host: number of ranks}.
-    """
-    config = config_of(command)
-    if config is None or config.training.layout == "auto" or not any(map(is_here, ranks)):
-        return None
-    number, local_devices = sum(ranks.values()), config.training.local_devices
-    try:
-        config.parallel.resolve(number, local_devices)
-        return None
-    except ValueError:  # it does not fit
-        pass
-    # The optimizer may not be one that can update shards.
-    fixed = fields_of(config.parallel) | {"optimizer_shard": int(config.parallel.optimizer_shard)}
-    fixed = {name: value for name, value in fixed.items() if name not in _FREE}
-    per_host = max(ranks.values())
-    try:
-        device = this_device(per_host)
-        cluster = Cluster(device, number * local_devices, per_host * local_devices)
-        return plan_of_run(config, cluster, fixed)
-    except InputError:
-        return None
-
-
-def fields_of_layout(plan: Plan) -> str:
-    """Return what a plan says of the layout, as `launch.fitting` reads it."""
-    fields = dataclasses.asdict(plan.best.config)
-    return json.dumps({name: fields[name] for name in _FREE})
-
-
-def config_of(command: Sequence[str]) -> RunConfig | None:
-    """Return the config of a command that is `dtransformer train`; None where it is another.
-
-    Example:
-
-    >>> config_of(["python", "train.py", "--config", "x.yaml"]) is None
-    True
-    """
-    names = [pathlib.PurePath(word).name for word in command]
-    for place in range(1, len(command)):
-        if command[place] == "train" and names[place - 1] in _NAMES:
-            break
-    else:
-        return None
-    try:
-        arguments = make_parser().parse_args(list(command[place:]))
-        return load_config(arguments.config, arguments.set)
-    except InputError:  # which the ranks tell
-        return None
-
-
-PREEMPTED, REFUSED = 75, 2  # exit codes of ranks
+# Exit codes of ranks: asked to stop, they have saved; the options are refused, as they would be again.
+PREEMPTED, REFUSED = 75, 2
 
 # What a rank's watchdog says, and what horovodrun does.
 _VERDICT = re.compile(r"dtransformer: the job ends: (ranks? [\d, …]+ on hosts? ([^:]+): [^;]+);")
@@ -138,18 +61,8 @@ class Outcome:
             self.cause = line.strip()[:_MAX_CAUSE]
         return not self._in_traceback
 
-    @property
-    def is_preempted(self) -> bool:
-        """Whether ranks were asked to stop, and have saved."""
-        return self.exit_code == PREEMPTED
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the command refused its options, which it would do again."""
-        return self.exit_code == REFUSED
-
     def __str__(self):
-        if self.is_preempted:
+        if self.exit_code == PREEMPTED:
             return "ranks were asked to stop, and have saved"
         code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
         return self.cause or code or "horovodrun has failed"
@@ -236,15 +149,15 @@ class Supervisor:
                 return 0
             if self._signal is not None:
                 _say(f"asked to stop: {outcome}")
-                return PREEMPTED if outcome.is_preempted else 1
-            if outcome.is_refused:
+                return PREEMPTED if outcome.exit_code == PREEMPTED else 1
+            if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1
             if failures > self._options.restarts:
                 _say(f"{outcome}: failed for the {failures}. time, and ends")
                 return 1
             _say(f"{outcome}: restart {failures} of {self._options.restarts}")
-            if not outcome.is_preempted:
+            if outcome.exit_code != PREEMPTED:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
     def _find_ranks(self):
@@ -274,16 +187,12 @@ class Supervisor:
 
     def _start(self, ranks):
         """Start horovodrun and wait; return its exit code and the `Outcome`."""
-        outcome, layout = Outcome(), "1"
-        self._ranks = ranks
-        found = replanned(self._options.rank_command, ranks)
-        if found is not None:
-            layout = fields_of_layout(found)
-            _say(summary(found))
+        outcome, self._ranks = Outcome(), ranks
+        own = {LAUNCH: self._hosts.launch, FITS_LAYOUT: str(max(ranks.values()))}
         self._running = subprocess.Popen(
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
-                *("-H", ",".join(f"{host}:{number}" for host, number in ranks.items())),
+                *("-H", _told(ranks)),
                 *horovodrun_options(self._options, ranks),
                 *self._options.rank_command,
             ],
@@ -291,7 +200,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: layout},
+            env={**os.environ, **own},
             start_new_session=True,  # signals reach the ranks by us only
         )
         ending = None
@@ -346,7 +255,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _told(ranks):
-    return ", ".join(f"{host}:{number}" for host, number in ranks.items())
+    return ",".join(f"{host}:{number}" for host, number in ranks.items())
 
 
 def _say(text):

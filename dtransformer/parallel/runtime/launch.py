@@ -6,7 +6,6 @@ mesh is over one process' devices, or over those of several.
 
 import atexit
 import dataclasses
-import json
 import os
 import socket
 import sys
@@ -98,7 +97,7 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-# Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
+# Set by `dtransformer launch`, where fewer ranks may be left: how many a host has at most.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
@@ -164,17 +163,8 @@ def _check_alone():
 
 
 def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
-    """Return the config to use: under `dtransformer launch` one that fits the devices.
-
-    That is the one which the launcher has planned, where it has, or the plain rule's.
-    """
-    text = os.environ.get(FITS_LAYOUT)
-    if not text:
-        return config
-    planned = json.loads(text)
-    if isinstance(planned, dict):
-        return dataclasses.replace(config, **planned)
-    return refit(config, num_devices)
+    """Return the config to use: under `dtransformer launch` one that fits the devices."""
+    return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
 
 
 def stop_horovod(hvd) -> None:

@@ -13,6 +13,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TextGenerator
 from dtransformer.models.base import TokenModel
+from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
@@ -42,7 +43,8 @@ class Task(abc.ABC):
     Attributes:
         kind: the class of the network that it trains, where `model` gives sizes.
         accepts: a base of the networks that it trains, too; None for no other.
-        num_sequences: how many a record has.
+        num_sequences: how many a record has, which a `GroupModel` sees where they are several.
+        always_trained: a pattern of weights that are trained beside adapters, too.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
         digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
@@ -52,6 +54,7 @@ class Task(abc.ABC):
     kind: ClassVar[type[TokenModel]]
     accepts: ClassVar[type | None] = None
     num_sequences: ClassVar[int] = 1
+    always_trained: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -87,9 +90,19 @@ class Task(abc.ABC):
         Raises:
             InputError: the options make none, or one that is too large for this machine.
         """
-        self.network = self.make_core(precision)
-        adapt(self.network, self.config)
+        core = self.with_head(self.make_core(precision))
+        adapt(core, self.config, always=self.always_trained)
+        is_group = self.num_sequences > 1
+        self.network = GroupModel(core, self.scores(core)) if is_group else core
         return self.network
+
+    def with_head(self, core: TokenModel) -> TokenModel:
+        """Return the network with the head that the task trains."""
+        return core
+
+    def scores(self, core: TokenModel) -> keras.layers.Layer | None:
+        """Return what a `GroupModel` makes of the outputs of each sequence; None for themselves."""
+        return None
 
     def make_core(self, precision: str | None = None) -> TokenModel:
         """Return the network inside of what is trained, without adapters, built."""
@@ -167,7 +180,7 @@ class Task(abc.ABC):
     @property
     def core(self) -> TokenModel:
         """The network of `dtransformer.models` inside of what is trained."""
-        return self.network
+        return self.network.core if self.num_sequences > 1 else self.network
 
     def cross_entropy(self, ignore_id: int | None = -100) -> CrossEntropyLoss:
         """Return the loss of tokens, or of labels, as `training` asks for."""
@@ -204,7 +217,7 @@ class Task(abc.ABC):
         Raises:
             InputError: it is not.
         """
-        value = getattr(getattr(self.config, section), key)
+        value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
         return value

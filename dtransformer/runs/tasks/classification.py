@@ -10,7 +10,6 @@ from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
-from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
@@ -21,6 +20,7 @@ class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
+    always_trained = "head/*"
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
@@ -38,20 +38,8 @@ class LabelTask(RecordTask):
 
     def encode_whole(self, texts: list[str]) -> list[tuple]:
         """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
-        before, after = self.added
-        found = self.tokenizer.encode_with_offsets(texts)
-        rows = ([*before, *one.ids, *after] for one in found)
+        rows = self.tokenizer.encode(texts, add_special_ids=True).to_list()
         return [(ids, [0] * len(ids)) for ids in rows]
-
-    @property
-    def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that come before and after a text."""
-        plain, whole = (
-            self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
-            for adds in (False, True)
-        )
-        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
-        return whole[:start], whole[start + len(plain) :]
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
@@ -73,14 +61,11 @@ class LabelTask(RecordTask):
             dtype=core.dtype_policy,
         )
 
-    def make_network(self, precision: str | None = None):
-        core = self.make_core(precision)
+    def with_head(self, core: OneStackModel) -> OneStackModel:
         old, head = core.head, self.head(self.num_labels, core)
         names = [getattr(one, "label_names", None) for one in (old, head)]
         goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
-        self.network = core if goes_on else with_task_head(core, head)
-        adapt(self.network, self.config, always="head/*")
-        return self.network
+        return core if goes_on else with_task_head(core, head)
 
     def row(self, records, numbers, length) -> dict:
         """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""

@@ -8,12 +8,10 @@ from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
-from dtransformer.models.one_stack import with_task_head
-from dtransformer.models.pairs import GroupModel
+from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.parallel import collectives
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.networks import adapt
 from dtransformer.runs.tasks.classification import LabelTask
 
 
@@ -48,14 +46,10 @@ class InBatchLoss(keras.losses.Loss):
 class Embedding(LabelTask):
     """A network whose vectors of a query and of its text are alike, and of others not."""
 
-    num_sequences = 2
+    num_sequences, always_trained = 2, None
 
     def texts(self, record, place) -> list[str]:
         return [text_of(record, name, place) for name in ("query", "positive")]
-
-    @property
-    def core(self):
-        return self.network.core
 
     def read(self, part: str | None = None) -> None:
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
@@ -75,15 +69,12 @@ class Embedding(LabelTask):
         inputs, target, weight = group_row(*args, with_labels=False)
         return {"tokens": inputs["tokens"], "attention_mask": inputs["segments"]}, target, weight
 
-    def make_network(self, precision: str | None = None) -> GroupModel:
-        core = self.make_core(precision)
+    def with_head(self, core: OneStackModel) -> OneStackModel:
         pooling = self.config.data.pooling
-        if pooling or not isinstance(core.head, PoolingHead):  # which a published folder may have
-            pooling = pooling or ("last" if isinstance(core, CausalLM) else "mean")
-            core = with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))
-        adapt(core, self.config)
-        self.network = GroupModel(core)
-        return self.network
+        if not pooling and isinstance(core.head, PoolingHead):  # as a published folder may have
+            return core
+        pooling = pooling or ("last" if isinstance(core, CausalLM) else "mean")
+        return with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))
 
     def loss(self) -> InBatchLoss:
         return InBatchLoss(self.config.training.temperature)

@@ -8,9 +8,8 @@ from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import preferred
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
-from dtransformer.models.pairs import GroupModel
+from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.networks import adapt
 from dtransformer.runs.tasks.chat import ChatRecords
 
 
@@ -18,10 +17,6 @@ class PairTask(ChatRecords):
     """What tasks of a chosen and a rejected answer share."""
 
     with_labels, num_sequences = True, 2
-
-    @property
-    def core(self):
-        return self.network.core
 
     def encode(self, records):
         found, places = [], []
@@ -56,13 +51,9 @@ class Preference(PairTask):
     each answer is computed once, before the first step, so that no second network is in memory.
     """
 
-    def make_network(self, precision: str | None = None) -> GroupModel:
-        core = self.make_core(precision)
-        adapt(core, self.config)
+    def scores(self, core: CausalLM) -> SequenceLogProbability:
         is_mean = self.config.training.loss == "ipo"
-        scores = SequenceLogProbability(core.vocab_size, is_mean, name="scores")
-        self.network = GroupModel(core, scores)
-        return self.network
+        return SequenceLogProbability(core.vocab_size, is_mean, name="scores")
 
     def before_training(self, trainer: keras.Model) -> None:
         for name, records in self.records.items():

@@ -48,6 +48,16 @@ class TokenClassification(Classification):
             rows.append([([*before, *ids, *after], labels)])
         return rows, None
 
+    @property
+    def added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that come before and after a text."""
+        plain, whole = (
+            self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
+            for adds in (False, True)
+        )
+        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
+
     def plain_head(self, num_labels, core):
         return TokenHead(
             num_labels, dropout_rate=core.arguments["dropout_rate"], dtype=core.dtype_policy

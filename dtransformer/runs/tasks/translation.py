@@ -2,7 +2,7 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.errors import InputError
+from dtransformer.errors import refusing
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.runtime import job
@@ -29,16 +29,12 @@ class Translation(Task):
         self._pairs = {"train": pairs, "dev": read["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
-    def _read(self, source_key, target_key):
-        """Return the lines of both languages, or None where no files are given."""
-        data = self.config.data
-        source, target = getattr(data, source_key), getattr(data, target_key)
-        if source is None and target is None and source_key != "source":
+    def _read(self, *keys):
+        """Return the lines of both languages, or None where no held-out files are given."""
+        given = [getattr(self.config.data, key) for key in keys]
+        if keys == _KEYS["dev"] and not any(given):
             return None
-        for key, path in ((source_key, source), (target_key, target)):
-            if path is None:
-                raise InputError(f"data.{key} is not given: give a file with one sentence a line")
-        return read_pairs(source, target)
+        return read_pairs(*(self.needed("data", key) for key in keys))
 
     def _clean(self, pairs):
         """Leave out pairs that training is better without."""
@@ -65,7 +61,7 @@ class Translation(Task):
         """Return the network without weights, of which this machine can hold those that it gets."""
         config = self.config
         needs.check_search(config, vocab_size, config.search.beam_size)
-        try:
+        with refusing("model"):
             network = TranslationTransformer(
                 vocab_size,
                 **vars(config.model),
@@ -74,8 +70,6 @@ class Translation(Task):
                 **ids,
                 dtype=precision or config.training.precision,
             )
-        except (TypeError, ValueError) as error:
-            raise InputError(f"model: {error}") from None
         needs.check_network(network, job.size())
         return network
 
@@ -84,7 +78,7 @@ class Translation(Task):
         if not pairs:
             return None
         options, tokenizer = self.config.data, self.tokenizer
-        batches = TranslationBatches(
+        return TranslationBatches(
             tokenizer.encode(pairs[0]),
             tokenizer.encode(pairs[1]),
             batch_size=options.batch_size,
@@ -97,8 +91,6 @@ class Translation(Task):
             **self.batch_options(part),
             **special_ids(tokenizer, self.kind),
         )
-        needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
-        return batches
 
     def loss(self):
         return self.cross_entropy(self.tokenizer.pad_id)

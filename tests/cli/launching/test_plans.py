@@ -3,18 +3,15 @@
 import pytest
 
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
-from dtransformer.cli.launching.supervisor import (
-    Outcome,
-    fields_of_layout,
-    horovodrun_options,
-    replanned,
-)
+from dtransformer.cli.launching.supervisor import PREEMPTED, REFUSED, Outcome, horovodrun_options
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime.launch import FITS_LAYOUT, fitting
+from dtransformer.runs.config import load_config
+from dtransformer.runs.run import layout_plan
 
 
 @pytest.mark.parametrize("text", [
@@ -78,7 +75,8 @@ def test_why_a_start_has_ended(lines, expected):
         outcome.read(line)
     cause, *rest = expected
     assert cause in str(outcome)
-    assert [outcome.hosts, outcome.is_preempted, outcome.is_refused] == rest
+    found = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
+    assert [outcome.hosts, *found] == rest
 
 
 def test_where_horovodrun_was_is_not_shown():
@@ -150,41 +148,38 @@ def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts
     Topology.from_config(found, left)
 
 
-def train(tmp_path, *settings):
-    """Return the command of ranks that train, on a layout of four ranks."""
-    path = tmp_path / "config.yaml"
-    path.write_text("parallel: {data_parallel: 2, model_parallel: 2, gradient_dtype: float16}")
-    given = ["--set", *settings] if settings else []
-    return ["python", "-m", "dtransformer.cli", "train", "--config", str(path), "--resume", *given]
+def plan_for(ranks, monkeypatch, *settings, launched="3"):
+    """Return the plan of a run on a layout of four ranks, where so many are left."""
+    layout = ["data_parallel=2", "model_parallel=2", "gradient_dtype=float16"]
+    config = load_config(None, [*(f"parallel.{field}" for field in layout), *settings])
+    monkeypatch.setenv("HOROVOD_SIZE", str(ranks))
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", str(ranks))
+    if launched:
+        monkeypatch.setenv(FITS_LAYOUT, launched)
+    return layout_plan(config)
 
 
-def test_where_ranks_are_left_over_the_planner_has_their_layout(tmp_path, monkeypatch):
+def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
     """For the run's model and batch; what is no degree stays. `init` takes it."""
-    found = replanned(train(tmp_path), {"localhost": 3})
+    found = plan_for(3, monkeypatch)
     best = found.best.config
     assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
     best.resolve(3)
+    assert fitting(best, 3) == best
     given = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
-    monkeypatch.setenv(FITS_LAYOUT, fields_of_layout(found))
-    assert fitting(given, 3) == best
-    monkeypatch.setenv(FITS_LAYOUT, "1")
     assert fitting(given, 3) == refit(given, 3)
+    monkeypatch.delenv(FITS_LAYOUT)
+    assert fitting(given, 3) == given
 
 
-@pytest.mark.parametrize(
-    "why", ["all are there", "auto", "another host", "another program", "none"]
-)
-def test_where_the_planner_is_not_asked(why, tmp_path):
-    commands = {
-        "auto": train(tmp_path, "training.layout=auto"),
-        "another program": ["python", "train", "--config", str(tmp_path / "config.yaml")],
-        "none": train(tmp_path, "training.optimizer=nonsense"),
-    }
-    ranks = {
-        "all are there": {"localhost": 4},
-        "another host": {"203.0.113.1": 3},
-    }
-    assert replanned(commands.get(why, train(tmp_path)), ranks.get(why, {"localhost": 3})) is None
+@pytest.mark.parametrize("ranks, launched, settings", [
+    (4, "4", []),  # all are there
+    (3, "", []),  # `init` refuses it
+    (3, "2", []),  # on hosts of two and of one
+    (3, "3", ["training.optimizer=nonsense"]),
+])  # fmt: skip
+def test_where_the_planner_has_no_layout(ranks, launched, settings, monkeypatch):
+    assert plan_for(ranks, monkeypatch, *settings, launched=launched) is None
 
 
 @pytest.mark.parametrize("hosts, given", [(["localhost"], False), (["localhost", "a"], True)])
