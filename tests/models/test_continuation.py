@@ -102,12 +102,12 @@ def test_a_window_bounds_what_is_kept(beams):
         network = model("window", window=window)
         options, ids = GenerationOptions(beam_size=beams), SpecialIds.of(network, None, (0,))
         search = BeamSearch(ids, 40, options) if beams > 1 else Sampling(ids, 40, None, options)
-        decoding, sources = Continuation(network, search), tf.range(2)
+        decoding = Continuation(network, search)
         cache = decoding.encode(tf.ones([2, 30], "int32"), capacity=0)
         for tokens in (0, 16):
             for block in cache["blocks"]:
                 block["index"] = tf.constant(tokens)
-            cache = decoding.take(cache, sources, 16)
+            cache = decoding.grown(cache, 16)
             tensors = [x for block in cache["blocks"] for x in block.values() if x.shape.rank]
             yield sum(4 * int(tf.size(x)) for x in tensors)
 

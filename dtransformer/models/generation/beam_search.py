@@ -68,17 +68,6 @@ class BeamSearch:
         ended = worst >= best
         return ended | (worst > NEVER / 2) if self._options.early_stopping else ended
 
-    def take(self, state: dict, sources: tf.Tensor) -> dict:
-        """Return the state of some of the sources only, by their numbers, int32 [m]."""
-        k = self.num_beams
-        names = state.keys() - {"position", "last", "beams"}
-        taken = {name: tf.gather(state[name], sources) for name in names}
-        last = tf.gather(tf.reshape(state["last"], [-1, k]), sources)
-        beams = tf.gather(tf.reshape(state["beams"], [-1, k]), sources) % k
-        taken["last"] = tf.reshape(last, [-1])
-        taken["beams"] = tf.reshape(tf.range(tf.size(sources))[:, None] * k + beams, [-1])
-        return {**state, **taken}
-
     def next_entries(self, entries: tf.Tensor, state: dict) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the entries of the hypotheses that live on, and what these attend to.
 

@@ -11,9 +11,9 @@ from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def taken_entries(entries, sources: tf.Tensor, more: tf.Tensor):
-    """Return a search's entries of some of the sources, with room for more positions."""
-    return tf.nest.map_structure(lambda x: kv_cache.grown(x, sources, more), entries)
+def longer_entries(entries, more: int):
+    """Return a search's entries with room for more positions."""
+    return tf.nest.map_structure(lambda x: kv_cache.longer(x, more), entries)
 
 
 class Generation:
@@ -31,26 +31,20 @@ class Generation:
         """Return what translations begin with, the start tokens: int32 [b, 1]."""
         return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
 
-    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
         """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
         memory, _ = self._model.encode(source)
-        if capacity is None:
-            capacity = self.search.max_length
         blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
         batch_size = static_or_dynamic_shape(source)[0]
         return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
 
-    def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
-        """Return the cache of some of the sources, by their numbers, with room for more tokens."""
-        memory = lambda block: {name: tf.gather(x, sources) for name, x in block.items()}
+    def grown(self, cache: dict, more: int) -> dict:
+        """Return the cache with room for more tokens."""
         blocks = [
-            {
-                "self": kv_cache.take(block["self"], sources, more, self.search.num_beams),
-                "memory": memory(block["memory"]),
-            }
+            {**block, "self": kv_cache.grown(block["self"], more, self.search.num_beams)}
             for block in cache["blocks"]
         ]
-        return {"blocks": blocks, "entries": taken_entries(cache["entries"], sources, more)}
+        return {"blocks": blocks, "entries": longer_entries(cache["entries"], more)}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""
@@ -91,11 +85,9 @@ class Continuation:
         """Return where there is a token before the last: bool [b, p]."""
         return source[:, :-1] != NO_TOKEN
 
-    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
         """Return the cache of texts [b, s]; see `decoding.Decoding`."""
         model, search = self._model, self.search
-        if capacity is None:
-            capacity = search.max_length
         # The last token's keys are computed by the first step of the search. It is seen by the
         # tokens before it where the text is a prefix.
         last = None if model.arguments["prefix"] else -1
@@ -112,14 +104,13 @@ class Continuation:
             "entries": search.start_entries(batch_size, capacity),
         }
 
-    def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
-        """Return the cache of some of the texts, by their numbers, with room for more tokens."""
+    def grown(self, cache: dict, more: int) -> dict:
+        """Return the cache with room for more tokens."""
         windows = [block.attention.window for block in self._model.blocks.blocks]
-        options = sources, more, self.search.num_beams
         pairs = zip(cache["blocks"], windows, strict=True)
         return {
-            "blocks": [kv_cache.take(own, *options, window) for own, window in pairs],
-            "entries": taken_entries(cache["entries"], sources, more),
+            "blocks": [kv_cache.grown(own, more, self.search.num_beams, x) for own, x in pairs],
+            "entries": longer_entries(cache["entries"], more),
         }
 
     def next_logits(

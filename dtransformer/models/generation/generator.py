@@ -125,10 +125,10 @@ class _TokenStream:
         finally:
             self._on_tokens = None
 
-    def __call__(self, numbers: np.ndarray, tokens: np.ndarray) -> None:
-        """Take the last tokens [m] of some texts, by their numbers [m]."""
+    def __call__(self, tokens: np.ndarray) -> None:
+        """Take the last tokens [b] of all texts."""
         try:
-            for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
+            for number, token in enumerate(tokens.tolist()):
                 if number not in self._ended:
                     self._on_tokens(number, [token])
                 if token in self._end_ids:

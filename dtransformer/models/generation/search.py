@@ -95,16 +95,7 @@ class Sampling:
 
     def ended(self, state: dict) -> tf.Tensor:
         """Return which sentences want no other token, bool [b]."""
-        finished = state["finished"]
-        if self._options.temperature == 0:
-            return finished
-        # All draw until the last one ends: what one draws does not depend on who is left.
-        return tf.fill(tf.shape(finished), tf.reduce_all(finished))
-
-    def take(self, state: dict, sources: tf.Tensor) -> dict:
-        """Return the state of some of the sources only, by their numbers, int32 [m]."""
-        taken = {name: tf.gather(x, sources) for name, x in state.items() if name != "position"}
-        return {**taken, "position": state["position"], "beams": tf.range(tf.size(sources))}
+        return state["finished"]
 
     def next_entries(self, entries: tuple, state: dict) -> tuple[tuple, None]:
         """As `BeamSearch.next_entries`."""

@@ -72,35 +72,29 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 
 
-def take(
-    cache: dict, sources: tf.Tensor, more: tf.Tensor, num_hypotheses: int, window: int | None = None
-) -> dict:
-    """Return the cache of attention of some of the sources, with room for more positions.
+def grown(cache: dict, more: int, num_hypotheses: int, window: int | None = None) -> dict:
+    """Return the cache of attention with room for more positions.
 
     Args:
         cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
-        sources: int32 tensor, their numbers.
         more: number of positions.
         num_hypotheses: number k.
         window: how many positions are seen: there is room for no more of them; None for all.
     """
     more *= num_hypotheses
-    own = {name: x for name, x in cache.items() if x.shape.rank}
+    cache = dict(cache)
     if window is not None:
         size, seen = tf.shape(cache["key"])[2], tf.maximum(window - 1 - cache["index"], 0)
         more = tf.minimum(more, window * num_hypotheses - size)
-        for name in own.keys() - {"key", "value"}:
-            first = tf.maximum(tf.shape(own[name])[2] - seen, 0)
-            own[name] = own[name][:, :, first:]
-    taken = {name: tf.gather(x, sources) for name, x in own.items()}
-    room = {name: grown(cache[name], sources, more) for name in ("key", "value")}
-    return {**cache, **taken, **room}
+        for name in cache.keys() & {"prefix_key", "prefix_value"}:
+            first = tf.maximum(tf.shape(cache[name])[2] - seen, 0)
+            cache[name] = cache[name][:, :, first:]
+    return {**cache, **{name: longer(cache[name], more) for name in ("key", "value")}}
 
 
-def grown(x: tf.Tensor, sources: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
-    """Return some rows of a tensor, with more places in its third dimension."""
-    paddings = [[0, more if i == 2 else 0] for i in range(x.shape.rank)]
-    return tf.pad(tf.gather(x, sources), paddings)
+def longer(x: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
+    """Return a tensor with more places in its third dimension."""
+    return tf.pad(x, [[0, more if i == 2 else 0] for i in range(x.shape.rank)])
 
 
 def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:

@@ -46,9 +46,6 @@ class Search(typing.Protocol):
     def ended(self, state: dict) -> tf.Tensor:
         """Return which sources want no other token, bool [b]."""
 
-    def take(self, state: dict, sources: tf.Tensor) -> dict:
-        """Return the state of some of the sources only, by their numbers, int32 [m]."""
-
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state, from the logits [r, V] of the tokens after the last ones."""
 
@@ -64,16 +61,11 @@ class Decoding(typing.Protocol):
     def texts(self, source: tf.Tensor) -> tf.Tensor:
         """Return what results come after: int32 [b, t], -1 before what is shorter."""
 
-    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None):
-        """Return the cache of source ids [b, s], nested tensors.
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor):
+        """Return the cache of source ids [b, s], nested tensors, with room for some tokens."""
 
-        Args:
-            source: int32 tensor [b, s].
-            capacity: number of tokens that there is room for; `search.max_length` by default.
-        """
-
-    def take(self, cache, sources: tf.Tensor, more: tf.Tensor):
-        """Return the cache of some of the sources, by their numbers, with room for more tokens."""
+    def grown(self, cache, more: int):
+        """Return the cache with room for more tokens."""
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of the source ids [b, s]: bool [b, s]."""
@@ -82,31 +74,51 @@ class Decoding(typing.Protocol):
         """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
 
 
-def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
+# Room for so many tokens is made at once: products with a cache that is mostly empty are slow.
+_MORE_TOKENS = 16
+
+
+def decode(
+    decoding: Decoding, source: tf.Tensor, grows: bool = False, on_tokens: Callable | None = None
+) -> tf.Tensor:
     """Decode with TensorFlow's operations.
 
     Args:
         decoding: a `Decoding`.
         source: int32 tensor [b, s].
+        grows: whether the cache grows with the position, where shapes may change; else it has room
+            for all tokens from the first on.
+        on_tokens: see `compiled`.
 
     Returns:
         What its search's `result` is.
     """
-    search, step = decoding.search, _step(decoding, decoding.memory_mask(source))
-    cache = decoding.encode(source)
-    state = search.start(decoding.texts(source))
-    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
-    return search.result(state)
-
-
-def _step(decoding, memory_mask):
-    """Return a function of (state, cache) that decodes a token of every hypothesis."""
+    search, mask = decoding.search, decoding.memory_mask(source)
 
     def step(state, cache):
-        logits, cache = decoding.next_logits(state, cache, memory_mask)
-        return decoding.search.update(state, logits), cache
+        """Decode a token of every hypothesis."""
+        logits, cache = decoding.next_logits(state, cache, mask)
+        state = search.update(state, logits)
+        if on_tokens is not None:
+            tf.numpy_function(on_tokens, [state["last"]], [])
+        return state, cache
 
-    return step
+    def tokens(state, cache):
+        """Decode until there is no room."""
+        room = state["position"] + _MORE_TOKENS
+        # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
+        # are updated in place.
+        cache = decoding.grown(cache, _MORE_TOKENS)
+        has_room = lambda state, _: goes_on(search, state) & (state["position"] < room)
+        return tf.while_loop(has_room, step, (state, cache))
+
+    cache = decoding.encode(source, 0 if grows else search.max_length)
+    variables = search.start(decoding.texts(source)), cache
+    shapes = tf.nest.map_structure(_any_length, variables) if grows else None
+    state, _ = tf.while_loop(
+        lambda state, _: goes_on(search, state), tokens if grows else step, variables, shapes
+    )
+    return search.result(state)
 
 
 def goes_on(search: Search, state: dict) -> tf.Tensor:
@@ -114,76 +126,10 @@ def goes_on(search: Search, state: dict) -> tf.Tensor:
     return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
 
 
-# Room for so many tokens is made at once: products with a cache that is mostly empty are slow.
-_MORE_TOKENS = 16
-# Sources that want no other token are left out as soon as there are so many of them.
-_SHARE_THAT_ENDED = 0.25
-
-
-def decode_what_is_left(
-    decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = None
-) -> tf.Tensor:
-    """Decode as `decode`, for shapes that may change: batch and cache are as large as is needed.
-
-    Sources that have ended are left out from time to time, and the cache grows with the position.
-
-    Args:
-        decoding: a `Decoding`.
-        source: int32 tensor [b, s].
-        on_tokens: see `compiled`.
-    """
-    search, max_length = decoding.search, decoding.search.max_length
-    batch_size = tf.shape(source)[0]
-
-    def tokens(left, numbers, state, cache, memory_mask, ids):
-        """Decode what is left until there is no room, or enough sources have ended."""
-        numbers, memory_mask = tf.gather(numbers, left), tf.gather(memory_mask, left)
-        state = search.take(state, left)
-        room, number = state["position"] + _MORE_TOKENS, tf.size(numbers)
-
-        def enough(state, _):
-            ended = tf.math.count_nonzero(search.ended(state), dtype="int32")
-            many = tf.cast(ended, "float32") >= _SHARE_THAT_ENDED * tf.cast(number, "float32")
-            return (state["position"] < tf.minimum(room, max_length)) & ~many
-
-        # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
-        # are updated in place.
-        cache = decoding.take(cache, left, _MORE_TOKENS)
-        step = _step(decoding, memory_mask)
-
-        def told_step(state, cache):
-            state, cache = step(state, cache)
-            tf.numpy_function(on_tokens, [numbers, state["last"]], [])
-            return state, cache
-
-        loop = (step if on_tokens is None else told_step), (state, cache)
-        state, cache = tf.while_loop(enough, *loop)
-        # Of those that go on there is more to come.
-        ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
-        left = tf.cast(tf.reshape(tf.where(~search.ended(state)), [-1]), "int32")
-        return left, numbers, state, cache, memory_mask, ids
-
-    variables = (
-        tf.range(batch_size),
-        tf.range(batch_size),
-        search.start(decoding.texts(source)),
-        decoding.encode(source, capacity=0),
-        decoding.memory_mask(source),
-        tf.zeros([batch_size, search.num_results, max_length], "int32"),
-    )
-    *_, ids = tf.while_loop(
-        lambda left, _, state, *__: (tf.size(left) > 0) & (state["position"] < max_length),
-        tokens,
-        variables,
-        shape_invariants=tf.nest.map_structure(_any_batch_and_length, variables),
-    )
-    return ids
-
-
-def _any_batch_and_length(x):
-    """Return a shape whose number of sources, and of entries of a cache, may change."""
+def _any_length(x):
+    """Return a shape whose number of entries of a cache may change."""
     sizes = x.shape.as_list()
-    return tf.TensorShape([None if i in (0, 2) else size for i, size in enumerate(sizes)])
+    return tf.TensorShape([None if i == 2 else size for i, size in enumerate(sizes)])
 
 
 def compiled(
@@ -200,8 +146,8 @@ def compiled(
             returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
         loops_on_mesh: whether all tokens are one function on a mesh; else each is a call, which
             takes five times as long. DTensor compiles few loops.
-        on_tokens: called after each token as `on_tokens(numbers, tokens)`, int32 arrays [m]: the
-            numbers of the sources that were not left out yet, and their last tokens.
+        on_tokens: called after each token as `on_tokens(tokens)`, with the last ones of all sources,
+            an int32 array [b].
 
     Returns:
         A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
@@ -231,7 +177,7 @@ def _on_one_device(network, make, on_tokens):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
             with _hoisting(network.variables):
-                return decode_what_is_left(make(max_length, seed), source, on_tokens)
+                return decode(make(max_length, seed), source, True, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
@@ -286,7 +232,9 @@ class _StagedDecoding:
         self._devices = self._encode.devices
 
     def _compute_cache(self, source, _):
-        return [], self._make().encode(self._devices.numbers(source, self._shape))
+        decoding = self._make()
+        source = self._devices.numbers(source, self._shape)
+        return [], decoding.encode(source, decoding.search.max_length)
 
     def _compute_logits(self, inputs, cache):
         decoding, numbers = self._make(), self._devices.numbers
@@ -310,7 +258,6 @@ class _StagedDecoding:
         decoding = self._make(seed)
         search = decoding.search
         state, source = search.start(decoding.texts(source)), put(source)
-        numbers_of_all = np.arange(self._shape[0], dtype="int32")
         _, caches = self._encode(source)
         more = True
         while more:
@@ -323,5 +270,5 @@ class _StagedDecoding:
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
             state["position"], more = chosen[-2], bool(chosen[-1])
             if self._on_tokens is not None:
-                self._on_tokens(numbers_of_all, state["last"].numpy())
+                self._on_tokens(state["last"].numpy())
         return from_last(search.result(state), "ids")
