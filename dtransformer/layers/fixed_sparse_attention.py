@@ -6,9 +6,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating, given_arguments
+from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_divisible, check_size, register
-from dtransformer.layers.elementwise import select
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -130,7 +130,7 @@ class FixedSparsePattern:
 
 
 # Queries whose scores are computed together, where windows are smaller.
-_QUERIES = 512
+_QUERIES = 128
 
 
 @register
@@ -211,8 +211,24 @@ class FixedSparseAttention(StreamLayer):
         contexts = []
         for first in range(0, self.pattern.num_windows, at_once):
             windows = range(first, min(first + at_once, self.pattern.num_windows))
-            inputs = q, k, v, global_keys, global_values
-            contexts.append(self._attend(windows, *inputs, attention_mask))
+            rows = slice(first * self.pattern.window, windows.stop * self.pattern.window)
+            num_global = windows[-1] * self.pattern.global_size
+            keys, values = (
+                [x[:, :, :num_global]] * (num_global > 0) + [own[:, :, rows]]
+                for x, own in ((global_keys, k), (global_values, v))
+            )
+            seen = self._seen(windows, rows, num_global, attention_mask)
+            softmax = "float64" if q.dtype == "float64" else "float32"
+            contexts.append(
+                attention(
+                    q[:, :, rows],
+                    keys,
+                    values,
+                    seen,
+                    softmax_compute_type=softmax,
+                    implementation="reference",
+                )
+            )
         context = contexts[0] if len(contexts) == 1 else tf.concat(contexts, axis=2)
         # [batch, heads, length, head_dim] -> [batch, length, heads · head_dim]
         context = constrain(context, ("batch", "heads", None, "head_dim"))
@@ -234,47 +250,19 @@ class FixedSparseAttention(StreamLayer):
         x = tf.reshape(x, [b, self.pattern.seq_length, self.num_heads, self.size_per_head])
         return constrain(tf.transpose(x, [0, 2, 1, 3]), ("batch", "heads", None, "head_dim"))
 
-    def _attend(self, windows, q, k, v, global_keys, global_values, mask):
-        """Return the context [b, n, u·l, d] of u windows of l positions each that follow each other."""
-        size, (first, last) = self.pattern.window, (windows[0], windows[-1])
-        rows = slice(first * size, (last + 1) * size)
-        q, own_k, own_v = (x[:, :, rows] for x in (q, k, v))
-        own_v = self._by_windows(own_v)
-        near = tf.matmul(self._by_windows(q), self._by_windows(own_k), transpose_b=True)
-        seen = np.tile(np.tril(np.ones([size, size], "bool")), [len(windows), 1, 1])[None, None]
-        if mask is not None:
-            seen = seen & self._own_windows(mask, rows)
-        scores = _masked(near, seen)
-        scores = self._joined(scores)
-        num_global = last * self.pattern.global_size
+    def _seen(self, windows, rows, num_global, mask):
+        """Return what queries of some windows see of global positions before, and of these windows."""
+        window_of = np.repeat(windows, self.pattern.window)
+        of_global = np.repeat(range(windows[-1]), self.pattern.global_size)
+        near = np.tril(window_of[:, None] == window_of)
+        seen = np.concatenate([window_of[:, None] > of_global, near], axis=1)[None, None]
+        if mask is None:
+            return tf.constant(seen)
+        own = _part_of(mask, rows, rows)
         if num_global:
-            far = tf.matmul(q, global_keys[:, :, :num_global], transpose_b=True)
-            seen = np.arange(last)[None, :] < np.arange(first, last + 1)[:, None]
-            seen = seen.repeat(size, 0).repeat(self.pattern.global_size, 1)[None, None]
-            if mask is not None:
-                seen = seen & self._global_part(mask, rows, num_global)
-            scores = tf.concat([_masked(far, seen), scores], axis=-1)
-        scores = constrain(scores, ("batch", "heads", None, None))
-        probabilities = tf.nn.softmax(scores)
-        if mask is not None:
-            probabilities *= tf.cast(scores > scores.dtype.min, scores.dtype)
-        probabilities = tf.cast(probabilities, v.dtype)
-        near = self._by_windows(probabilities[..., num_global:])
-        context = self._joined(tf.matmul(near, own_v))
-        if num_global:
-            far = probabilities[..., :num_global]
-            context += tf.matmul(far, global_values[:, :, :num_global])
-        return context
-
-    def _by_windows(self, x):
-        """[b, n, u·l, x] -> [b, n, u, l, x]"""
-        b, n, s, d = static_or_dynamic_shape(x)
-        return tf.reshape(x, [b, n, s // self.pattern.window, self.pattern.window, d])
-
-    def _joined(self, x):
-        """[b, n, u, l, x] -> [b, n, u·l, x]"""
-        b, n, u, size, d = static_or_dynamic_shape(x)
-        return tf.reshape(x, [b, n, u * size, d])
+            far = self._global_part(mask, rows, num_global)
+            own = tf.concat([far, own | tf.zeros_like(far[..., :1])], axis=-1)
+        return own & seen
 
     def _global_positions(self, x):
         """[b, n, s, d] -> [b, n, s / l · c, d]: those that queries of later windows see of a head."""
@@ -292,25 +280,12 @@ class FixedSparseAttention(StreamLayer):
             tf.reshape(x, [b, self.num_heads, length, d]), ("batch", "heads", None, None)
         )
 
-    def _own_windows(self, mask, rows):
-        """Return a mask of queries and keys of the same window, bool [b, 1, u, l or 1, l]."""
-        size, parts = self.pattern.window, []
-        for start in range(rows.start, rows.stop, size):
-            own = slice(start, start + size)
-            parts.append(_part_of(mask, own, own))
-        return tf.stack(parts, axis=2)
-
     def _global_part(self, mask, rows, num_global):
         """Return a mask of queries and global keys, bool [b, n, u·l or 1, …]."""
         all_keys = slice(0, self.pattern.seq_length)
         part = tf.cast(_part_of(mask, rows, all_keys), self.compute_dtype)
         part = self._global_positions(tf.transpose(part, [0, 1, 3, 2]))
         return tf.transpose(part, [0, 1, 3, 2])[..., :num_global] > 0
-
-
-def _masked(scores, seen):
-    scores = tf.cast(scores, "float64" if scores.dtype == "float64" else "float32")
-    return select(seen, scores, scores.dtype.min)
 
 
 def _part_of(mask, rows, columns):
