@@ -11,11 +11,11 @@ import numpy as np
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
 from dtransformer.models.pretrained.families.parts import (
-    Activation,
     AfterPadding,
     Alike,
     Field,
     choice,
+    hidden_act,
 )
 
 # What configs of encoder–decoders cannot say otherwise, where no part of theirs does.
@@ -95,7 +95,7 @@ def _family(
             Field("decoder_layers", "decoder_layers"),
             Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
             Field("attention_dropout_rate", "attention_dropout", attention_dropout),
-            Activation("activation_function", activation),
+            hidden_act("activation_function", activation),
             choice("embedding_scale", "scale_embedding", is_scaled, {False: 1.0, True: None}),
             *parts,
         ),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.parts import HEADS, Activation, AfterPadding, Field
+from dtransformer.models.pretrained.families.parts import HEADS, AfterPadding, Field, hidden_act
 
 # What configs of encoders cannot say otherwise, where no part of theirs does.
 _PLAIN = {
@@ -105,7 +105,7 @@ _REFUSED = {
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
 BERT = _bert(
     "BertForMaskedLM",
-    (Field("max_length", "max_position_embeddings"), Activation(usual="gelu"), _NextSentence()),
+    (Field("max_length", "max_position_embeddings"), hidden_act(usual="gelu"), _NextSentence()),
     "bert",
     {
         "cls.predictions.transform.dense": "head/dense",
@@ -139,7 +139,7 @@ DISTILBERT = Family(
         Field("max_length", "max_position_embeddings", 512),
         Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
         Field("attention_dropout_rate", "attention_dropout", 0.1),
-        Activation("activation", "gelu"),
+        hidden_act("activation", "gelu"),
     ),
     fixed={"norm_epsilon": 1e-12},
     refused={"tie_word_embeddings": True},

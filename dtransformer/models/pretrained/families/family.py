@@ -17,12 +17,12 @@ from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
-    Activation,
     Field,
     Part,
     differs,
     epsilon,
     head_dim,
+    hidden_act,
     kv_heads,
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
@@ -70,7 +70,7 @@ LLAMA_PARTS = (
     epsilon(1e-6),
     Field("attention_dropout_rate", "attention_dropout", 0.0),
     Field("tied_head", "tie_word_embeddings", False),
-    Activation(),
+    hidden_act(),
     Blocks(),
 )
 

@@ -7,11 +7,11 @@ References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 24
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
 from dtransformer.models.pretrained.families.family import PRE, Family
 from dtransformer.models.pretrained.families.parts import (
-    Activation,
     Field,
     QueryScale,
     epsilon,
     head_dim,
+    hidden_act,
     kv_heads,
 )
 
@@ -27,7 +27,7 @@ _NORMS = {
 }
 _CAPS = (
     QueryScale("query_pre_attn_scalar", 256, is_square=True),
-    Activation("hidden_activation", "gelu_pytorch_tanh"),
+    hidden_act("hidden_activation", "gelu_pytorch_tanh"),
     kv_heads(4),
 )
 
@@ -39,7 +39,7 @@ def _period(config, number):
 
 
 # Its first configs say "gelu", and mean the approximation by tanh.
-_ACTIVATION = Activation("hidden_act", "gelu_pytorch_tanh", means={"gelu": "gelu_pytorch_tanh"})
+_ACTIVATION = hidden_act("hidden_act", "gelu_pytorch_tanh", gelu="gelu_pytorch_tanh")
 GEMMA = Family(
     "GemmaForCausalLM",
     parts=(*_HEADS, kv_heads(16), _ACTIVATION),

@@ -8,11 +8,10 @@ from dtransformer.models.pretrained.families.family import ATTENTION, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
-    Activation,
-    Derived,
-    Equal,
+    Alike,
     Field,
     epsilon,
+    hidden_act,
 )
 
 GPT2 = Family(
@@ -22,13 +21,13 @@ GPT2 = Family(
         Field("num_heads", "n_head"),
         Field("num_layers", "n_layer"),
         Field("max_length", "n_positions"),
-        Derived("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"]),
+        Field("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"]),
         epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
         Field("dropout_rate", "resid_pdrop", 0.1),
         Field("attention_dropout_rate", "attn_pdrop", 0.1),
         Field("embedding_dropout_rate", "embd_pdrop", 0.1),
         Field("tied_head", "tie_word_embeddings", True),
-        Activation("activation_function", "gelu_new"),
+        hidden_act("activation_function", "gelu_new"),
     ),
     usual_parts=(),
     fixed={**CLASSIC, "positions": "learned", "window": None},
@@ -52,7 +51,7 @@ GPT2 = Family(
 OPT = Family(
     "OPTForCausalLM",
     parts=(
-        Field("hidden_size", "hidden_size"),
+        Alike("hidden_size", ("hidden_size", "word_embed_proj_dim"), is_needed=False),
         HEADS,
         Field("num_layers", "num_hidden_layers"),
         Field("max_length", "max_position_embeddings"),
@@ -61,8 +60,7 @@ OPT = Family(
         Field("attention_dropout_rate", "attention_dropout", 0.0),
         Field("tied_head", "tie_word_embeddings", True),
         Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
-        Activation("activation_function", "relu"),
-        Equal("word_embed_proj_dim", "hidden_size", "hidden_size"),
+        hidden_act("activation_function", "relu"),
     ),
     usual_parts=(),
     fixed={

@@ -13,11 +13,11 @@ from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.family import FUSED_ATTENTION, FUSED_GATED, Family
 from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
 from dtransformer.models.pretrained.families.parts import (
-    Activation,
     Field,
     QueryScale,
     epsilon,
     head_dim,
+    hidden_act,
     kv_heads,
     reciprocal,
 )
@@ -96,7 +96,7 @@ STARCODER2 = Family(
         kv_heads(2),
         epsilon(1e-5, "norm_epsilon", own=1e-5),
         Blocks(kind_of=all_slide),
-        Activation(usual="gelu_pytorch_tanh"),
+        hidden_act(usual="gelu_pytorch_tanh"),
         Field("use_bias", "use_bias", True, same=("qkv_bias",)),
         Field("dropout_rate", "residual_dropout", 0.0),
         Field("embedding_dropout_rate", "embedding_dropout", 0.0),
@@ -173,7 +173,7 @@ HUNYUAN = Family(
     ids={**USUAL_IDS, "pad_token_id": 0},
 )
 _UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
-_RELU2 = Activation(usual="relu2")
+_RELU2 = hidden_act(usual="relu2")
 ARCEE = Family(
     "ArceeForCausalLM",
     parts=(epsilon(1e-5), _RELU2),

@@ -12,11 +12,10 @@ from dtransformer.errors import InputError
 from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.family import PRE, Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import (
-    Activation,
-    Derived,
     Field,
     differs,
     epsilon,
+    hidden_act,
 )
 
 # What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
@@ -51,7 +50,7 @@ GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     parts=(
         _EPSILON,
-        Activation(usual="gelu"),
+        hidden_act(usual="gelu"),
         Blocks(fraction=0.25, fields=("rotary_emb_base", "rotary_pct")),
         Field("dropout_rate", "hidden_dropout", 0.0, same=("embedding_dropout_rate",)),
         parallel_residual(True, "parallel"),
@@ -74,7 +73,7 @@ PHI = Family(
     "PhiForCausalLM",
     parts=(
         _EPSILON,
-        Activation(usual="gelu_new"),
+        hidden_act(usual="gelu_new"),
         Blocks(fraction=0.5),
         Field("dropout_rate", "resid_pdrop", 0.0),
         Field("embedding_dropout_rate", "embd_pdrop", 0.0),
@@ -163,14 +162,14 @@ FALCON = Family(
     parts=(
         _FalconHeads(),
         epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
-        Activation("activation", "gelu"),
+        hidden_act("activation", "gelu"),
         _TIED,
         Field("use_bias", "bias", False, same=("qkv_bias",)),
-        Derived(
+        Field(
             "ffn_hidden_size",
             "ffn_hidden_size",
             lambda config: 4 * config["hidden_size"],
-            lambda arguments: 4 * arguments["hidden_size"],
+            own=lambda arguments: 4 * arguments["hidden_size"],
         ),
         Field("max_length", "max_position_embeddings", 2048),
     ),

@@ -45,10 +45,12 @@ class Field:
     Args:
         argument: our name.
         field: theirs.
-        usual: what a config means that does not say it; an error by default.
+        usual: what a config means that does not say it, or a function of the config that returns it;
+            an error by default.
         ours, theirs: functions of a value there, and here, that return the other one.
         same: names of arguments that have the same value.
         takes_null: whether null is a value of its own, and not the usual one.
+        own: a function of a network's arguments that returns what None means there; null by default.
     """
 
     argument: str
@@ -58,6 +60,7 @@ class Field:
     theirs: Callable = lambda value: value
     same: tuple[str, ...] = ()
     takes_null: bool = False
+    own: Callable[[Mapping], Any] = lambda arguments: None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -66,11 +69,10 @@ class Field:
 
     def read(self, config: Mapping) -> dict:
         """See `Part`; a field that lacks, or is null, is the usual one."""
-        if self.usual is _REQUIRED:
-            value = config[self.field]
-        else:
-            value = config.get(self.field, self.usual)
-            value = self.usual if value is None and not self.takes_null else value
+        value = config[self.field] if self.usual is _REQUIRED else config.get(self.field)
+        is_said = value is not None or (self.takes_null and self.field in config)
+        if not is_said and self.usual is not _REQUIRED:
+            value = self.usual(config) if callable(self.usual) else self.usual
         return dict.fromkeys(self.arguments, self.ours(value))
 
     def written(self, arguments: Mapping) -> dict:
@@ -79,102 +81,17 @@ class Field:
         Raises:
             InputError: arguments that have to be the same differ.
         """
-        values = {name: self.theirs(arguments[name]) for name in self.arguments}
+        given = {name: arguments[name] for name in self.arguments}
+        values = {
+            name: self.theirs(self.own(arguments) if value is None else value)
+            for name, value in given.items()
+        }
         if len({*map(repr, values.values())}) > 1:
             raise InputError(
                 f"the network has {values}, for which the family has one field, {self.field}: it "
                 "cannot be saved as one of that family"
             )
         return {self.field: values[self.argument]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Equal:
-    """A field that has to be the same as another one of the config.
-
-    Args:
-        field: its name.
-        other: that of the other one.
-        argument: the argument that this one says.
-    """
-
-    field: str
-    other: str
-    argument: str
-    arguments: tuple[str, ...] = ()
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: it differs.
-        """
-        value, other = config.get(self.field), config[self.other]
-        if value not in (None, other):
-            raise InputError(f"{self.field}={value} beside {self.other}={other} is not built")
-        return {}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return {self.field: arguments[self.argument]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """A field that a config may leave to others.
-
-    Args:
-        argument: our name.
-        field: theirs.
-        usual: a function of the other fields that returns what it is then.
-        own: a function of a network's arguments that returns what None means there; null by
-            default.
-    """
-
-    argument: str
-    field: str
-    usual: Callable[[Mapping], Any]
-    own: Callable[[Mapping], Any] = lambda arguments: None
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The name of the argument."""
-        return (self.argument,)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        value = config.get(self.field)
-        return {self.argument: self.usual(config) if value is None else value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        value = arguments[self.argument]
-        return {self.field: self.own(arguments) if value is None else value}
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """The field of the feed-forward layers' activation.
-
-    Args:
-        field: its name.
-        usual: what a config means that does not say it.
-        means: dict of names that mean others.
-    """
-
-    field: str = "hidden_act"
-    usual: str = "silu"
-    means: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    arguments: tuple[str, ...] = ("hidden_act",)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        name = first_given(config.get(self.field), self.usual)
-        return {"hidden_act": activation(self.means.get(name, name))}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return {self.field: published_activation(arguments)}
 
 
 def activation(name: str) -> str:
@@ -188,17 +105,28 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def published_activation(arguments: dict) -> str:
-    """Return what published configs call a network's activation.
+def published_activation(name: str) -> str:
+    """Return what published configs call an activation.
 
     Raises:
         InputError: it has no name there.
     """
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
-    name = arguments["hidden_act"]
     if name not in theirs:
         raise InputError(f"hidden_act={name!r} has no name in published configs")
     return theirs[name]
+
+
+def hidden_act(field: str = "hidden_act", usual: str = "silu", **means: str) -> Field:
+    """Return the field of the feed-forward layers' activation.
+
+    Args:
+        field: its name.
+        usual: what a config means that does not say it.
+        **means: names that mean others.
+    """
+    ours = lambda name: activation(means.get(name, name))
+    return Field("hidden_act", field, usual, ours, published_activation)
 
 
 def differs(name: str, own: object, theirs: object) -> InputError:
@@ -338,23 +266,23 @@ def epsilon(
 HEADS = Field("num_heads", "num_attention_heads")
 
 
-def kv_heads(usual: int | None = None) -> Derived:
+def kv_heads(usual: int | None = None) -> Field:
     """Return the field of grouped heads; what it is where nothing is said, or as many as heads."""
-    return Derived(
+    return Field(
         "num_kv_heads",
         "num_key_value_heads",
         lambda config: usual or config["num_attention_heads"],
-        lambda arguments: arguments["num_heads"],
+        own=lambda arguments: arguments["num_heads"],
     )
 
 
-def head_dim(usual: int | None = None) -> Derived:
+def head_dim(usual: int | None = None) -> Field:
     """Return the field of heads' sizes; what it is where nothing is said, or h / n."""
-    return Derived(
+    return Field(
         "head_dim",
         "head_dim",
         lambda config: usual or config["hidden_size"] // config["num_attention_heads"],
-        lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+        own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     )
 
 

@@ -12,7 +12,6 @@ from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families.bart import BASE
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
 from dtransformer.models.pretrained.families.parts import (
-    Derived,
     Field,
     activation,
     epsilon,
@@ -49,7 +48,7 @@ class _FeedForward:
         Raises:
             InputError: the gate has no name.
         """
-        name = published_activation(arguments)
+        name = published_activation(arguments["hidden_act"])
         if arguments["gated"] and name == "gelu":
             raise InputError(
                 "a gate of hidden_act='gelu' has no name in T5's configs: 'gelu_tanh' has"
@@ -93,14 +92,13 @@ _PARTS = (
     Field("hidden_size", "d_model"),
     Field("num_heads", "num_heads"),
     Field("ffn_hidden_size", "d_ff"),
-    Derived(
+    Field(
         "head_dim",
         "d_kv",
-        lambda config: config["d_kv"],
-        lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+        own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     ),
     Field("encoder_layers", "num_layers"),
-    Derived("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
+    Field("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
     Field(
         "dropout_rate",
         "dropout_rate",
@@ -118,7 +116,7 @@ T5 = Family(
     parts=(
         *_PARTS,
         _FeedForward(),
-        Derived(
+        Field(
             "scales_output",
             "scale_decoder_outputs",
             lambda config: config.get("tie_word_embeddings") is not False,
