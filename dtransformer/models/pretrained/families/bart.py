@@ -12,7 +12,6 @@ from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
 from dtransformer.models.pretrained.families.parts import (
     AfterPadding,
-    Alike,
     Field,
     choice,
     hidden_act,
@@ -89,8 +88,8 @@ def _family(
         architecture,
         parts=(
             Field("hidden_size", "d_model"),
-            Alike("num_heads", ("encoder_attention_heads", "decoder_attention_heads")),
-            Alike("ffn_hidden_size", ("encoder_ffn_dim", "decoder_ffn_dim")),
+            Field("num_heads", "encoder_attention_heads", also=("decoder_attention_heads",)),
+            Field("ffn_hidden_size", "encoder_ffn_dim", also=("decoder_ffn_dim",)),
             Field("encoder_layers", "encoder_layers"),
             Field("decoder_layers", "decoder_layers"),
             Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
@@ -149,7 +148,7 @@ MARIAN = _family(
     "MarianMTModel",
     _PAPER,
     {"share_encoder_decoder_embeddings": True, "normalize_embedding": False},
-    (_LENGTH, Alike("vocab_size", ("vocab_size", "decoder_vocab_size"), is_needed=False)),
+    (_LENGTH, Field("vocab_size", "vocab_size", also=("decoder_vocab_size",))),
     **_COMPUTED,
 )
 MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_PRE})

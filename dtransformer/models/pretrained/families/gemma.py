@@ -8,11 +8,11 @@ from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.family import PRE, Family
 from dtransformer.models.pretrained.families.parts import (
     Field,
-    QueryScale,
     epsilon,
     head_dim,
     hidden_act,
     kv_heads,
+    query_scale,
 )
 
 _FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
@@ -26,7 +26,7 @@ _NORMS = {
     "post_feedforward_layernorm": "feed_forward_output_norm",
 }
 _CAPS = (
-    QueryScale("query_pre_attn_scalar", 256, is_square=True),
+    query_scale("query_pre_attn_scalar", 256, is_square=True),
     hidden_act("hidden_activation", "gelu_pytorch_tanh"),
     kv_heads(4),
 )

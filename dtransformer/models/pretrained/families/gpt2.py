@@ -8,7 +8,6 @@ from dtransformer.models.pretrained.families.family import ATTENTION, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
-    Alike,
     Field,
     epsilon,
     hidden_act,
@@ -51,7 +50,7 @@ GPT2 = Family(
 OPT = Family(
     "OPTForCausalLM",
     parts=(
-        Alike("hidden_size", ("hidden_size", "word_embed_proj_dim"), is_needed=False),
+        Field("hidden_size", "hidden_size", also=("word_embed_proj_dim",)),
         HEADS,
         Field("num_layers", "num_hidden_layers"),
         Field("max_length", "max_position_embeddings"),

@@ -14,11 +14,11 @@ from dtransformer.models.pretrained.families.family import FUSED_ATTENTION, FUSE
 from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
 from dtransformer.models.pretrained.families.parts import (
     Field,
-    QueryScale,
     epsilon,
     head_dim,
     hidden_act,
     kv_heads,
+    query_scale,
     reciprocal,
 )
 
@@ -152,7 +152,7 @@ GRANITE = Family(
     "GraniteForCausalLM",
     parts=(
         Field("embedding_scale", "embedding_multiplier", 1.0),
-        QueryScale("attention_multiplier", 1.0),
+        query_scale("attention_multiplier", 1.0),
         Field("residual_scale", "residual_multiplier", 1.0),
         Field("logits_scale", "logits_scaling", 1.0, reciprocal, reciprocal),
     ),

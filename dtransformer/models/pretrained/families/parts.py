@@ -51,6 +51,7 @@ class Field:
         same: names of arguments that have the same value.
         takes_null: whether null is a value of its own, and not the usual one.
         own: a function of a network's arguments that returns what None means there; null by default.
+        also: names of fields that say the same, where they are there.
     """
 
     argument: str
@@ -61,6 +62,7 @@ class Field:
     same: tuple[str, ...] = ()
     takes_null: bool = False
     own: Callable[[Mapping], Any] = lambda arguments: None
+    also: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -68,11 +70,21 @@ class Field:
         return (self.argument, *self.same)
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`; a field that lacks, or is null, is the usual one."""
+        """See `Part`; a field that lacks, or is null, is the usual one.
+
+        Raises:
+            InputError: fields that have to be the same differ.
+        """
         value = config[self.field] if self.usual is _REQUIRED else config.get(self.field)
         is_said = value is not None or (self.takes_null and self.field in config)
         if not is_said and self.usual is not _REQUIRED:
             value = self.usual(config) if callable(self.usual) else self.usual
+        for field in self.also:
+            other = first_given(config.get(field), value)
+            if other != value:
+                raise InputError(
+                    f"{self.field}={shown(value)} and {field}={shown(other)} differ: they are one here"
+                )
         return dict.fromkeys(self.arguments, self.ours(value))
 
     def written(self, arguments: Mapping) -> dict:
@@ -91,7 +103,7 @@ class Field:
                 f"the network has {values}, for which the family has one field, {self.field}: it "
                 "cannot be saved as one of that family"
             )
-        return {self.field: values[self.argument]}
+        return dict.fromkeys((self.field, *self.also), values[self.argument])
 
 
 def activation(name: str) -> str:
@@ -159,46 +171,6 @@ def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
         return found[0]
 
     return Field(argument, field, usual, ours, theirs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Alike:
-    """Fields that say one argument together, and have to be equal.
-
-    Args:
-        argument: our name.
-        fields: theirs.
-        is_needed: whether all have to be there; else the first one.
-    """
-
-    argument: str
-    fields: tuple[str, ...]
-    is_needed: bool = True
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The name of the argument."""
-        return (self.argument,)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: the fields differ.
-        """
-        first, *others = self.fields
-        value = config[first]
-        for field in others:
-            own = config[field] if self.is_needed else first_given(config.get(field), value)
-            if own != value:
-                raise InputError(
-                    f"{first}={shown(value)} and {field}={shown(own)} differ: they are one here"
-                )
-        return {self.argument: value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
-        return dict.fromkeys(self.fields, arguments[self.argument])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,9 +258,8 @@ def head_dim(usual: int | None = None) -> Field:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class QueryScale:
-    """The factor of queries; None is 1/√d in a network.
+def query_scale(field: str, usual: float, is_square: bool = False) -> Field:
+    """Return the field of the factor of queries, which None is 1/√d of in a network.
 
     Args:
         field: their name.
@@ -296,29 +267,16 @@ class QueryScale:
         is_square: whether the field has a whole number n, and the factor is 1/√n.
     """
 
-    field: str
-    usual: float
-    is_square: bool = False
-    arguments: tuple[str, ...] = ("query_scale",)
-
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        value = first_given(config.get(self.field), self.usual)
-        return {"query_scale": value**-0.5 if self.is_square else value}
-
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
-
-        Raises:
-            InputError: no whole number says the factor.
-        """
+    def usual_scale(arguments):
         size = arguments["head_dim"] or arguments["hidden_size"] // arguments["num_heads"]
-        value = first_given(arguments["query_scale"], size**-0.5)
-        if not self.is_square:
-            return {self.field: value}
-        number = round(value**-2)
-        if not math.isclose(number**-0.5, value, rel_tol=1e-6):
-            raise InputError(
-                f"query_scale={value} is 1/√n of no whole number n, as {self.field} has it"
-            )
-        return {self.field: number}
+        return size**-0.5
+
+    def number(scale):
+        found = round(scale**-2)
+        if not math.isclose(found**-0.5, scale, rel_tol=1e-6):
+            raise InputError(f"query_scale={scale} is 1/√n of no whole number n, as {field} has it")
+        return found
+
+    if not is_square:
+        return Field("query_scale", field, usual, own=usual_scale)
+    return Field("query_scale", field, usual, lambda n: n**-0.5, number, own=usual_scale)
