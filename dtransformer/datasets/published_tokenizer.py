@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+import tokenizers
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
 from dtransformer.datasets.chat_template import ChatTemplate
@@ -31,19 +32,8 @@ class Encoding(NamedTuple):
     types: list[int]
 
 
-def encodings(
-    tokenizer: object, sentences: Iterable[str], others: Iterable[str] | None
-) -> list[Encoding]:
-    """Return the encodings by a tokenizer of the library `tokenizers`; see `encode_with_offsets`."""
-    inputs = whole_texts(sentences)
-    if others is not None:
-        inputs = list(zip(inputs, whole_texts(others), strict=True))
-    found = tokenizer.encode_batch(inputs, add_special_tokens=others is not None)
-    return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
-
-
 class BaseTokenizer:
-    """What tokenizers share: a subclass has `_rows`, `_texts`, `vocab_size` and special ids.
+    """What tokenizers share: a subclass has `_library`, `_texts`, `vocab_size` and special ids.
 
     Attributes:
         template_source: the text of a chat template that was given, which folders keep; None for
@@ -51,6 +41,7 @@ class BaseTokenizer:
     """
 
     template_source: str | None = None
+    _library: tokenizers.Tokenizer | None = None  # None where it is of another one
     pad_id = unk_id = start_id = end_id = cls_id = sep_id = mask_id = None
     stop_ids: tuple[int, ...] = ()
 
@@ -89,6 +80,31 @@ class BaseTokenizer:
         ids = [np.asarray(row, "int32") for row in rows]
         row_splits = np.cumsum([0, *map(len, ids)], dtype="int64")
         return np.concatenate([np.zeros(0, "int32"), *ids]), row_splits
+
+    def encode_with_offsets(
+        self, sentences: Iterable[str], others: Iterable[str] | None = None
+    ) -> list[Encoding]:
+        """Return the ids of texts, or of pairs of texts, with the places that they come from.
+
+        Args:
+            sentences: the texts. They get no special tokens; pairs do, as the model has them. Those
+                of a `SubwordTokenizer` have the start token before them, and the end token after
+                each text.
+            others: the second text of each pair.
+
+        Raises:
+            InputError: the tokenizer does not tell places: it has no `tokenizer.json`.
+        """
+        if self._library is None:
+            raise InputError(
+                f"{self._path}: does not tell which characters a token has: put the model's "
+                "tokenizer.json into the folder"
+            )
+        inputs = whole_texts(sentences)
+        if others is not None:
+            inputs = list(zip(inputs, whole_texts(others), strict=True))
+        found = self._library.encode_batch(inputs, add_special_tokens=others is not None)
+        return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
 
     def _once(self, rows, texts):
         """Return rows without the special ids that were added where a text had them."""
@@ -169,7 +185,8 @@ class BaseTokenizer:
 
     def _rows(self, texts: list[str], add_special_ids: bool) -> list:
         """Return the ids of texts, lists or arrays."""
-        raise NotImplementedError
+        found = self._library.encode_batch_fast(texts, add_special_tokens=add_special_ids)
+        return [one.ids for one in found]
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
         """Return the texts of ids that are in the vocabulary, without special ones."""
@@ -207,23 +224,6 @@ class PublishedTokenizer(BaseTokenizer):
     def chat_template(self, date: str | None = None) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(
             self._path.parent, self._config, date, self.template_source
-        )
-
-    def encode_with_offsets(
-        self, sentences: Iterable[str], others: Iterable[str] | None = None
-    ) -> list[Encoding]:
-        """Return the ids of texts, or of pairs of texts, with the places that they come from.
-
-        Args:
-            sentences: the texts. They get no special tokens; pairs do, as the model has them.
-            others: the second text of each pair.
-
-        Raises:
-            InputError: the tokenizer does not tell places: it has no `tokenizer.json`.
-        """
-        raise InputError(
-            f"{self._path}: does not tell which characters a token has: put the model's tokenizer.json "
-            "into the folder"
         )
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -31,7 +31,7 @@ from dtransformer.datasets.published_form import (
     made,
     tokenizer_fields,
 )
-from dtransformer.datasets.published_tokenizer import BaseTokenizer, Encoding, encodings
+from dtransformer.datasets.published_tokenizer import BaseTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, optional_fields
 from dtransformer.datasets.vocabulary import characters_of, check_vocabulary, learn_vocabulary
 from dtransformer.errors import InputError
@@ -103,16 +103,6 @@ class SubwordTokenizer(BaseTokenizer):
         learnt = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
         return cls(learnt, lower_case)
 
-    def encode_with_offsets(
-        self, sentences: Iterable[str], others: Iterable[str] | None = None
-    ) -> list[Encoding]:
-        """Return the ids of texts, or of pairs of texts, with the characters that each stands for.
-
-        Pairs have the start token before them and the end token after each text; see
-        `PublishedTokenizer.encode_with_offsets`.
-        """
-        return encodings(self._library, sentences, others)
-
     def save(self, folder: str | os.PathLike) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` into a folder.
 
@@ -176,10 +166,6 @@ class SubwordTokenizer(BaseTokenizer):
             special_tokens=[(start, _START), (end, _END)],
         )
         return library
-
-    def _rows(self, texts, add_special_ids):
-        found = self._library.encode_batch_fast(texts, add_special_tokens=add_special_ids)
-        return [one.ids for one in found]
 
     def _texts(self, rows):
         rows = [[one for one in row if one not in (_PAD, _START, _END)] for row in rows]

@@ -5,7 +5,7 @@ import pathlib
 
 import tokenizers
 
-from dtransformer.datasets.published_tokenizer import Encoding, PublishedTokenizer, encodings
+from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
 from dtransformer.datasets.special_tokens import special_tokens
 from dtransformer.datasets.tokenizer import FILE, SubwordTokenizer
@@ -70,32 +70,25 @@ class JsonTokenizer(PublishedTokenizer):
         data = read_bytes(path, _MAX_BYTES)
         parse_json(data, path, _MAX_BYTES)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(decode(data, path))
+            self._library = tokenizers.Tokenizer.from_str(decode(data, path))
         except Exception as error:  # the library raises no other kind
             raise InputError(
                 f"{path}: is no tokenizer of the library `tokenizers` ({one_line(error, 160)})"
             ) from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._library.no_padding()
+        self._library.no_truncation()
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         if size > _MAX_IDS:
             raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
         super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
-    def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
-        return encodings(self._tokenizer, sentences, others)
-
     def decode_all(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._library.decode(ids, skip_special_tokens=False)
 
     def _id_of(self, token):
-        return self._tokenizer.token_to_id(token)
-
-    def _rows(self, texts, add_special_ids):
-        found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_ids)
-        return [one.ids for one in found]
+        return self._library.token_to_id(token)
 
     def _texts(self, rows):
-        return self._tokenizer.decode_batch(rows, skip_special_tokens=True)
+        return self._library.decode_batch(rows, skip_special_tokens=True)

@@ -17,6 +17,17 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 POOLINGS = ("first", "mean", "last")
 
 
+def check_pooling(pooling: str) -> str:
+    """Return the name of a pooling.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    return pooling
+
+
 def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
     """Return one vector of each sequence, [b, h]; zeros where a mask has no position.
 
@@ -32,8 +43,7 @@ def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor
     >>> [pooled(x, mask, name).numpy().tolist() for name in POOLINGS]
     [[[2.0, 3.0]], [[3.0, 4.0]], [[4.0, 5.0]]]
     """
-    if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    check_pooling(pooling)
     x = constrain(inputs, ("batch", None, None))
     if mask is None and pooling == "first":
         return x[:, 0]
@@ -141,9 +151,7 @@ class SequenceHead(LabelHead):
 
     def __init__(self, num_labels: int, pooling: str = "first", **kwargs):
         super().__init__(num_labels, **kwargs)
-        if pooling not in POOLINGS:
-            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        self.pooling = pooling
+        self.pooling = check_pooling(pooling)
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
@@ -216,9 +224,7 @@ class PoolingHead(Layer):
     def __init__(self, pooling: str = "mean", normalize: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True
-        if pooling not in POOLINGS:
-            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        self.pooling, self.normalize = pooling, normalize
+        self.pooling, self.normalize = check_pooling(pooling), normalize
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         self.num_labels = inputs_shape[-1]

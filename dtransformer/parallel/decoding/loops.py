@@ -5,6 +5,7 @@ stage searches, and tells the others what it chose.
 """
 
 import contextlib
+import functools
 import typing
 from collections.abc import Callable, Iterator
 
@@ -209,15 +210,8 @@ def _on_mesh(network, make):
 
 def _in_stages(network, make, on_tokens):
     """Every token goes through all stages; the loop is Python."""
-    functions = {}  # shape of the source, max_length -> _StagedDecoding
-
-    def run(source, max_length, seed):
-        key = tuple(source.shape), max_length
-        if key not in functions:
-            functions[key] = _StagedDecoding(network, make, on_tokens, *key)
-        return functions[key](source, seed)
-
-    return run
+    of = functools.cache(functools.partial(_StagedDecoding, network, make, on_tokens))
+    return lambda source, max_length, seed: of(tuple(source.shape), max_length)(source, seed)
 
 
 class _StagedDecoding:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.parts import HEADS, AfterPadding, Field, hidden_act
+from dtransformer.models.pretrained.families.family import SIZES, Family
+from dtransformer.models.pretrained.families.parts import AfterPadding, Field, hidden_act
 
 # What configs of encoders cannot say otherwise, where no part of theirs does.
 _PLAIN = {
@@ -31,7 +31,6 @@ _PLAIN = {
 }
 _ENCODER = {
     "base": _PLAIN,
-    "usual_parts": (),
     "network": MaskedLM,
     "special_ids": {"pad_id": "pad_token_id"},
 }
@@ -58,10 +57,6 @@ def _bert(architecture, parts, prefix, head, **others):
     return Family(
         architecture,
         parts=(
-            Field("hidden_size", "hidden_size"),
-            HEADS,
-            Field("num_layers", "num_hidden_layers"),
-            Field("ffn_hidden_size", "intermediate_size"),
             Field("num_token_types", "type_vocab_size", 2),
             Field("norm_epsilon", "layer_norm_eps", 1e-12),
             Field("dropout_rate", "hidden_dropout_prob", 0.1),
@@ -90,6 +85,7 @@ def _bert(architecture, parts, prefix, head, **others):
         top={f"{embeddings}LayerNorm": "embedding_norm", **head},
         # Files of Google's weights are of the time when norms had other names.
         renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        usual_parts=SIZES,
         **others,
         **_ENCODER,
     )
@@ -105,7 +101,7 @@ _REFUSED = {
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
 BERT = _bert(
     "BertForMaskedLM",
-    (Field("max_length", "max_position_embeddings"), hidden_act(usual="gelu"), _NextSentence()),
+    (hidden_act(usual="gelu"), _NextSentence()),
     "bert",
     {
         "cls.predictions.transform.dense": "head/dense",
@@ -165,6 +161,7 @@ DISTILBERT = Family(
     vectors={"vocab_projector.bias": "head/logits/bias"},
     copies=("vocab_projector.weight",),
     ignored=("position_ids",),
+    usual_parts=(),
     **_ENCODER,
 )
 
@@ -178,7 +175,6 @@ MODERNBERT = Family(
     "ModernBertForMaskedLM",
     parts=(
         Field("hidden_size", "hidden_size", 768),
-        HEADS,
         Field("num_layers", "num_hidden_layers", 22),
         Field("ffn_hidden_size", "intermediate_size", 1152),
         Field("max_length", "max_position_embeddings", 8192),
@@ -233,5 +229,6 @@ MODERNBERT = Family(
     },
     vectors={"decoder.bias": "head/logits/bias"},
     copies=("decoder.weight",),
+    usual_parts=SIZES,
     **_ENCODER,
 )

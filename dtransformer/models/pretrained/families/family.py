@@ -59,14 +59,17 @@ _FREE = {
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
     *("trains_head_bias", "trains_padding"),
 }
-LLAMA_PARTS = (
+SIZES = (
     Field("hidden_size", "hidden_size"),
     HEADS,
-    kv_heads(),
-    head_dim(),
     Field("num_layers", "num_hidden_layers"),
     Field("ffn_hidden_size", "intermediate_size"),
     Field("max_length", "max_position_embeddings"),
+)
+LLAMA_PARTS = (
+    *SIZES,
+    kv_heads(),
+    head_dim(),
     epsilon(1e-6),
     Field("attention_dropout_rate", "attention_dropout", 0.0),
     Field("tied_head", "tie_word_embeddings", False),

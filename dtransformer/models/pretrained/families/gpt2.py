@@ -4,10 +4,9 @@ References: Radford et al., 2019, "Language models are unsupervised multitask le
 2022, "OPT", arXiv 2205.01068.
 """
 
-from dtransformer.models.pretrained.families.family import ATTENTION, Family
+from dtransformer.models.pretrained.families.family import ATTENTION, SIZES, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
 from dtransformer.models.pretrained.families.parts import (
-    HEADS,
     Field,
     epsilon,
     hidden_act,
@@ -51,9 +50,6 @@ OPT = Family(
     "OPTForCausalLM",
     parts=(
         Field("hidden_size", "hidden_size", also=("word_embed_proj_dim",)),
-        HEADS,
-        Field("num_layers", "num_hidden_layers"),
-        Field("max_length", "max_position_embeddings"),
         Field("ffn_hidden_size", "ffn_dim"),
         Field("dropout_rate", "dropout", 0.1),
         Field("attention_dropout_rate", "attention_dropout", 0.0),
@@ -61,7 +57,7 @@ OPT = Family(
         Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
         hidden_act("activation_function", "relu"),
     ),
-    usual_parts=(),
+    usual_parts=SIZES,
     fixed={
         **CLASSIC,
         "positions": "learned",
