@@ -186,7 +186,6 @@ LEFT = [
         "",
         "layers/test_context_attention.py, whose blocks are the same",
     ),
-    Left("layers/test_flat_inputs.py::test_the_same_on_a_mesh", "", "the same test on one device"),
     Left(
         "models/test_masked_lm.py::test_both_outputs_on_a_mesh",
         "",

@@ -6,11 +6,9 @@ import tensorflow as tf
 from dtransformer.layers import elementwise
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, implementation_for
 from dtransformer.layers.attention_inputs import (
-    as_sequences,
     check_inputs,
     check_layout,
     check_mask,
-    in_form_of,
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_rate, check_size, register
@@ -74,9 +72,9 @@ class MultiHeadAttention(StreamLayer):
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
 
     Call arguments:
-        query: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
-        key: tensor [b, t, h], or [b·t, h].
-        value: tensor [b, t, h], or [b·t, h].
+        query: tensor [b, s, h].
+        key: tensor [b, t, h].
+        value: tensor [b, t, h].
         attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
             [b, n, s, t]; 1 where a query may attend. Or `Segments`.
         cache: what earlier calls computed. From `init_cache`, for attention of a
@@ -241,12 +239,6 @@ class MultiHeadAttention(StreamLayer):
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is None:
             attention_mask = own_or_keras_mask(attention_mask, key)
-        given = query
-        query = as_sequences("query", query, attention_mask)
-        key, value = (
-            query if x is given else as_sequences(name, x, attention_mask)
-            for name, x in {"key": key, "value": value}.items()
-        )
         check_inputs(self.hidden_size, query, key, value)
         decodes = bool(cache)
         if not decodes:
@@ -282,7 +274,6 @@ class MultiHeadAttention(StreamLayer):
         if self.use_bias:
             output = add_bias(output, self.output_bias)
         output = self.hidden_dropout(output, training=training)
-        output = in_form_of(output, given)
         return output if cache is None else (output, cache)
 
     def _project(self, inputs):

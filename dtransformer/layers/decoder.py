@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
@@ -30,11 +29,11 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         **kwargs: as `TransformerEncoderLayer`'s.
 
     Call arguments:
-        inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
+        inputs: tensor [b, t, h].
         decoder_mask: what each position may attend to in the sequence: [b, t, t] of
             0 and 1, or `Segments`; None for everything. Causal masks come from `AttentionMask`,
             where the layer is not `causal`.
-        encoder_output: the memory, tensor [b, s, h], or [b·s, h] with a mask; not read where
+        encoder_output: the memory, tensor [b, s, h]; not read where
             there is a cache.
         memory_mask: what each position may attend to in the memory: [b, s],
             [b, 1, s] or [b, t, s] of 0 and 1, or `Segments`; None for everything.
@@ -82,11 +81,9 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             table = tables[0] if tables else None
             return self._compute(x, memory, table, own_mask, mask_of_memory, training=training)
 
-        x = as_sequences("inputs", inputs, decoder_mask, memory_mask)
-        memory = as_sequences("encoder_output", encoder_output, memory_mask, decoder_mask)
-        tensors = [x, memory] if position_table is None else [x, memory, position_table]
-        outputs = self.run_block(compute, tensors, [decoder_mask, memory_mask], training)
-        return in_form_of(outputs, inputs)
+        tensors = [inputs, encoder_output]
+        tensors += [] if position_table is None else [position_table]
+        return self.run_block(compute, tensors, [decoder_mask, memory_mask], training)
 
     def _compute(
         self, inputs, encoder_output, table, decoder_mask, memory_mask, cache=None, training=False
@@ -144,7 +141,7 @@ class TransformerDecoder(BlockStack):
         **layer_arguments: other arguments of `TransformerDecoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
+        inputs: tensor [b, t, h].
         decoder_mask, encoder_output, memory_mask: as the layer's.
         cache: what earlier calls computed, from `init_cache`.
         training: whether dropout applies.

@@ -9,7 +9,6 @@ from dtransformer import _compat
 from dtransformer.block_forms import placement_of
 from dtransformer.layers.arguments import as_moe_config, given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
@@ -69,7 +68,7 @@ class TransformerEncoderLayer(TransformerBlock):
             `latent`, sizes of the `LatentAttention` that takes its place.
 
     Call arguments:
-        inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
+        inputs: tensor [b, s, h].
         attention_mask: what each position may attend to: [b, s], [b, 1, s] or [b, s, s] of 0
             and 1, or `Segments`; None for everything.
         cache: what earlier calls computed, from `init_cache`; or an empty dict, to begin one.
@@ -246,9 +245,8 @@ class TransformerEncoderLayer(TransformerBlock):
             *tables, mask = others
             return self._compute(x, mask, training, *tables)
 
-        x = as_sequences("inputs", inputs, attention_mask)
-        tensors = [x] if position_table is None else [x, position_table]
-        return in_form_of(self.run_block(compute, tensors, [attention_mask], training), inputs)
+        tensors = [inputs] if position_table is None else [inputs, position_table]
+        return self.run_block(compute, tensors, [attention_mask], training)
 
     def _compute(self, inputs, attention_mask, training, position_table=None):
         options = {"position_table": position_table, "training": training}
@@ -317,7 +315,7 @@ class TransformerEncoder(BlockStack):
         **layer_arguments: other arguments of `TransformerEncoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
+        inputs: tensor [b, s, h].
         attention_mask: as the layer's.
         cache: list of the blocks' caches, from `init_cache`.
         prefix_mask: as the layer's.

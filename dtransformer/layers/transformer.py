@@ -32,9 +32,9 @@ class Transformer(Layer):
         **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
 
     Call arguments:
-        encoder_inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
+        encoder_inputs: tensor [b, s, h].
         encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, `Segments`, or None.
-        decoder_inputs: tensor [b, t, h], or [b·t, h] with a mask; None without a decoder.
+        decoder_inputs: tensor [b, t, h]; None without a decoder.
         decoder_mask: [b, t, t] of 0 and 1, `Segments`, or None.
         memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, `Segments`, or None.
         training: whether dropout applies.
