@@ -86,10 +86,7 @@ def _generator(model, tokenizer, max_new_tokens, stops, options):
     if not stop_ids and model.end_id is not None:
         stop_ids = [model.end_id]
     for text in stops:
-        if hasattr(tokenizer, "ids_of_stop"):
-            ids = tokenizer.ids_of_stop(text)
-        else:
-            ids = tokenizer.encode([text]).to_list()[0]
+        ids = tokenizer.ids_of_stop(text)
         if len(ids) != 1:
             raise InputError(
                 f"--stop {shown(text)}: is {len(ids)} tokens: give a text of one token"

@@ -140,6 +140,17 @@ class BaseTokenizer:
         rows = [self._until_end(np.asarray(row, "int64")) for row in ids]
         return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
 
+    def ids_of_stop(self, text: str) -> list[int]:
+        """Return the ids of a text that is to end others: one where it is a token."""
+        one = self._id_of(text)
+        return self.encode([text]).to_list()[0] if one is None else [one]
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included where the tokenizer can say them."""
+        if self._library is None:
+            return self.decode([ids])[0]
+        return self._library.decode(ids, skip_special_tokens=False)
+
     def chat_template(self, date: str | None = None) -> ChatTemplate:
         """Return the chat template.
 
@@ -188,6 +199,10 @@ class BaseTokenizer:
         found = self._library.encode_batch_fast(texts, add_special_tokens=add_special_ids)
         return [one.ids for one in found]
 
+    def _id_of(self, token: str) -> int | None:
+        """Return the id of a token, None where there is no such token."""
+        return self._library.token_to_id(token)
+
     def _texts(self, rows: list[list[int]]) -> list[str]:
         """Return the texts of ids that are in the vocabulary, without special ones."""
         raise NotImplementedError
@@ -216,11 +231,6 @@ class PublishedTokenizer(BaseTokenizer):
         """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
         return self.encode(sentences, add_special_ids=True)
 
-    def ids_of_stop(self, text: str) -> list[int]:
-        """Return the ids of a text that is to end others: one where it is a token."""
-        one = self._id_of(text)
-        return self.encode([text]).to_list()[0] if one is None else [one]
-
     def chat_template(self, date: str | None = None) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(
             self._path.parent, self._config, date, self.template_source
@@ -238,7 +248,3 @@ class PublishedTokenizer(BaseTokenizer):
                 if path.exists():
                     (fresh / path.name).write_bytes(read_bytes(path))
             self.save_template(fresh)
-
-    def _id_of(self, token: str) -> int | None:
-        """Return the id of a token, None where there is no such token."""
-        raise NotImplementedError

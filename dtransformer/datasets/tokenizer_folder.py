@@ -83,12 +83,5 @@ class JsonTokenizer(PublishedTokenizer):
             raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
         super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
-    def decode_all(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens included."""
-        return self._library.decode(ids, skip_special_tokens=False)
-
-    def _id_of(self, token):
-        return self._library.token_to_id(token)
-
     def _texts(self, rows):
         return self._library.decode_batch(rows, skip_special_tokens=True)

@@ -13,7 +13,7 @@ from dtransformer.block_forms import (
     ends_with_norm,
     has_experts,
 )
-from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.arguments import check_floating, given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import StreamLayer, check_size
 from dtransformer.layers.feed_forward import FeedForward
@@ -127,25 +127,17 @@ class BlockStack(StreamLayer):
         block_pattern: Pattern | None = None,
         **layer_arguments,
     ):
+        given = given_arguments(locals())
         own = {
             key: layer_arguments.pop(key)
             for key in ("name", "dtype", "trainable")
             if key in layer_arguments
         }
         super().__init__(**own)
-        self.arguments = {
-            "num_layers": num_layers,
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "offset": offset,
-            "network_layers": network_layers,
-            "relative_ranges": relative_ranges,
-            "moe_every": check_size("moe_every", moe_every),
-            "block_pattern": block_pattern,
-            **layer_arguments,
-            **({} if lambda_func is None else {"lambda_func": lambda_func}),
-        }
+        check_size("moe_every", moe_every)
+        left_out = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
+        self.arguments = {name: x for name, x in given.items() if name not in left_out}
+        self.arguments |= layer_arguments
         self.blocks = [
             self.layer_class(
                 hidden_size,

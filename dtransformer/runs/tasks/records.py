@@ -1,7 +1,6 @@
 """Records: examples of files, encoded once, which the tasks beyond plain text are trained on."""
 
 import abc
-import functools
 import itertools
 
 import keras
@@ -155,13 +154,7 @@ class RecordTask(Task):
         """Return the text of ids in pieces, each with whether it is learnt."""
         is_learnt = labels != -100
         bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
-        decode = functools.partial(_decoded, self.tokenizer)
+        decode = lambda part: self.tokenizer.decode_all(part.tolist())
         return [
             (decode(ids[a:b]), bool(is_learnt[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]
-
-
-def _decoded(tokenizer, ids):
-    """Return the text of ids, special tokens included where the tokenizer can say them."""
-    own = getattr(tokenizer, "decode_all", None)
-    return own(ids.tolist()) if own is not None else tokenizer.decode([ids])[0]

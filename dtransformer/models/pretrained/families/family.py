@@ -61,10 +61,10 @@ _FREE = {
 }
 SIZES = (
     Field("hidden_size", "hidden_size"),
-    HEADS,
     Field("num_layers", "num_hidden_layers"),
     Field("ffn_hidden_size", "intermediate_size"),
     Field("max_length", "max_position_embeddings"),
+    HEADS,
 )
 LLAMA_PARTS = (
     *SIZES,
