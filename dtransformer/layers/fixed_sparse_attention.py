@@ -130,7 +130,7 @@ class FixedSparsePattern:
 
 
 # Queries whose scores are computed together, where windows are smaller.
-_QUERIES = 128
+_QUERIES = 256
 
 
 @register
