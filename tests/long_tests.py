@@ -147,10 +147,9 @@ LEFT = [
         "test_on_a_mesh_nothing_is_sent_for_what_is_frozen",
     ),
     Left(
-        "parallel/pipeline_parallel/test_chunks_of_a_mesh.py::"
-        "test_chunks_of_a_mesh_give_the_numbers_of_one_function",
+        "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
         "",
-        "parity",
+        "parallel/test_shared_blocks.py::test_one_block_is_traced_whatever_the_depth",
     ),
     Left(
         "parallel/context_parallel/test_communication.py::test_what_is_sent",

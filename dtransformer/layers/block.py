@@ -245,8 +245,7 @@ def spread_evenly(
 ) -> None:
     """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
 
-    Several chunks of a single stage are there to be compiled soon, in a time that grows with the
-    square of the largest one: they get as many blocks, or one more.
+    Several chunks of a single stage are there to be compiled soon; see `pipeline.alike_chunks`.
 
     Args:
         network: the block.
@@ -258,11 +257,24 @@ def spread_evenly(
     number = layer_id + offset
     chunks = parallel_config.placement.num_chunks
     groups = parallel_config.gradient_aggregation_group
-    if parallel_config.pipeline_stage == 1:
-        network.pipeline_stage = number * chunks // layers
+    if parallel_config.pipeline_stage == 1 and layers >= chunks > 2:
+        first, inner = _compiled_soonest(layers, chunks)
+        network.pipeline_stage = min(max(number - first + inner, 0) // inner, chunks - 1)
     else:
         network.pipeline_stage = min(number // max(layers // chunks, 1), chunks - 1)
     network.set_comm_fusion(number // max(layers // groups, 1) + 1)
+
+
+def _compiled_soonest(layers, chunks):
+    """Return how many blocks the first chunk and each inner one get, of more than two chunks.
+
+    The inner ones are compiled once, the first and the last for themselves, each in a time that
+    grows with the square of its blocks: a² + b² + inner² is the smallest for these.
+    """
+    number = chunks - 2
+    inner = min(round(layers * number / (2 + number**2)), (layers - 2) // number)
+    inner = max(inner, 1)
+    return (layers - inner * number) // 2, inner
 
 
 def check_stages(blocks, num_stages):

@@ -38,13 +38,18 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
 @pytest.mark.parametrize(
     "layers, chunks, sizes",
     [
+        (48, 13, [2, *[4] * 11, 2]),
+        (80, 21, [2, *[4] * 19, 2]),
         (6, 3, [2, 2, 2]),
-        (48, 12, [4] * 12),
-        (9, 4, [3, 2, 2, 2]),
-        (14, 4, [4, 3, 4, 3]),
-        (4, 3, [2, 1, 1]),
+        (48, 3, [16, 16, 16]),
+        (48, 4, [8, 16, 16, 8]),
+        (9, 4, [1, 3, 3, 2]),
+        (50, 13, [3, *[4] * 11, 3]),
+        (48, 25, [1, *[2] * 23, 1]),
+        (4, 3, [1, 1, 2]),
+        (8, 2, [4, 4]),
         (5, 5, [1] * 5),
-        (7, 5, [2, 1, 2, 1, 1]),
+        (7, 5, [2, 1, 1, 1, 2]),
     ],
 )
 def test_chunks_of_a_single_stage_are_compiled_soon(layers, chunks, sizes):

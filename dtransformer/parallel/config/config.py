@@ -157,8 +157,8 @@ class TransformerOpParallelConfig(validators.Checked):
             `"zb_v"`, the same with two chunks a stage, there and back.
         pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
             `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
-            several, too: on a mesh, functions of few blocks compile sooner, so that deep networks start
-            sooner.
+            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
+            networks start sooner.
         context_parallel: number of shards of the sequence.
         context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
             sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same

@@ -92,18 +92,25 @@ class MeshFunction:
 
     def __call__(self, *args):
         """Return what the function returns; every device is done with it."""
-        return self.run([packed(variable) for variable in self._variables], *args)
+        return self.run(self.packed(), *args)
 
-    def run(self, weights: list[tf.Tensor], *args):
-        """As a call, with the values of the variables.
+    def packed(self) -> list[tf.Tensor]:
+        """Return the variables as DTensors."""
+        return [packed(variable) for variable in self._variables]
+
+    def run(self, weights: list[tf.Tensor], *args, variables: list[keras.Variable] | None = None):
+        """As a call, with the variables that `packed` has returned.
 
         Args:
             weights: list of DTensors.
             *args: as a call's.
+            variables: what they are the values of, and what it assigns is written to: variables
+                like those of the function, which they are by default.
 
         Raises:
             ValueError: DTensor cannot compute an operation; says which, and where.
         """
+        variables = self._variables if variables is None else variables
         try:
             results, updates = self._traced(weights, args)
         except tf.errors.OpError as error:
@@ -116,7 +123,7 @@ class MeshFunction:
         if self._is_new:
             self.compiled, self._is_new = new_functions(), False
         for number, value in updates.items():
-            variable = self._variables[int(number)]
+            variable = variables[int(number)]
             shards = own_shards([variable])
             for shard, new in zip(shards, unpacked(variable, value)):
                 shard.assign(new)

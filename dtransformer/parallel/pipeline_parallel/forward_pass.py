@@ -22,6 +22,7 @@ class ForwardPass:
             of its placed layers. The state that it gets is None in the first call, and
             when what passes between the stages is found out.
         name: str, of what is sent.
+        shares: whether chunks that are alike may share a function; see `ChunkFunctions`.
 
     Attributes:
         devices: where this rank's stage computes.
@@ -30,10 +31,10 @@ class ForwardPass:
 
     empty_state = None
 
-    def __init__(self, network, function, name):
+    def __init__(self, network, function, name, shares=False):
         self._function, self._name = function, name
         self.devices, self._peers = stage_devices(), peers()
-        self._functions = ChunkFunctions(network, self._compute, self.devices)
+        self._functions = ChunkFunctions(network, self._compute, self.devices, shares)
         self._dataflows = {}
 
     def __call__(self, inputs, states=None):

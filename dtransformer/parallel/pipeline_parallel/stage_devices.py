@@ -38,11 +38,12 @@ class LocalExecutor:
     """The rank's only device: tensors are what they are.
 
     Attributes:
+        compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
         measures: whether functions wait on GPUs for what they compute, so that their times are
             true. Nothing else needs that: what a rank sends follows on the device.
     """
 
-    measures = False
+    compiles_whole_graphs = measures = False
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -96,6 +97,8 @@ class _Function:
 
     Attributes:
         trained: list of the Keras variables that gradients are taken of.
+        compilation: what has the following attributes: itself, or of a chunk that shares another's
+            function that one.
         is_new: whether it was compiled since this was last set to False; on a mesh alone.
         compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
         calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
@@ -104,7 +107,7 @@ class _Function:
     is_new, compiled, calls = False, (), types.MappingProxyType({})
 
     def __init__(self, function, trained, wait):
-        self.trained, self._wait = trained, wait
+        self.trained, self._wait, self.compilation = trained, wait, self
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would count the traces of all chunks as those of one function.
         _compat.expect_many_traces(self._function)
@@ -121,6 +124,8 @@ class _Function:
 
 class MeshExecutor(LocalExecutor):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
+
+    compiles_whole_graphs = True
 
     def __init__(self):
         # What this rank holds of a `CrossStageTensor`, found out once.
@@ -173,16 +178,30 @@ class _FunctionOnMesh(MeshFunction):
 
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
-        self.trained, self._others = trained, others
+        self.trained, self._others, self.compilation = trained, others, self
 
-    def weights(self):
-        """Return the trained weights as DTensors."""
-        return [packed(weight) for weight in self.trained]
+    @staticmethod
+    def layer_name(name: str) -> str:
+        """Return a name in the compiled function as it is told."""
+        return name
+
+    def weights(self, trained=None):
+        """Return the trained weights as DTensors, or others that are like them."""
+        return [packed(weight) for weight in (self.trained if trained is None else trained)]
 
     def __call__(self, weights, *args):
+        return self.call(weights, self.trained, self._others, *args)
+
+    def call(self, weights, trained, others, *args):
+        """As a call, with values of other variables that are like its own, see `alike_chunks`."""
         # Gradients are traced when the function is called.
         with trace.scope(on_mesh=True), _compat.constants_are_copied():
-            return self.run([*weights, *map(packed, self._others)], *args)
+            variables = [*trained, *others]
+            return self.run([*weights, *map(packed, others)], *args, variables=variables)
+
+    def put(self, numbers):
+        """Return a list of ints as an argument."""
+        return put_numbers(tf.constant(numbers or [0], "int32"))
 
     def _trace(self, weights, args):
         self.is_new = True

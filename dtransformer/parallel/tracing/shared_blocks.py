@@ -21,6 +21,7 @@ from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
+    layer_number,
     mask_drawers,
 )
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
@@ -69,9 +70,7 @@ class SharedBlocks:
         with _compat.without_autocast():  # gradients are taken of the type that is stored
             values = [tf.convert_to_tensor(trained_value(weight)) for weight in block.variables]
         seed = current_dropout_seed() if training else None
-        # TensorFlow would make, and optimize, a function for each constant that one is given.
-        numbers = tf.constant([layer.number for layer in drawers], "int32")
-        numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
+        numbers = _numbers_of(drawers)
         ends_gradients = _ends_gradients(tensors, values)
         result, losses, metrics = function(list(tensors), values, seed, numbers, ends_gradients)
         block.add_loss(losses)
@@ -100,6 +99,16 @@ def _function(block, compute, dropouts, is_called, name_scope):
 
     attributes = {"_noinline": True} if is_called else None
     return tf.function(run, autograph=False, experimental_attributes=attributes)
+
+
+def _numbers_of(drawers):
+    """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
+    numbers = [layer_number(layer) for layer in drawers]
+    if any(map(tf.is_tensor, numbers)):
+        return tf.stack(numbers)
+    # TensorFlow would make, and optimize, a function for each constant that one is given.
+    numbers = tf.constant(numbers, "int32")
+    return tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
 
 
 def _ends_gradients(tensors, values):

@@ -8,7 +8,6 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel.collectives.replica_consistency import ReplicaConsistency
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.config.validators import settings_without_chunks
@@ -23,6 +22,7 @@ from dtransformer.parallel.mesh.batch import (
     rows_added,
 )
 from dtransformer.parallel.mesh.function import MeshFunction
+from dtransformer.parallel.pipeline_parallel.shared_chunks import number_of_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
@@ -129,13 +129,12 @@ class MeshEngine(Engine):
 
 def _tell_of_chunks(network):
     """Warn that the first step of a deep network takes long, and say what takes less."""
-    stacks = (getattr(layer, "blocks", None) for layer in _compat.flat_layers(network))
-    number = sum(len(blocks) for blocks in stacks if isinstance(blocks, list))
+    number = number_of_blocks(network)
     may_have_chunks = not settings_without_chunks(get_parallel_config())
     if number >= MANY_BLOCKS and may_have_chunks and job.is_chief():
         warnings.warn(
             f"{number} blocks are compiled for the mesh as one function, which may take minutes. "
-            "Functions of few blocks each take seconds, and give the same losses, with "
+            "Blocks that are alike are compiled once, for the same losses, with "
             "TransformerOpParallelConfig(pipeline_schedule='interleaved', "
             f"pipeline_chunks={number // 4 + 1}, ...), given to dtransformer.init() before the "
             "network is made; later steps take longer where blocks are small: see 'Deep networks on "

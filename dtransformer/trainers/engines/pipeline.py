@@ -1,6 +1,7 @@
 """The engine of a pipeline: carries the schedule's instructions out on this rank."""
 
 import contextlib
+import dataclasses
 import functools
 
 import tensorflow as tf
@@ -61,12 +62,12 @@ class PipelineEngine(Engine):
         )
         self.devices, self.peers = stage_devices(), peers()
         # Compiled forward passes of chunks, by chunk and `Dataflow`.
-        self.function = ChunkFunctions(self.network, self._forward, self.devices).of
+        self.function = ChunkFunctions(self.network, self._forward, self.devices, shares=True).of
         self._predict = ForwardPass(
-            self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call"
+            self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
         )
         self._evaluate = ForwardPass(
-            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test"
+            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self._is_prepared = False
@@ -244,9 +245,9 @@ class PipelineEngine(Engine):
     def collectives(self):
         """Return the `Collective`s of a step: those on the mesh, and between the stages."""
         on_mesh = [
-            one
+            dataclasses.replace(one, layer=function.layer_name(one.layer))
             for function, names in self._compiled
-            for one in audit.mesh_collectives(names, function.calls)
+            for one in audit.mesh_collectives(names, function.compilation.calls)
         ]
         return self._num_micro_batches * on_mesh + self.transfers()
 

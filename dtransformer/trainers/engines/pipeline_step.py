@@ -102,10 +102,10 @@ class PipelineStep:
             end = self._engine.peers.ended[name]
             self.received[name] = dataclasses.replace(event, end=end)
         functions = [self._engine.function(chunk, self.dataflow) for chunk in self._weights]
-        if any(function.is_new for function in functions):
-            self.compiled = [(one, list(one.compiled)) for one in functions]
+        if any(function.compilation.is_new for function in functions):
+            self.compiled = [(one, list(one.compilation.compiled)) for one in functions]
             for function in functions:
-                function.is_new = False
+                function.compilation.is_new = False
 
     def all_gradients(self):
         """Return for each weight the list of this rank's shards of its gradient."""
@@ -201,8 +201,8 @@ class PipelineStep:
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         function = self._engine.function(chunk, self.dataflow)
-        if function.is_new:  # it had no gradient before
-            function.compiled.extend(new_functions())
+        if function.compilation.is_new:  # it had no gradient before
+            function.compilation.compiled.extend(new_functions())
         if chunk > self._engine.first_trained:
             self._handed[_gradients(k, chunk - 1)] = [
                 tf.zeros_like(x) if gradient is None else gradient

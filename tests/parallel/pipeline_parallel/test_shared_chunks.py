@@ -1,4 +1,4 @@
-"""Promise: model chunks of a single stage on a mesh give what one function gives, and send it."""
+"""Promise: chunks that are alike are compiled once, and each computes and sends what is its own."""
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start, stop
 
 IDS = np.random.default_rng(0).integers(3, 30, (4, 9), "int32")
+CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 6}
 
 
 def trained(**fields):
@@ -19,18 +20,30 @@ def trained(**fields):
     batch = IDS[:, :-1], IDS[:, 1:]
     losses = [trainer.train_on_batch(*batch, return_dict=True)["step_loss"] for _ in range(3)]
     losses.append(trainer.evaluate(*batch, verbose=0, return_dict=True)["loss"])
-    logits = trainer.predict(IDS[:, :-1], verbose=0)
-    return np.array(losses, "float64"), logits, trainer.communication_report()
+    numbers = np.array(losses, "float64"), trainer.predict(IDS[:, :-1], verbose=0)
+    return *numbers, trainer.communication_report(), trainer
 
 
 @on_mesh
-def test_chunks_of_a_mesh_give_the_numbers_of_one_function():
-    losses, logits, report = trained()
+def test_shared_chunks_are_compiled_once():
+    losses, logits, report, _ = trained()
     stop()
-    fields = {"pipeline_schedule": "interleaved", "pipeline_chunks": 6}
-    in_chunks, own_logits, own_report = trained(**fields)
+    in_chunks, own_logits, own_report, trainer = trained(**CHUNKS)
     np.testing.assert_allclose(in_chunks, losses, rtol=1e-6)  # with the same masks of dropout
     np.testing.assert_allclose(own_logits, logits, rtol=0, atol=1e-5)
     for number in range(6):
         block = f"blocks/block_{number}"
         assert own_report.summed_elements(block) == report.summed_elements(block) > 0
+    functions = trainer._engine.function.__self__
+    assert len(functions._compiled) == 6 and len(functions._shared) == 1
+
+
+@on_mesh
+def test_chunks_with_other_settings_are_compiled_apart():
+    start(model_parallel=2, **CHUNKS)
+    network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=6, dropout_rate=0.0)
+    network.blocks.blocks[2].recompute()
+    trainer = Trainer(network)
+    trainer.compile("sgd", CrossEntropyLoss())
+    trainer.train_on_batch(IDS[:, :-1], IDS[:, 1:])
+    assert len(trainer._engine.function.__self__._shared) == 2
