@@ -48,7 +48,7 @@ LATENTS = {
 TEXTS = {
     "opt": Row(
         {"ffn_dim": 48, "dropout": 0.0},
-        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim=16 beside hidden_size=32 is not built"),
+        ({"word_embed_proj_dim": 16}, "hidden_size=32 and word_embed_proj_dim=16 differ"),
     ),
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
     "ministral3": Row(
