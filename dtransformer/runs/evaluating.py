@@ -6,6 +6,7 @@ import pathlib
 import shutil
 from collections.abc import Iterable
 
+from dtransformer.errors import InputError
 from dtransformer.files import beside
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
@@ -36,6 +37,8 @@ def evaluate_run(
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
     start_job(config)
     task = load_run(folder, trained=False)
+    if not hasattr(task.config.data, "dev"):
+        raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
