@@ -28,10 +28,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OWN = "dtransformer"
 
 
+_ALONE = {**STRICT, "extra": "forbid"}  # a field besides would be dropped, or be an argument
+
+
 class _Kernel(pydantic.BaseModel):
     """What the config says of a kernel."""
 
-    model_config = STRICT
+    model_config = _ALONE
     rank: Annotated[int, Field(gt=0)]
     alpha: Annotated[float, Field(gt=0, strict=False)]
     kind: typing.Literal[tuple(KINDS)] = "lora"
@@ -40,7 +43,7 @@ class _Kernel(pydantic.BaseModel):
 class _Config(pydantic.BaseModel):
     """The config of adapters by this library's own names."""
 
-    model_config = STRICT
+    model_config = _ALONE
     format: typing.Literal[_OWN]
     kernels: dict[str, _Kernel]
 

@@ -163,6 +163,10 @@ def test_adapters_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="do not fit: .* is in one only"):
         load_lora(network_of(**LLAMA), tmp_path)
+    next(iter(config["kernels"].values()))["kin"] = "lora"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="is damaged: kernels.*kin"):
+        load_lora(network_of(**LLAMA), tmp_path)
     with pytest.raises(InputError, match="there is no such file: expected a folder of adapters"):
         load_lora(network_of(**LLAMA), tmp_path / "nowhere")
 
