@@ -206,6 +206,7 @@ def rotate(
         of_angles = [factor * values for values in of_angles]
     cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
     # Split, not sliced: its gradient puts parts together, where slices' fill up with zeros and add.
-    first, second, *rest = tf.split(x, [half, half, x.shape[-1] - 2 * half], axis=-1)
+    others = x.shape[-1] - 2 * half
+    first, second, *rest = tf.split(x, [half, half, others] if others else 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return tf.concat([*turned, *rest], axis=-1)

@@ -32,9 +32,6 @@ from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
-# What `loss_terms.check_range` says, as an operation of a graph tells it, or one that is run by itself.
-
-
 _FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles
 
 

@@ -18,10 +18,6 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.reports.clusters import ClusterReport
 
-# What carries a graph and computes nothing, or belongs to a cluster's own call.
-# Each cluster of a graph that TensorFlow has optimized has one of these.
-
-
 # Number of elements of the weights from which on XLA's start pays for the update.
 _LARGE_NETWORK = 2**20
 

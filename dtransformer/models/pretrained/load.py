@@ -8,7 +8,7 @@ import pathlib
 import warnings
 
 from dtransformer.architectures import Architecture
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, refusing, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
@@ -147,10 +147,8 @@ def _generation_rules(content, family):
 
 
 def _made(family, arguments, path):
-    try:
+    with refusing(path):
         return family.network(**arguments)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:
