@@ -44,12 +44,13 @@ def task_of(name):
     return importlib.import_module(module).TASKS[name]
 
 
-def do(run, is_quick=False, **options):
+def do(run, is_quick=False, is_short=False, **options):
     """Start the layout and do the task; return its results, and the seconds of its parts: two dicts.
 
     Args:
         run: a `Run`.
         is_quick: whether TensorFlow optimizes no graphs.
+        is_short: whether the task may leave out some of what it does.
         **options: arguments for a task that takes them: `folder`, `layout` and others.
     """
     begin = time.monotonic()
@@ -60,7 +61,7 @@ def do(run, is_quick=False, **options):
         leave_graphs_as_they_are()
     started = time.monotonic()
     taken = inspect.signature(task).parameters
-    options |= {"layout": run.layout, "is_quick": is_quick}
+    options |= {"layout": run.layout, "is_short": is_short}
     results = task(**{name: value for name, value in options.items() if name in taken}) or {}
     first_step = results.pop("first_step", 0.0)  # training.py knows it
     rest = time.monotonic() - started - first_step
@@ -79,11 +80,13 @@ def main():
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, compiled quickly")
+    parser.add_argument("--quick", action="store_true", help="compile quickly")
+    parser.add_argument("--short", action="store_true", help="fewer steps, and searches")
     arguments = parser.parse_args()
     if arguments.quick:
         compile_quickly()
-        arguments.steps = min(arguments.steps, training.QUICK_STEPS)
+    if arguments.short:
+        arguments.steps = min(arguments.steps, training.SHORT_STEPS)
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
     # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
@@ -91,7 +94,7 @@ def main():
         signal.alarm(arguments.seconds)
         begin = cpu_seconds()
         try:
-            results, seconds = do(run, arguments.quick, **options)
+            results, seconds = do(run, arguments.quick, arguments.short, **options)
             run.write(arguments.folder, RANK, results)
             if RANK == 0:
                 run.append_times(arguments.folder, {**seconds, "cpu": cpu_seconds() - begin})

@@ -11,6 +11,7 @@ from harness.layouts import Layout, layout_of
 
 SECONDS_OF_A_RUN = 300  # on a busy machine; a rank that takes longer shows where it is, and ends
 _SECONDS_TO_START = 120
+_RUNS_OF_A_LAUNCH = 60  # what they leave is in memory until their ranks end
 TIMES = "times.jsonl"  # what each run took
 
 
@@ -82,7 +83,7 @@ def _read(path):
 
 
 def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF_A_RUN):
-    """Run all runs that have not ended yet, in one launch where no rank dies.
+    """Run all runs that have not ended yet, in as few launches as memory allows.
 
     Where ranks die, the run that they were in has failed, and they are started again for
     those that are left.
@@ -96,7 +97,7 @@ def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF
     """
     # After meshes of each rank's own devices, one over several ranks waits for ever.
     runs = sorted(runs, key=lambda run: not run.layout.joins_ranks)
-    while left := [run for run in runs if not run.has_ended(folder)]:
+    while left := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
         arguments = ["-m", "harness.rank", folder, *(run.name for run in left)]
         arguments += ["--seconds", seconds_of_a_run, *options]
         try:

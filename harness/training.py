@@ -25,7 +25,7 @@ from harness.networks import (
     make,
 )
 
-STEPS, QUICK_STEPS = 20, 10
+STEPS, SHORT_STEPS = 20, 10
 USED = ".used"  # after the name of a network that is not only trained
 _DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
 # How a network is let generate.
@@ -35,7 +35,7 @@ SEARCHES = {
     "drawn": {"num_return_sequences": 2, **_DRAWN},
     "ruled": {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-QUICK_SEARCHES = ("beam", "ruled")
+SHORT_SEARCHES = ("beam", "ruled")
 
 
 class Record(keras.callbacks.Callback):
@@ -58,12 +58,12 @@ def task_of(name):
     return functools.partial(_train_and_use, name)
 
 
-def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_quick=False):
+def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_short=False):
     network = name.removesuffix(USED)
     trainer, results = train(network, steps, epsilon, layout.num_blocks)
     if name == network:
         return results
-    return results | use(trainer, network, folder, layout, QUICK_SEARCHES if is_quick else SEARCHES)
+    return results | use(trainer, network, folder, layout, SHORT_SEARCHES if is_short else SEARCHES)
 
 
 def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):

@@ -143,5 +143,5 @@ def shared_data():
 @pytest.fixture(scope="session")
 def ranks_of(request, tmp_path_factory):
     """A function of a run's name that returns what each of its ranks gives."""
-    options = [] if request.config.getoption("tier") == "all" else ["--quick"]
+    options = ["--quick", *["--short"] * (request.config.getoption("tier") != "all")]
     return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items), options)

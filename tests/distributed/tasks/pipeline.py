@@ -99,7 +99,7 @@ def keras_metrics():
     return {name: [*map(float, logs[name]), float(evaluation[name])] for name in names}
 
 
-def losses(is_quick=False):
+def losses(is_short=False):
     """Losses of ten steps, and of the same ones with sleeps, once or four times."""
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
@@ -114,7 +114,7 @@ def losses(is_quick=False):
 
     PipelineStep.run = sleepy
     try:
-        for _ in range((1 if is_quick else 4) if job.size() > 1 else 0):
+        for _ in range((1 if is_short else 4) if job.size() > 1 else 0):
             trainer.network.set_weights(first)
             result["with_sleeps"].append(_ten_steps(trainer))
     finally:
