@@ -8,7 +8,7 @@ from harness.compare import assert_same, differences, weights
 from harness.networks import kind_of, make
 from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
-from harness.training import QUICK_SEARCHES, QUICK_STEPS, SEARCHES, USED, weights_file
+from harness.training import SHORT_SEARCHES, SHORT_STEPS, SEARCHES, USED, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
 from tests.shared_runs import each
 
@@ -45,7 +45,7 @@ each_generating = each(
 @each_run
 def test_losses_and_weights_are_those_of_one_process(run, ranks_of):
     ranks, (expected,) = ranks_of(run), ranks_of(alone(run))
-    assert len(set(expected["losses"])) == len(expected["losses"]) >= QUICK_STEPS
+    assert len(set(expected["losses"])) == len(expected["losses"]) >= SHORT_STEPS
     assert together(ranks, "final").keys() == weights(expected, "final").keys()
     found = {name: value for rank in reversed(ranks) for name, value in rank.items()}
     found = differences(found, expected, network_of(run))
@@ -88,7 +88,7 @@ def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of):
 @pytest.mark.parametrize(
     "search",
     [
-        pytest.param(search, marks=[pytest.mark.long] * (search not in QUICK_SEARCHES))
+        pytest.param(search, marks=[pytest.mark.long] * (search not in SHORT_SEARCHES))
         for search in SEARCHES
     ],
 )
