@@ -32,16 +32,17 @@ def parse_arguments():
     parser.add_argument("--jax", default="cudnn,xla", help="JAX's, with commas; none for none")
     parser.add_argument("--environment", default=".venv-jax", help="made by make .venv-jax/ready")
     parser.add_argument("--recompute", action="store_true", help="ours with recomputed blocks, too")
+    parser.add_argument("--dropout", type=float, default=0.0, help="the rate of ours")
     parser.add_argument("--rows", type=int, default=0, help="of places that take longest")
-    parser.add_argument("--export", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--export", nargs=5, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def make_network(kind, attention, blocks, h, n, m, f, length, rows, vocab_size):
+def make_network(dropout, kind, attention, blocks, h, n, m, f, length, rows, vocab_size):
     """Return our network of the sizes in `NETWORKS`."""
     from dtransformer import models
 
-    sizes = {"hidden_size": h, "num_heads": n, "ffn_hidden_size": f, "dropout_rate": 0.0}
+    sizes = {"hidden_size": h, "num_heads": n, "ffn_hidden_size": f, "dropout_rate": dropout}
     if kind == "bert":
         return models.MaskedLM(vocab_size, num_layers=blocks, pad_id=None, **sizes)
     if kind == "t5":
@@ -56,7 +57,7 @@ def make_network(kind, attention, blocks, h, n, m, f, length, rows, vocab_size):
     return models.CausalLM(vocab_size, **sizes, **own)
 
 
-def export(path, name, attention, recompute):
+def export(path, name, attention, recompute, dropout):
     """Write the module of a network's loss and gradients, traced as on a GPU."""
     import keras
     import tensorflow as tf
@@ -72,7 +73,7 @@ def export(path, name, attention, recompute):
     dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute == "True"))
     sizes = NETWORKS[name]
     own = "auto" if attention == "cudnn" else attention
-    network = make_network(attention=own, **sizes)
+    network = make_network(float(dropout), attention=own, **sizes)
     network.build()
     loss, values = CrossEntropyLoss(), [v.value for v in network.trainable_variables]
 
@@ -121,9 +122,10 @@ def main():
             for recompute in (False, True) if arguments.recompute else (False,):
                 what = {"network": name, "by": "ours", "attention": attention}
                 what |= {"recompute": True} if recompute else {}
+                what |= {"dropout": arguments.dropout} if arguments.dropout else {}
                 out = str(_FOLDER / f"{name}-{attention}-{recompute}.pb")
                 command = [sys.executable, __file__, "--export", out, name, attention]
-                if run([*command, str(recompute)], what) is None:
+                if run([*command, str(recompute), str(arguments.dropout)], what) is None:
                     continue
                 memory = run([*jax, "hlo", out], what)
                 if memory is not None:

@@ -72,7 +72,9 @@ def layer_number(layer: DrawsMasks) -> int | tf.Tensor:
 def kept_elements(
     shape: Sequence, rate: float, seed: tf.Tensor, number: int | tf.Tensor = 0, part: int = 0
 ) -> tf.Tensor:
-    """Return which elements are kept: a bool tensor, False with the probability `rate`.
+    """Return which elements are kept: a bool tensor, False with the probability `rate`, to 2⁻¹⁷.
+
+    Each element has 16 random bits; on a mesh, which takes no word for two elements, a word.
 
     Args:
         shape: list of ints, or scalars where a dimension is not known.
@@ -81,8 +83,15 @@ def kept_elements(
         number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
         part: int in [0, 2³¹): masks of one number differ by it.
     """
-    words = _random_words(shape, seed, number, part * 2**32)
-    return words >= tf.constant(int(rate * 2**32), "uint32")
+    threshold, offset = min(round(rate * 2**16), 2**16 - 1), part * 2**32
+    if trace.is_on_mesh():
+        words = _random_words(shape, seed, number, offset)
+        return words >= tf.constant(threshold * 2**16, "uint32")
+    *rows, length = shape or [1]
+    half = (length + 1) // 2
+    words = _random_words([*rows, half], seed, number, offset)
+    bits = tf.reshape(tf.bitcast(words, "uint16"), [*rows, 2 * half])[..., :length]
+    return tf.reshape(bits, shape) >= tf.constant(threshold, "uint16")
 
 
 def random_floats(shape: Sequence, seed: tf.Tensor, number: int | tf.Tensor = 0) -> tf.Tensor:
