@@ -8,7 +8,7 @@ from harness.compare import assert_same, differences, weights
 from harness.networks import kind_of, make
 from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
-from harness.training import SHORT_SEARCHES, SHORT_STEPS, SEARCHES, USED, weights_file
+from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, USED, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
 from tests.shared_runs import each
 
