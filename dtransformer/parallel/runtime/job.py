@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.config import validators
+from dtransformer.errors import check_int
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime.process_groups import Group, ProcessGroups
@@ -193,7 +193,7 @@ def set_seed(value: int) -> None:
         value: an int of at least 0, the same on every rank.
     """
     global _job
-    validators.count_or_zero("seed", value)
+    check_int("seed", value, least=0)
     _job = dataclasses.replace(_job, seed=value)
 
 

@@ -286,10 +286,6 @@ def test_the_config_takes_every_schedule_of_the_table():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (
-            ("zigzag", 2, 2, 1),
-            "must be one of 1f1b, gpipe, interleaved, zb_h1, zb_v, v; got 'zigzag'",
-        ),
         (("1f1b", 4, 3, 1), "micro_batch_num=3 is less than pipeline_stage=4"),
         (("1f1b", 2, 4, 3), "pipeline_chunks=3 needs pipeline_schedule='interleaved', got '1f1b'"),
         (("1f1b", 2, 4, 2), "pipeline_chunks=2 needs pipeline_schedule='interleaved' or 'zb_v'"),
