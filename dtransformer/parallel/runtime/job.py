@@ -90,11 +90,6 @@ def topology() -> Topology:
     return _job.topology
 
 
-def joined() -> object:
-    """Return an object that is another one when the job was joined anew: compiled functions end."""
-    return _job.groups
-
-
 def horovod() -> types.ModuleType | None:
     """Return the module `horovod.tensorflow`, or None where the process runs alone."""
     return _job.hvd
@@ -158,11 +153,6 @@ doing, compiles, computed_for = activity.doing, activity.compiles, activity.comp
 def watchdog() -> Watchdog | None:
     """Return the watchdog of this rank; None without."""
     return _job.watchdog
-
-
-def gates() -> StopBarriers:
-    """Return the gates at which ranks stop together; see `dtransformer.parallel.runtime.stopping`."""
-    return _job.gates
 
 
 def data_shard() -> tuple[int, int]:

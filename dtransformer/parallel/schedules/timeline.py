@@ -30,15 +30,10 @@ class Event:
     start: float
     end: float
 
-    def to_json(self) -> list:
-        """Return it as what JSON can say."""
-        return [self.stage, dataclasses.asdict(self.instruction), self.start, self.end]
-
     @classmethod
-    def from_json(cls, value: list) -> "Event":
-        """Return the event that `to_json` returned a value of."""
-        stage, instruction, start, end = value
-        return cls(stage, Instruction(**instruction), start, end)
+    def of(cls, fields: dict) -> "Event":
+        """Return the event of what `dataclasses.asdict` tells of it."""
+        return cls(**{**fields, "instruction": Instruction(**fields["instruction"])})
 
 
 @dataclasses.dataclass(frozen=True)
