@@ -70,7 +70,7 @@ class GenerationOptions:
     last_ids: Ids = ()
     suppressed_ids: Ids = ()
     suppressed_first_ids: Ids = ()
-    seed: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    seed: int = 0
 
     def __post_init__(self):
         for name in self.__dataclass_fields__:
