@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dtransformer.errors import one_line
 from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
-from dtransformer.parallel.watchdog.links import Hub, Member
+from dtransformer.parallel.watchdog.links import End
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
@@ -129,7 +129,7 @@ class Watchdog:
         self,
         rank: int,
         hosts: Sequence[str],
-        link: Hub | Member,
+        link: End,
         stall_seconds: float,
         recorder: ActivityTracker,
         gates: StopBarriers,
