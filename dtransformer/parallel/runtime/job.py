@@ -209,8 +209,8 @@ def new_group(ranks: Iterable[int]) -> Group:
 
     Raises:
         ValueError: on every rank: `ranks` is empty, names a rank twice or one that the
-            job does not have, or ranks of the job called with different `ranks`.
-        RuntimeError: Horovod was started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
+            job does not have, or ranks of the job called with different `ranks`; or Horovod was
+            started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
     with tf.init_scope(), waiting("new_group", range(_job.size)):
         return _job.groups.new(ranks)
