@@ -389,7 +389,7 @@ WRONG = [
     ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
-        "fixed: recompute must",
+        "fixed: recompute should be a valid boolean or",
     ),
     (
         lambda: cost(named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),

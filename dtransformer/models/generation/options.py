@@ -1,6 +1,7 @@
 """Options of every `generate`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from dtransformer.parallel.config.validators import NotNegative, Positive, check
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 FromOne = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Ids = tuple[Number, ...]
+Ids = Sequence[Number]
 
 
 @dataclasses.dataclass(frozen=True)
