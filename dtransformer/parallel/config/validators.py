@@ -22,6 +22,9 @@ MeshAxis = Literal["data", "context", "model"]
 MESH_AXES = typing.get_args(MeshAxis)
 
 
+# These check; what they return is not kept, see `checked_value`.
+
+
 def _schedule(name):
     if name not in schedules.SCHEDULES:
         raise ValueError(f"should be one of {', '.join(schedules.SCHEDULES)}")

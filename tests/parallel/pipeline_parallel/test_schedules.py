@@ -1,6 +1,7 @@
 """Promise: schedules are the published ones, end whatever the delays, and idle as computed."""
 
 import itertools
+import json
 import random
 
 import pytest
@@ -17,8 +18,8 @@ from dtransformer.parallel.schedules.instruction import (
     receive_of,
 )
 from dtransformer.parallel.schedules.placement import Placement
-from dtransformer.parallel.schedules.simulator import simulate
-from dtransformer.parallel.schedules.timeline import most_alive
+from dtransformer.parallel.schedules.simulator import ideal_of, simulate
+from dtransformer.parallel.schedules.timeline import most_alive, write
 from tests.parallel.pipeline_parallel.v_schedule import V_SCHEDULE
 
 STAGES = (2, 3, 4, 8)
@@ -219,6 +220,19 @@ def test_every_schedule_ends_whatever_the_delays(case):
 
     timeline = simulate(*plan(*case), length, length, transfer=generator.random())
     assert 0 <= timeline.bubble < 1
+
+
+def test_a_timeline_is_written_beside_the_ideal_one(tmp_path):
+    everything, placement = plan("1f1b", 2, 4, 1)
+    slow = simulate(everything, placement, transfer=1.0)
+    write(slow, ideal_of(slow, everything), tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    titles = [x["args"]["name"] for x in events if x["name"] == "process_name"]
+    assert titles == [f"measured: {slow.bubble:.1%} idle", "if sends took no time: 20.0% idle"]
+    passes = [x for x in events if x["name"] == "B3" and x["tid"] == 0]
+    assert [x["pid"] for x in passes] == [0, 1] and passes[0]["ts"] > passes[1]["ts"]
+    with pytest.raises(ValueError, match="a .json file, got 'step.png'"):
+        write(slow, slow, "step.png")
 
 
 def test_a_receive_stands_before_the_computation_that_it_does_not_need():
