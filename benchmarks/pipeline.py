@@ -36,7 +36,7 @@ def parse_arguments():
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--rows", type=int, default=8, help="texts of a micro-batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
-    parser.add_argument("--save_timeline", help="a .png or .json file for each case; {case} in it")
+    parser.add_argument("--save_timeline", help="a .json file for each case; {case} in it")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 

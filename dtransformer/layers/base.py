@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
@@ -218,17 +219,15 @@ class Masked(keras.layers.Layer):
 
 def check_rate(name: str, rate: float) -> float:
     """Check a dropout rate: a number in [0, 1)."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise TypeError(f"{name} must be a number in [0, 1), got {rate!r} ({type(rate).__name__})")
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {rate}")
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if not is_number or not 0 <= rate < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
     return float(rate)
 
 
 def check_size(name: str, size: int, least: int = 1) -> int:
     """Check a size: an int of at least `least`."""
-    validators.count(name, size, least)
-    return size
+    return check_int(name, size, least)
 
 
 def check_divisible(**sizes: int):

@@ -21,7 +21,7 @@ from dtransformer.layers.online_softmax import (
     where_seen,
     within,
 )
-from dtransformer.parallel.context_parallel.exchange import ContextExchange, LocalExchange
+from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
@@ -33,7 +33,7 @@ _AXES = "length_shards", "batch", "heads", None, None
 
 
 def blockwise_attention(
-    exchange: ContextExchange | LocalExchange,
+    exchange: ContextExchange,
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,

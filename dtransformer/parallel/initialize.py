@@ -5,13 +5,14 @@ for several ranks only, DTensor where operations are sharded.
 """
 
 import dataclasses
+import math
 import os
 import socket
 
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
@@ -47,20 +48,19 @@ def stall_seconds_of(value: float | None) -> float:
     """Return `stall_seconds`, from the argument, the environment, or by default.
 
     Raises:
-        TypeError, ValueError: it is no number that can be one.
+        InputError: it is no number that can be one.
     """
-    if value is None:
-        text = os.environ.get(_FROM_ENVIRONMENT) or str(STALL_SECONDS)
-        try:
-            value = float(text)
-        except ValueError:
-            raise InputError(
-                f"{_FROM_ENVIRONMENT} must be a number of seconds, got {shown(text)}"
-            ) from None
-    validators.non_negative("stall_seconds", value)
-    if 0 < value < _LEAST:
-        raise ValueError(f"stall_seconds must be 0 for none, or at least {_LEAST}, got {value}")
-    return float(value)
+    value = os.environ.get(_FROM_ENVIRONMENT) or STALL_SECONDS if value is None else value
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if seconds != 0 and not _LEAST <= seconds < math.inf:
+        raise InputError(
+            f"stall_seconds, or {_FROM_ENVIRONMENT}, must be 0 for none, or at least {_LEAST}, got "
+            f"{shown(value)}"
+        )
+    return seconds
 
 
 def start_watchdog(
@@ -142,9 +142,9 @@ def init(
         The `Topology` of the job.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: the config's degrees do not multiply to the number of devices, its fields
-            do not work together, or ranks were started with different configs.
+        TypeError: the config is none.
+        ValueError: an argument is not allowed, the config's degrees do not multiply to the number
+            of devices, its fields do not work together, or ranks have different configs.
         RuntimeError: there are several ranks and Horovod is not installed, or this
             host has fewer GPUs than its ranks ask for.
 
@@ -157,9 +157,9 @@ def init(
     config = get_parallel_config() if config is None else config
     check_config(config)
     if seed is not None:
-        validators.count_or_zero("seed", seed)
+        check_int("seed", seed, least=0)
     if local_devices != "all":
-        validators.count("local_devices", local_devices)
+        check_int("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     before = job.current()
     _leave_layout()

@@ -29,8 +29,7 @@ from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterSha
 ReadStored = Callable[[str, Bounds, str], np.ndarray]
 
 
-@contextlib.contextmanager
-def values_from(read: ReadStored) -> Iterator[None]:
+def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
     """Let weights that are made in the `with` block begin with stored values.
 
     Each rank reads what it will hold, and nothing is drawn, which takes longer than to read.
@@ -39,8 +38,7 @@ def values_from(read: ReadStored) -> Iterator[None]:
         read: a function of a weight's path, bounds in its full value, and the name of its type, that
             returns this rectangle.
     """
-    with trace.scope(stored_values=read):
-        yield
+    return trace.scope(stored_values=read)
 
 
 @contextlib.contextmanager

@@ -99,12 +99,8 @@ def kept_bytes(
     """
     stream, number, t, item = length * hidden_size, len(attended), model_parallel, item_bytes
     if recomputes_block:
-        return (
-            item
-            * stream
-            * number
-            / np.where(np.logical_or(is_sequence_sharded, is_input_sharded), t, 1)
-        )
+        is_sharded = np.logical_or(is_sequence_sharded, is_input_sharded)
+        return item * stream * number / np.where(is_sharded, t, 1)
     norms = (number + 1) * sublayer_norms * item
     inputs = (number + 1) * min(sublayer_norms, 1) * item  # of products
     replicated = norms + inputs + (number + 1)  # a mask each

@@ -142,11 +142,8 @@ def supported_error(config: TransformerOpParallelConfig) -> str | None:
 
 def _why_none(model, cluster, job, fixed):
     """Return one line: which demand leaves no layout."""
-    devices, batch, names = (
-        cluster.num_devices,
-        job.global_batch,
-        {v: k for k, v in COLUMNS.items()},
-    )
+    devices, batch = cluster.num_devices, job.global_batch
+    names = {column: name for name, column in COLUMNS.items()}
     number = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
     words = lambda *columns: [f"{names[x]}={job.fixed[names[x]]}" for x in columns if x in fixed]
     word = lambda *columns: " · ".join(words(*columns))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dtransformer.parallel.schedules.placement import Placement
+from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import ModelShape
 
@@ -26,38 +28,32 @@ class StageKind:
     has_head: bool
 
 
-def stage_kinds(
-    model: ModelShape, stages: int, chunks: int = 1, goes_back: bool = False
-) -> tuple[StageKind, ...]:
+def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...]:
     """Return the unlike stages of a model's blocks, spread evenly over the model chunks.
 
     Args:
         model: the `ModelShape`.
-        stages: number p of stages.
-        chunks: number v of model chunks of each.
-        goes_back: whether chunks go through the stages and back, as `zb_v`'s.
+        placement: where the chunks are.
 
     Example:
 
     >>> from dtransformer.planner.models import named
-    >>> for kind in stage_kinds(named("transformer_base"), 4):
+    >>> for kind in stage_kinds(named("transformer_base"), Placement.looped(4)):
     ...     print(kind)
     StageKind(first=0, blocks=(3, 0), has_embedding=True, has_head=False)
     StageKind(first=1, blocks=(3, 0), has_embedding=False, has_head=False)
     StageKind(first=2, blocks=(0, 3), has_embedding=False, has_head=False)
     StageKind(first=3, blocks=(0, 3), has_embedding=False, has_head=True)
     """
-    order, total = model.order, stages * chunks
+    order, total, stages = model.order, placement.num_chunks, placement.num_stages
     bounds = [-(-len(order) * i // total) for i in range(total + 1)]
-    ways = [list(range(stages))[:: -1 if goes_back and v % 2 else 1] for v in range(chunks)]
-    stage_of_chunk = [stage for way in ways for stage in way]
     counts = np.zeros((stages, len(model.kinds)), int)
-    for chunk, stage in enumerate(stage_of_chunk):
+    for chunk, stage in enumerate(placement.stage_of_chunk):
         for kind in order[bounds[chunk] : bounds[chunk + 1]]:
             counts[stage, kind] += 1
-    found = {}
+    found, ends = {}, placement.stage_of_chunk
     for stage in range(stages):
-        key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
+        key = (*counts[stage], stage == ends[0], stage == ends[-1])
         found.setdefault(key, stage)
     return tuple(
         StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
@@ -76,7 +72,7 @@ def of_worst_stage(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[
     """
     columns, worst = collections.defaultdict(lambda: np.zeros(len(layouts))), -np.ones(len(layouts))
     for chosen, _, schedule, p, v in layouts.by_pipeline():
-        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
+        for stage in stage_kinds(model, SCHEDULES[schedule].place(p, v)):
             found = cost(stage, schedule, chosen)
             total = sum(found.values())
             is_worse = total > worst[chosen]

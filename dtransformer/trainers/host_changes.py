@@ -83,7 +83,7 @@ class HostChanges(AgreedStop):
     """
 
     def on_train_begin(self, logs=None):
-        self._gates = job.gates().new_purpose() if stopping.can_stop() else None
+        self._gates = job.current().gates.new_purpose() if stopping.can_stop() else None
         self._stops = self._all_stop = False
 
     def on_epoch_begin(self, epoch, logs=None):

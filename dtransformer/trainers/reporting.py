@@ -167,8 +167,8 @@ class Reporting(keras.Model):
         call lets the steps that follow be measured, which wait for the GPU then.
 
         Args:
-            path: where rank 0 writes it: a .json file in the Trace Event Format, which
-                Perfetto shows, or a .png picture of the measured and of the ideal step.
+            path: where rank 0 writes it, and the step if sends took no time: a .json file in the
+                Trace Event Format, which Perfetto shows.
 
         Returns:
             A `dtransformer.parallel.schedules.timeline.Timeline`; its `bubble` is the share

@@ -49,7 +49,7 @@ def parse_arguments():
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")
     parser.add_argument("--micro_batch_num", type=int, default=1, help="parts of a batch")
-    parser.add_argument("--save_timeline", help="a .png or .json file for what the last step did")
+    parser.add_argument("--save_timeline", help="a .json file for what the last step did")
     parser.add_argument("--checkpoints", help="a folder for checkpoints, one an epoch")
     parser.add_argument("--save_steps", type=int, help="one after so many steps, too")
     parser.add_argument("--replicas", action="store_true", help="write files twice where possible")

@@ -334,12 +334,16 @@ def test_learned_positions_end():
     [
         ({"hidden_size": 18}, ValueError, "num_heads=4 must divide hidden_size=18"),
         ({"hidden_size": 16.0}, TypeError, "hidden_size must be an int, got 16.0"),
-        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"num_layers": 0}, ValueError, "num_layers must be an integer of at least 1, got 0"),
         ({"num_layers": True}, TypeError, "num_layers must be an int, got True"),
-        ({"ffn_hidden_size": -1}, ValueError, "ffn_hidden_size must be at least 1, got -1"),
-        ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
-        ({"dropout_rate": 1.0}, ValueError, r"^dropout_rate must be in \[0, 1\), got 1.0"),
-        ({"attention_dropout_rate": -0.1}, ValueError, "attention_dropout_rate must be in"),
+        ({"ffn_hidden_size": -1}, ValueError, "ffn_hidden_size must be an integer of at least 1"),
+        ({"max_length": 0}, ValueError, "max_length must be an integer of at least 1, got 0"),
+        ({"dropout_rate": 1.0}, ValueError, r"^dropout_rate must be a number in \[0, 1\), got 1.0"),
+        (
+            {"attention_dropout_rate": -0.1},
+            ValueError,
+            "attention_dropout_rate must be a number in",
+        ),
         ({"embedding_dropout_rate": "0"}, TypeError, "embedding_dropout_rate must be a number"),
         ({"positions": "turned"}, ValueError, "positions must be .*alibi, got 'turned'"),
         ({"hidden_act": "gelo"}, ValueError, "gelo"),
@@ -353,7 +357,7 @@ def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
 
 
 def test_a_wrong_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1, got 0"):
         CausalLM(0)
 
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_told(tmp_path):
         ({"targets": "embedding/*"}, "embedding/table is no kernel"),
         ({"targets": "*/quer_kernel"}, r"matches no weight; there are \*attention/query_kernel,"),
         ({"targets": ["q_proj"]}, r"here its name is '\*attention/query_kernel'"),
-        ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"alpha": 0}, "alpha must be a number of more than 0"),
         ({"kind": "vera"}, "kind must be one of lora, dora, got 'vera'"),
     ):

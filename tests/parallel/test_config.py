@@ -71,37 +71,34 @@ DEFAULTS = {
     },
 }
 
-# Kind of field -> values it takes, values of a wrong type, values out of range.
+# Kind of field -> values it takes, others that it does not.
 KINDS = {
-    "count": ([1, 2, 1024], [1.0, "2", None, True, False, [1]], [0, -1]),
-    "count or None": ([None, 1, 8], [2.0, "2", True, False, (1,)], [0, -3]),
-    "flag": ([True, False], [0, 1, None, "yes", 1.0], []),
-    "positive": ([1, 1.5, 1e-3], [None, "1", True], [0, 0.0, -1.1, float("inf"), float("nan")]),
-    "non-negative": ([0, 0.0, 2.5], [None, "1", False], [-0.1, float("inf"), float("nan")]),
-    "fraction": ([0, 0.0, 0.5], [None, "1", False], [-0.1, 1, float("inf"), float("nan")]),
-    "count or 0": ([0, 1, 8], [1.0, "2", None, True, False], [-1]),
-    "router": (["softmax", "sigmoid"], [None, 1, True], ["tanh", ""]),
-    "score": (["top2", "max"], [None, 1, True], ["min", ""]),
-    "level": ([False, True, 0, 1, 2, 3], [None, 1.0, "1", [1]], [-1, 4]),
-    "recompute": ([True, False, TransformerRecomputeConfig()], [None, 0, 1, "all", {}], []),
+    "count": ([1, 2, 1024], [1.0, "2", None, True, False, [1], 0, -1]),
+    "count or None": ([None, 1, 8], [2.0, "2", True, False, (1,), 0, -3]),
+    "flag": ([True, False], [0, 1, None, "yes", 1.0]),
+    "positive": ([1, 1.5, 1e-3], [None, "1", True, 0, 0.0, -1.1, float("inf"), float("nan")]),
+    "non-negative": ([0, 0.0, 2.5], [None, "1", False, -0.1, float("inf"), float("nan")]),
+    "fraction": ([0, 0.0, 0.5], [None, "1", False, -0.1, 1, float("inf"), float("nan")]),
+    "count or 0": ([0, 1, 8], [1.0, "2", None, True, False, -1]),
+    "router": (["softmax", "sigmoid"], [None, 1, True, "tanh", ""]),
+    "score": (["top2", "max"], [None, 1, True, "min", ""]),
+    "level": ([False, True, 0, 1, 2, 3], [None, 1.0, "1", [1], -1, 4]),
+    "recompute": ([True, False, TransformerRecomputeConfig()], [None, 0, 1, "all", {}]),
     "rules": (
         [None, {}, {"mlp": None}, {"mlp": "model", "own_name": "data"}],
-        ["mlp", ("mlp", None), 1],
-        [{"mlp": "stage"}, {"mlp": 0}, {1: "model"}],
+        ["mlp", ("mlp", None), 1, {"mlp": "stage"}, {"mlp": 0}, {1: "model"}],
     ),
     "patterns": (
         [(), ("bias",), ("norm/", "^head")],
-        ["bias", None, (1,), {"norm"}, True],
-        [("(",), ("bias", "*")],
+        ["bias", None, (1,), {"norm"}, True, ("(",), ("bias", "*")],
     ),
-    "type": (["float32", "float16", "bfloat16"], [None, 16, True], ["float64", "", "half"]),
-    "partition": (["flat", "whole"], [None, 1, True], ["flatten", ""]),
-    "mode": (["auto", "ulysses", "all_gather", "ring"], [None, 1, True], ["Ring", ""]),
-    "schedule": (["1f1b", "gpipe"], [None, 1, True], ["zigzag", ""]),
+    "type": (["float32", "float16", "bfloat16"], [None, 16, True, "float64", "", "half"]),
+    "partition": (["flat", "whole"], [None, 1, True, "flatten", ""]),
+    "mode": (["auto", "ulysses", "all_gather", "ring"], [None, 1, True, "Ring", ""]),
+    "schedule": (["1f1b", "gpipe"], [None, 1, True, "zigzag", ""]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
-        ["attention", None, 1, {"norm"}, True],
-        [("attention", "head"), ("",), (1,)],
+        ["attention", None, 1, {"norm"}, True, ("attention", "head"), ("",), (1,)],
     ),
 }
 KIND_OF = {
@@ -171,35 +168,37 @@ def test_a_field_takes_what_is_allowed(cls, name):
 
 @each_field
 def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
-    allowed, wrong_type, wrong_value = KINDS[kind_of(cls, name)]
-    refused = [(value, TypeError) for value in wrong_type]
-    refused += [(value, ValueError) for value in wrong_value]
-    for value, error in refused:
-        with pytest.raises(error, match=name):
+    allowed, refused = KINDS[kind_of(cls, name)]
+    for value in refused:
+        with pytest.raises(ValueError, match=name):
             cls(**{name: value})
         for old in (allowed[0], allowed[-1]):
             config = cls(**{name: old})
-            with pytest.raises(error, match=name) as caught:
+            with pytest.raises(ValueError, match=name) as caught:
                 setattr(config, name, value)
-            came = value[-1] if name == "select" and error is ValueError else value
-            assert str(came) in str(caught.value), "the message says what came"
+            assert str(value) in str(caught.value), "the message says what came"
             assert getattr(config, name) == old
 
 
 @pytest.mark.parametrize(
     "cls, field, value, allowed",
     [
-        (TransformerOpParallelConfig, "model_parallel", 0, "at least 1"),
-        (TransformerOpParallelConfig, "optimizer_shard", 4, "a level 0 to 3"),
-        (TransformerOpParallelConfig, "optimizer_shard", "no", "a level 0 to 3"),
-        (TransformerOpParallelConfig, "recompute", 1, "a TransformerRecomputeConfig"),
-        (TransformerOpParallelConfig, "vocab_emb_dp", 1, "True or False"),
-        (TransformerRecomputeConfig, "select", ("head",), "attention, feed_forward, norm"),
+        (TransformerOpParallelConfig, "model_parallel", 0, "greater than or equal to 1"),
+        (TransformerOpParallelConfig, "optimizer_shard", 4, "less than or equal to 3"),
+        (
+            TransformerOpParallelConfig,
+            "optimizer_shard",
+            "no",
+            "a valid boolean or .* a valid integer",
+        ),
+        (TransformerOpParallelConfig, "recompute", 1, "an instance of TransformerRecomputeConfig"),
+        (TransformerOpParallelConfig, "vocab_emb_dp", 1, "a valid boolean"),
+        (TransformerRecomputeConfig, "select", ("head",), "'attention', 'feed_forward' or 'norm'"),
         (MoEConfig, "capacity_factor", 0, "greater than 0"),
     ],
 )
 def test_the_message_says_what_is_allowed(cls, field, value, allowed):
-    with pytest.raises((TypeError, ValueError), match=allowed):
+    with pytest.raises(ValueError, match=allowed):
         cls(**{field: value})
 
 
@@ -245,7 +244,7 @@ def test_configs_are_values(cls):
     )
     changed = dataclasses.replace(cls(), **{name: value})
     assert changed != cls() and changed == cls(**{name: value})
-    with pytest.raises((TypeError, ValueError), match=name):
+    with pytest.raises(ValueError, match=name):
         dataclasses.replace(cls(), **{name: "wrong"})
 
 

@@ -195,20 +195,17 @@ def test_seeds(value):
     assert 0 <= seeds.derived_seed("a weight") < 2**31
 
 
-@pytest.mark.parametrize(
-    "value, error",
-    [("1", TypeError), (None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)],
-)
-def test_wrong_seeds_are_refused_and_the_old_one_stays(value, error):
+@pytest.mark.parametrize("value", ["1", None, 1.0, True, -1])
+def test_wrong_seeds_are_refused_and_the_old_one_stays(value):
     dtransformer.set_seed(5)
-    with pytest.raises(error, match=f"seed.*{value}"):
+    with pytest.raises(ValueError, match=f"seed.*{value}"):
         dtransformer.set_seed(value)
     assert job.seed() == 5
 
 
 @pytest.mark.parametrize("value", ["1", True, -1])
 def test_init_with_a_wrong_seed_joins_nothing(value):
-    with pytest.raises((TypeError, ValueError), match="seed"):
+    with pytest.raises(ValueError, match="seed"):
         dtransformer.init(TransformerOpParallelConfig(gradient_aggregation_group=2), seed=value)
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config() == TransformerOpParallelConfig()

@@ -79,14 +79,6 @@ def test_from_a_config_that_does_not_fit_the_job():
         Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
 
 
-@pytest.mark.parametrize("number", [-1, 4, 100])
-def test_a_rank_that_does_not_exist(number):
-    topology = Topology(data=1, model=4, local_devices=1)
-    for ask in (topology.model_parallel_group, topology.stage_of):
-        with pytest.raises(ValueError, match=f"rank {number} .*4 ranks"):
-            ask(number)
-
-
 def test_what_is_printed():
     assert str(Topology()) == "one rank"
     assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dtransformer.parallel.schedules.instruction import BACKWARD, FORWARD
+from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
 from dtransformer.parallel.schedules.simulator import simulate
 from dtransformer.planner import named
@@ -69,7 +70,7 @@ def test_attention_by_blocks_begins_where_the_layers_begin_it():
 def test_stages_have_all_blocks():
     for name, p, v in (("gpt_530b", 35, 3), ("gpt_530b", 8, 1), ("transformer_big", 4, 1)):
         model = named(name)
-        stages = stage_kinds(model, p, v)
+        stages = stage_kinds(model, Placement.looped(p, v))
         assert stages[0].has_embedding and any(stage.has_head for stage in stages)
         most = max(sum(stage.blocks) for stage in stages)
         assert most <= v * -(-model.num_blocks // (p * v))

@@ -16,6 +16,7 @@ from dtransformer.cli import main
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.validators import check_supported
+from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.planner import (
     Cluster,
     Job,
@@ -278,7 +279,12 @@ def test_stages_with_experts_are_the_fullest():
     """Four blocks on four stages, the second and the fourth with experts."""
     sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100, sequence_length=64)
     model = ModelShape("sparse", num_experts=8, experts_every=2, **sizes)
-    assert [stage.blocks for stage in stage_kinds(model, 4)] == [(1, 0), (0, 1), (1, 0), (0, 1)]
+    assert [stage.blocks for stage in stage_kinds(model, Placement.looped(4))] == [
+        (1, 0),
+        (0, 1),
+        (1, 0),
+        (0, 1),
+    ]
     layouts = Layouts.of(stage=4, micro_batches=8)
     memory, _ = evaluate(model, cluster(4), Job(8, "float32"), layouts)
     assert memory.weights[0] == 4 * model.block_parameters(model.kinds[1])
@@ -383,7 +389,7 @@ WRONG = [
     ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
-        "fixed: recompute must",
+        "fixed: recompute should be a valid boolean or",
     ),
     (
         lambda: cost(named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),

@@ -46,7 +46,7 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
         ("training:\n  epochs: true\n", ["training.epochs", "a valid integer", "True"]),
         ("training:\n  learning_rate: fast\n", ["training.learning_rate", "number", "'fast'"]),
         ("training:\n  schedule: steps\n", ["training.schedule", "cosine", "'steps'"]),
-        ("parallel:\n  model_parallel: 0\n", ["model_parallel", "at least 1", "0"]),
+        ("parallel:\n  model_parallel: 0\n", ["model_parallel", "greater than or equal to 1", "0"]),
         ("data:\n  shuffle: 7\n", ["data.shuffle", "a valid boolean", "7"]),
         ("training: 3\n", ["training", "3", "keys"]),
         ("- 1\n- 2\n", ["sections", "list"]),
@@ -176,7 +176,10 @@ def test_experts_are_given_as_a_mapping(tmp_path):
     "value, words",
     [
         ("{expert_nu: 8}", ["model.moe_config", "'expert_nu'", "expert_num"]),
-        ("{expert_num: 0}", ["model.moe_config", "expert_num must be at least 1"]),
+        (
+            "{expert_num: 0}",
+            ["model.moe_config", "expert_num should be greater than or equal to 1"],
+        ),
         ("8", ["model.moe_config", "keys and values", "8"]),
     ],
 )

@@ -2,57 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
-from dtransformer.parallel.config.validators import field
+from pydantic import Field
 
-_MAX_INT = 2**31 - 1
+from dtransformer.parallel.config.validators import NotNegative, Positive, checked_value
 
-
-def check_int(name: str, value: int, least: int) -> None:
-    """Check an int of 32 bits.
-
-    Raises:
-        ValueError: it is none, or less than `least`.
-    """
-    if type(value) is not int or not least <= value <= _MAX_INT:
-        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-
-
-def _int_from(least):
-    return lambda name, value: check_int(name, value, least)
-
-
-def _number(most=None):
-    def check(name, value):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= (3e38 if most is None else most):
-            kind = "a finite number of at least 0" if most is None else f"a number from 0 to {most}"
-            raise ValueError(f"{name} must be {kind}, got {value!r}")
-
-    return check
-
-
-def _above_zero(name, value):
-    _number()(name, value)
-    if value == 0:
-        raise ValueError(f"{name} must be more than 0, got 0")
-
-
-def _bool(name, value):
-    if type(value) is not bool:
-        raise ValueError(f"{name} must be a bool, got {value!r}")
-
-
-def _ids(name, value):
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} must be a list of ints, got {value!r}")
-    for one in value:
-        check_int(name, one, 0)
-
-
-def _optional_ids(name, value):
-    if value is not None:
-        _ids(name, value)
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+FromOne = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Ids = Sequence[Number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,30 +55,28 @@ class GenerationOptions:
     ValueError: top_p=0.9 is for drawing: set a temperature, such as temperature=1.0
     """
 
-    beam_size: int = field(1, _int_from(1))
-    length_penalty: float = field(0.6, _number())
-    early_stopping: bool = field(False, _bool)
-    num_return_sequences: int = field(1, _int_from(1))
-    temperature: float = field(0.0, _number())
-    top_k: int = field(0, _int_from(0))
-    top_p: float = field(1.0, _number(1))
-    min_p: float = field(0.0, _number(1))
-    repetition_penalty: float = field(1.0, _above_zero)
-    no_repeat_ngram_size: int = field(0, _int_from(0))
-    stop_ids: Sequence[int] | None = field(None, _optional_ids)
-    min_new_tokens: int = field(0, _int_from(0))
-    first_ids: Sequence[int] = field((), _ids)
-    last_ids: Sequence[int] = field((), _ids)
-    suppressed_ids: Sequence[int] = field((), _ids)
-    suppressed_first_ids: Sequence[int] = field((), _ids)
-    seed: int = field(0, _int_from(-(2**31)))
+    beam_size: FromOne = 1
+    length_penalty: NotNegative = 0.6
+    early_stopping: bool = False
+    num_return_sequences: FromOne = 1
+    temperature: NotNegative = 0.0
+    top_k: Number = 0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Positive = 1.0
+    no_repeat_ngram_size: Number = 0
+    stop_ids: Ids | None = None
+    min_new_tokens: Number = 0
+    first_ids: Ids = ()
+    last_ids: Ids = ()
+    suppressed_ids: Ids = ()
+    suppressed_first_ids: Ids = ()
+    seed: int = 0
 
     def __post_init__(self):
-        for name, own in self.__dataclass_fields__.items():
-            value = getattr(self, name)
-            own.metadata["check"](name, value)
-            if isinstance(value, Sequence):
-                object.__setattr__(self, name, tuple(value))
+        for name in self.__dataclass_fields__:
+            kept = checked_value(type(self), name, getattr(self, name))
+            object.__setattr__(self, name, kept)
         self._check_together()
 
     @classmethod

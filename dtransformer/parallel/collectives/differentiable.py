@@ -92,19 +92,13 @@ def gather(x: tf.Tensor, axis: int = 0, root: int = 0, group: Group | None = Non
         A tensor [..., n · d, ...] on the root, [..., 0, ...] elsewhere.
     """
     call = Call("gather", x, group, axis=axis, root=root)
-    return call.run(
-        lambda x: _join(call.carry(transport.gather, x, root), axis),
-        lambda g, _: scatter(
-            call.at(
-                root,
-                g,
-                lambda g: _pad(g, axis, call.group.size * static_or_dynamic_shape(call.x)[axis]),
-            ),
-            axis,
-            root,
-            call.group,
-        ),
-    )
+
+    def gradient(g, _):
+        size = call.group.size * static_or_dynamic_shape(call.x)[axis]
+        g = call.at(root, g, lambda nothing: _pad(nothing, axis, size))
+        return scatter(g, axis, root, call.group)
+
+    return call.run(lambda x: _join(call.carry(transport.gather, x, root), axis), gradient)
 
 
 @as_it_is

@@ -26,12 +26,12 @@ def all_gather_json(value, name: str) -> list:
     if job.size() == 1:
         return exchange_json(value, lambda own: own)
     with job.waiting(f"what ranks tell each other ({name})", range(job.size())):
-        return exchange_json(value, _all_gather_named(name, job.joined()))
+        return exchange_json(value, _all_gather_named(name, job.current().groups))
 
 
 @functools.lru_cache(maxsize=256)
-def _all_gather_named(name, joined):
-    """Return the compiled all-gather of a name, for as long as the job is not joined anew."""
+def _all_gather_named(name, groups):
+    """Return the compiled all-gather of a name, until the job is joined anew."""
     function = tf.function(
         lambda own: transport.concatenate(own, job.whole_job(), name),
         input_signature=[tf.TensorSpec([None], "uint8")],

@@ -1,8 +1,7 @@
 """Config dataclasses of how a job is divided, the global config and its scope.
 
 Every field is checked on construction and on every assignment; a refused value leaves the old one
-in place. A wrong type is a TypeError, a wrong value a ValueError, and a bool is not an int. Both name
-the field, what came and what is allowed.
+in place, with a ValueError that names the field, what is allowed and what came. A bool is not an int.
 """
 
 import contextlib
@@ -12,14 +11,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import pydantic
 
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.schedules.schedules import SCHEDULES
-
-
-def _recompute(name, value):
-    is_one = isinstance(value, (bool, TransformerRecomputeConfig))
-    validators.check_type(name, value, is_one, "True, False or a TransformerRecomputeConfig")
 
 
 @dataclasses.dataclass
@@ -31,8 +28,8 @@ class OpParallelConfig(validators.Checked):
         model_parallel: number of shards of the weights.
     """
 
-    data_parallel: int = validators.field(1, validators.count)
-    model_parallel: int = validators.field(1, validators.count)
+    data_parallel: validators.Count = 1
+    model_parallel: validators.Count = 1
 
 
 @dataclasses.dataclass
@@ -46,9 +43,9 @@ class EmbeddingOpParallelConfig(validators.Checked):
             the model axis (False).
     """
 
-    data_parallel: int = validators.field(1, validators.count)
-    model_parallel: int = validators.field(1, validators.count)
-    vocab_emb_dp: bool = validators.field(True, validators.flag)
+    data_parallel: validators.Count = 1
+    model_parallel: validators.Count = 1
+    vocab_emb_dp: bool = True
 
     @property
     def dp_mp_config(self) -> OpParallelConfig:
@@ -66,9 +63,9 @@ class MoEParallelConfig(validators.Checked):
         expert_parallel: number of shards of the set of experts.
     """
 
-    data_parallel: int = validators.field(1, validators.count)
-    model_parallel: int = validators.field(1, validators.count)
-    expert_parallel: int = validators.field(1, validators.count)
+    data_parallel: validators.Count = 1
+    model_parallel: validators.Count = 1
+    expert_parallel: validators.Count = 1
 
 
 @dataclasses.dataclass
@@ -96,23 +93,23 @@ class MoEConfig(validators.Checked):
         ffn_hidden_size: inner size of each expert; that of other feed-forward layers where None.
     """
 
-    expert_num: int = validators.field(1, validators.count)
-    capacity_factor: float = validators.field(1.1, validators.positive)
-    aux_loss_factor: float = validators.field(0.05, validators.non_negative)
-    num_experts_chosen: int = validators.field(1, validators.count)
-    expert_group_size: int | None = validators.field(None, validators.optional_count)
-    z_loss_factor: float = validators.field(0.0, validators.non_negative)
-    router_jitter: float = validators.field(0.0, validators.fraction)
-    router_type: str = validators.field("softmax", validators.one_of(*validators.ROUTERS))
-    shared_experts: int = validators.field(0, validators.count_or_zero)
-    dropless: bool = validators.field(False, validators.flag)
-    routing_groups: int = validators.field(1, validators.count)
-    routing_groups_chosen: int = validators.field(1, validators.count)
-    group_score: str = validators.field("top2", validators.one_of("top2", "max"))
-    normalizes_gates: bool = validators.field(True, validators.flag)
-    gate_scale: float = validators.field(1.0, validators.positive)
-    ffn_hidden_size: int | None = validators.field(None, validators.optional_count)
-    router_bias: bool = validators.field(False, validators.flag)
+    expert_num: validators.Count = 1
+    capacity_factor: validators.Positive = 1.1
+    aux_loss_factor: validators.NotNegative = 0.05
+    num_experts_chosen: validators.Count = 1
+    expert_group_size: validators.Count | None = None
+    z_loss_factor: validators.NotNegative = 0.0
+    router_jitter: validators.Fraction = 0.0
+    router_type: Literal["softmax", "sigmoid"] = "softmax"
+    shared_experts: validators.CountOrZero = 0
+    dropless: bool = False
+    routing_groups: validators.Count = 1
+    routing_groups_chosen: validators.Count = 1
+    group_score: Literal["top2", "max"] = "top2"
+    normalizes_gates: bool = True
+    gate_scale: validators.Positive = 1.0
+    ffn_hidden_size: validators.Count | None = None
+    router_bias: bool = False
 
 
 @dataclasses.dataclass
@@ -131,11 +128,11 @@ class TransformerRecomputeConfig(validators.Checked):
             `"attention"`, `"feed_forward"`, `"norm"`.
     """
 
-    recompute: bool = validators.field(False, validators.flag)
-    mp_comm_recompute: bool = validators.field(True, validators.flag)
-    parallel_optimizer_comm_recompute: bool = validators.field(False, validators.flag)
-    recompute_slice_activation: bool = validators.field(False, validators.flag)
-    select: tuple = validators.field((), validators.recompute_parts)
+    recompute: bool = False
+    mp_comm_recompute: bool = True
+    parallel_optimizer_comm_recompute: bool = False
+    recompute_slice_activation: bool = False
+    select: tuple[Literal["attention", "feed_forward", "norm"], ...] = ()
 
 
 @dataclasses.dataclass
@@ -190,7 +187,6 @@ class TransformerOpParallelConfig(validators.Checked):
             of `dtransformer.parallel.mesh.axis_rules.rules`.
 
     Raises:
-        TypeError: a field has the wrong type.
         ValueError: a field has a value that is not allowed.
 
     Example:
@@ -200,32 +196,26 @@ class TransformerOpParallelConfig(validators.Checked):
     OpParallelConfig(data_parallel=2, model_parallel=4)
     """
 
-    data_parallel: int | None = validators.field(None, validators.optional_count)
-    model_parallel: int = validators.field(1, validators.count)
-    pipeline_stage: int = validators.field(1, validators.count)
-    pipeline_schedule: str = validators.field("1f1b", validators.pipeline_schedule)
-    pipeline_chunks: int = validators.field(1, validators.count)
-    context_parallel: int = validators.field(1, validators.count)
-    context_parallel_mode: str = validators.field(
-        "auto", validators.one_of(*validators.CONTEXT_MODES)
-    )
-    expert_parallel: int = validators.field(1, validators.count)
-    micro_batch_num: int = validators.field(1, validators.count)
-    optimizer_shard: bool | int = validators.field(False, validators.shard_level)
-    optimizer_shard_partition: str = validators.field(
-        "flat", validators.one_of(*validators.PARTITIONS)
-    )
-    parallel_optimizer_threshold: float = validators.field(64, validators.non_negative)
-    parallel_optimizer_exclude: tuple = validators.field((), validators.patterns)
-    gradient_accumulation_shard: bool = validators.field(False, validators.flag)
-    gradient_dtype: str = validators.field(
-        "float32", validators.one_of(*validators.GRADIENT_DTYPES)
-    )
-    gradient_aggregation_group: int = validators.field(4, validators.count)
-    recompute: bool | TransformerRecomputeConfig = validators.field(False, _recompute)
-    vocab_emb_dp: bool = validators.field(True, validators.flag)
-    sequence_parallel: bool = validators.field(False, validators.flag)
-    parallel_rules: dict | None = validators.field(None, validators.axis_rules)
+    data_parallel: validators.Count | None = None
+    model_parallel: validators.Count = 1
+    pipeline_stage: validators.Count = 1
+    pipeline_schedule: validators.Schedule = "1f1b"
+    pipeline_chunks: validators.Count = 1
+    context_parallel: validators.Count = 1
+    context_parallel_mode: Literal["auto", "ulysses", "all_gather", "ring"] = "auto"
+    expert_parallel: validators.Count = 1
+    micro_batch_num: validators.Count = 1
+    optimizer_shard: bool | validators.Level = False
+    optimizer_shard_partition: Literal["flat", "whole"] = "flat"
+    parallel_optimizer_threshold: validators.NotNegative = 64
+    parallel_optimizer_exclude: tuple[validators.Pattern, ...] = ()
+    gradient_accumulation_shard: bool = False
+    gradient_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    gradient_aggregation_group: validators.Count = 4
+    recompute: bool | pydantic.InstanceOf[TransformerRecomputeConfig] = False
+    vocab_emb_dp: bool = True
+    sequence_parallel: bool = False
+    parallel_rules: dict[str, validators.MeshAxis | None] | None = None
 
     def __setattr__(self, name, value):
         if name == "recompute" and value and isinstance(value, dict):  # of YAML, JSON
@@ -372,8 +362,8 @@ def set_parallel_config(config: TransformerOpParallelConfig) -> None:
 
 def check_config(config: object) -> None:
     """Raise a TypeError of what is no `TransformerOpParallelConfig`."""
-    is_one = isinstance(config, TransformerOpParallelConfig)
-    validators.check_type("config", config, is_one, "a TransformerOpParallelConfig")
+    if not isinstance(config, TransformerOpParallelConfig):
+        raise TypeError(f"config must be a TransformerOpParallelConfig, got {config!r}")
 
 
 @contextlib.contextmanager

@@ -1,152 +1,81 @@
 """Validation of configs: what fields may hold, and which of them work together."""
 
-import dataclasses
+import functools
 import re
-from collections.abc import Callable
+import typing
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import AfterValidator, Field
 
 from dtransformer.errors import nearest
 from dtransformer.parallel.schedules import schedules
 
-RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Level = Annotated[int, Field(ge=0, le=3)]
+MeshAxis = Literal["data", "context", "model"]
 # What dimensions are sharded over; the first one is outermost.
-MESH_AXES = ("data", "context", "model")
-GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
-PARTITIONS = ("flat", "whole")
-CONTEXT_MODES = ("auto", "ulysses", "all_gather", "ring")
-ROUTERS = ("softmax", "sigmoid")
+MESH_AXES = typing.get_args(MeshAxis)
 
 
-def check_type(name: str, value, is_right: bool, what: str) -> None:
-    """Raise a TypeError of what a field has to be, unless it is that."""
-    if not is_right:
-        raise TypeError(f"{name} must be {what}, got {value!r} ({type(value).__name__})")
+# These check; what they return is not kept, see `checked_value`.
 
 
-def count(name: str, value, least: int = 1) -> None:
-    """Check a degree of parallelism or another count: an int of at least 1."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    check_type(name, value, is_int, "an int")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _schedule(name):
+    if name not in schedules.SCHEDULES:
+        raise ValueError(f"should be one of {', '.join(schedules.SCHEDULES)}")
 
 
-def optional_count(name: str, value) -> None:
-    """Check a `count`, or None."""
-    if value is not None:
-        count(name, value)
+def _pattern(text):
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"should be regular expressions ({error})") from None
 
 
-def count_or_zero(name: str, value) -> None:
-    """Check an int of at least 0."""
-    count(name, value, least=0)
+Schedule = Annotated[str, AfterValidator(_schedule)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
-def flag(name: str, value) -> None:
-    """Check a bool."""
-    check_type(name, value, isinstance(value, bool), "True or False")
+@functools.cache
+def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
+    """Return the checks of a dataclass' fields, which their annotations say.
 
-
-def non_negative(name: str, value) -> None:
-    """Check a finite number of at least 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    check_type(name, value, is_number, "a number")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-
-
-def positive(name: str, value) -> None:
-    """Check a finite number greater than 0."""
-    non_negative(name, value)
-    if value == 0:
-        raise ValueError(f"{name} must be greater than 0, got {value}")
-
-
-def fraction(name: str, value) -> None:
-    """Check a number in [0, 1)."""
-    non_negative(name, value)
-    if value >= 1:
-        raise ValueError(f"{name} must be less than 1, got {value}")
-
-
-def shard_level(name: str, value) -> None:
-    """Check a level of `optimizer_shard`: a bool, or an int from 0 to 3."""
-    allowed = "False, True (level 1) or a level 0 to 3"
-    check_type(name, value, isinstance(value, int), allowed)
-    if not 0 <= value <= 3:
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-def recompute_parts(name: str, value) -> None:
-    """Check a tuple of `RECOMPUTE_PARTS`."""
-    check_type(name, value, isinstance(value, (tuple, list)), "a tuple of names")
-    for part in value:
-        if part not in RECOMPUTE_PARTS:
-            raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
-
-
-def patterns(name: str, value) -> None:
-    """Check a tuple of regular expressions."""
-    are_texts = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
-    check_type(name, value, are_texts, "a tuple of regular expressions")
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"{name} takes regular expressions, got {value!r}: {pattern!r} is none ({error})"
-            ) from error
-
-
-def one_of(*allowed: str) -> Callable:
-    """Return a check of a str that is one of those allowed."""
-
-    def check(name, value):
-        check_type(name, value, isinstance(value, str), "a str")
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-    return check
-
-
-def pipeline_schedule(name: str, value) -> None:
-    """Check the name of a pipeline schedule."""
-    one_of(*schedules.SCHEDULES)(name, value)
-
-
-def axis_rules(name: str, value) -> None:
-    """Check a dict of logical names and mesh axes, or None."""
-    if value is None:
-        return
-    check_type(name, value, isinstance(value, dict), "a dict")
-    for logical, axis in value.items():
-        allowed = (*MESH_AXES, None)
-        if not isinstance(logical, str) or axis not in allowed:
-            raise ValueError(
-                f"{name} maps names to one of {', '.join(map(repr, allowed))}; got {value!r}"
-            )
-
-
-def field(default, check: Callable):
-    """Return a field of a `Checked` dataclass.
-
-    Args:
-        default: its default.
-        check: a function of its name and a value, which raises if that is not allowed.
+    Nothing is converted: 1.0 is no int, 1 is no bool.
     """
-    return dataclasses.field(default=default, metadata={"check": check})
+    config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: pydantic.TypeAdapter(hint, config=config) for name, hint in hints.items()}
+
+
+def checked_value(kind: type, name: str, value):
+    """Return what a field of a dataclass keeps of a value: a tuple of a list, of a dict a copy.
+
+    Raises:
+        ValueError: it is not allowed; names the field, what is allowed, and what came.
+    """
+    kept = {list: tuple, dict: dict}.get(type(value), lambda x: x)(value)
+    try:
+        checks_of(kind)[name].validate_python(kept)
+    except pydantic.ValidationError as error:
+        told = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
+        raise ValueError(f"{name} {' or '.join(told)}, got {value!r}") from None
+    return kept
 
 
 class Checked:
-    """A dataclass whose fields, made by `field`, are checked on every assignment."""
+    """A dataclass whose fields are checked on every assignment."""
 
     def __setattr__(self, name, value):
-        field = self.__dataclass_fields__.get(name)
-        if field is None:
-            hint = nearest(name, self.__dataclass_fields__)
+        known = checks_of(type(self))
+        if name not in known:
+            hint = nearest(name, known)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
-        field.metadata["check"](name, value)
-        copies = {list: tuple, dict: dict}
-        object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
+        object.__setattr__(self, name, checked_value(type(self), name, value))
 
 
 # What each stage of a pipeline would have to do once for every micro-batch.

@@ -191,17 +191,15 @@ class ContextExchange:
         return _exchanged(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
 
 
-class LocalExchange:
+class LocalExchange(ContextExchange):
     """Carries out the plan of attention of sequences that are not sharded: there is one shard.
-
-    Its methods are `ContextExchange`'s.
 
     Args:
         num_queries, num_keys: numbers s and t of positions.
     """
 
     def __init__(self, num_queries: int, num_keys: int):
-        self.plan = ContextPlan("ulysses", 1, num_queries, num_keys)
+        super().__init__(ContextPlan("ulysses", 1, num_queries, num_keys), 1)
 
     def rows(self, x: tf.Tensor) -> tf.Tensor:
         """[b, n, s, d] -> [1, b, n, s, d]"""
@@ -213,14 +211,7 @@ class LocalExchange:
         """[1, b, n, s, d] -> [b, n, s, d]"""
         return constrain(tf.squeeze(x, 0), ("batch", "heads", None, "head_dim"))
 
-    def gather(self, k: tf.Tensor, v: tf.Tensor, part: Range) -> list[tf.Tensor]:
-        return [k, v]
-
-    def scatter_sum(self, k: tf.Tensor, v: tf.Tensor) -> list[tf.Tensor]:
-        return [k, v]
-
-    def after(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-        return after(x, done)
+    after = staticmethod(after)
 
 
 def _all_to_all(x):

@@ -136,11 +136,9 @@ def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | 
     return {**table, **(config.parallel_rules or {})}
 
 
-@contextlib.contextmanager
-def override_rules(rows: Mapping[str, str | None]):
+def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContextManager:
     """Replace rows of the rules inside the `with` block."""
-    with trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows})):
-        yield
+    return trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows}))
 
 
 def rules_of_decoding() -> dict[str, None]:

@@ -52,7 +52,7 @@ class MeshVariable(ShardedVariable):
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
-        self._local = LocalShards(self._shape, self.specs)
+        self.local = LocalShards(self._shape, self.specs)
         with tf.device("CPU:0"):
             if isinstance(initializer, StoredValue):
                 part = lambda bounds: initializer.rectangle(bounds, self._dtype)
@@ -60,7 +60,7 @@ class MeshVariable(ShardedVariable):
                 value = np.asarray(initializer(self._shape, dtype=self._dtype))
                 part = lambda bounds: value[bounds.slices]
         self.shards = []
-        for bounds, device in zip(self._local.distinct, self._local.first_devices):
+        for bounds, device in zip(self.local.distinct, self.local.first_devices):
             with tf.device(device):
                 self.shards.append(
                     keras.Variable(
@@ -71,7 +71,7 @@ class MeshVariable(ShardedVariable):
 
     @property
     def shard_bounds(self) -> list[ShardBounds]:
-        return [(tuple(bounds), None) for bounds in self._local.distinct]
+        return [(tuple(bounds), None) for bounds in self.local.distinct]
 
     def _read(self):
         if not tf.executing_eagerly():
@@ -90,17 +90,9 @@ class MeshVariable(ShardedVariable):
         """The value as it is stored, in a computation on the mesh."""
         return _compat.stateless_value(self)
 
-    def packed(self) -> tf.Tensor:
-        """Return the variable as one DTensor."""
-        return self._local.pack([shard.value for shard in self.shards])
-
-    def unpacked(self, value: tf.Tensor) -> list[tf.Tensor]:
-        """Return the shards of a DTensor that is laid out alike, in the order of `shards`."""
-        return self._local.unpack(value)
-
     def _direct_assign(self, value):
         value = np.asarray(value)
-        for shard, bounds in zip(self.shards, self._local.distinct):
+        for shard, bounds in zip(self.shards, self.local.distinct):
             shard.assign(value[bounds.slices])
 
     def numpy(self) -> np.ndarray:
@@ -248,12 +240,12 @@ def share_of(variable: keras.Variable) -> float | None:
 def packed(variable: keras.Variable) -> tf.Tensor:
     """Return any Keras variable as a DTensor."""
     if isinstance(variable, MeshVariable):
-        return variable.packed()
+        return variable.local.pack([shard.value for shard in variable.shards])
     return dtensor.copy_to_mesh(variable.value, make_layout(sharding_specs(variable)))
 
 
 def unpacked(variable: keras.Variable, value: tf.Tensor) -> list[tf.Tensor]:
     """Return this rank's distinct shards of a DTensor that is laid out as `variable`."""
     if isinstance(variable, MeshVariable):
-        return variable.unpacked(value)
+        return variable.local.unpack(value)
     return dtensor.unpack(value)[:1]

@@ -19,17 +19,17 @@ def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Ti
     Raises:
         ValueError: a stage has computed nothing yet.
     """
-    as_json = {name: event.to_json() for name, event in received.items()}
-    own = [event.to_json() for event in computations], sent, as_json
+    as_json = {name: dataclasses.asdict(event) for name, event in received.items()}
+    own = [dataclasses.asdict(event) for event in computations], sent, as_json
     everyone = all_gather_json(own, "timeline")
     events, sent, received = zip(*(everyone[rank] for rank in job.pipeline_group().ranks))
     if not all(events):
         raise ValueError("no training step was run yet: call fit or train_on_batch first")
-    events = [Event.from_json(event) for own in events for event in own]
+    events = [Event.of(event) for own in events for event in own]
     sent = collections.ChainMap(*sent)
     for own in received:  # a transfer begins once both ends are ready
         for name, event in own.items():
-            event = Event.from_json(event)
+            event = Event.of(event)
             start = min(max(event.start, sent[name]), event.end)
             events.append(dataclasses.replace(event, start=start))
     return Timeline(tuple(sorted(events, key=lambda event: event.start)), job.placement())

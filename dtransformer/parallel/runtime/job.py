@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.config import validators
+from dtransformer.errors import check_int
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime.process_groups import Group, ProcessGroups
@@ -90,11 +90,6 @@ def topology() -> Topology:
     return _job.topology
 
 
-def joined() -> object:
-    """Return an object that is another one when the job was joined anew: compiled functions end."""
-    return _job.groups
-
-
 def horovod() -> types.ModuleType | None:
     """Return the module `horovod.tensorflow`, or None where the process runs alone."""
     return _job.hvd
@@ -160,11 +155,6 @@ def watchdog() -> Watchdog | None:
     return _job.watchdog
 
 
-def gates() -> StopBarriers:
-    """Return the gates at which ranks stop together; see `dtransformer.parallel.runtime.stopping`."""
-    return _job.gates
-
-
 def data_shard() -> tuple[int, int]:
     """Return (index, count): which share of every global batch this rank, and its mesh, takes."""
     return _job.topology.data_shard(_job.rank)
@@ -193,7 +183,7 @@ def set_seed(value: int) -> None:
         value: an int of at least 0, the same on every rank.
     """
     global _job
-    validators.count_or_zero("seed", value)
+    check_int("seed", value, least=0)
     _job = dataclasses.replace(_job, seed=value)
 
 
@@ -219,8 +209,8 @@ def new_group(ranks: Iterable[int]) -> Group:
 
     Raises:
         ValueError: on every rank: `ranks` is empty, names a rank twice or one that the
-            job does not have, or ranks of the job called with different `ranks`.
-        RuntimeError: Horovod was started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
+            job does not have, or ranks of the job called with different `ranks`; or Horovod was
+            started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
     with tf.init_scope(), waiting("new_group", range(_job.size)):
         return _job.groups.new(ranks)

@@ -8,7 +8,6 @@ and shards.
 import dataclasses
 import json
 import operator
-import os
 import types
 from collections.abc import Callable, Iterable
 
@@ -152,11 +151,6 @@ class ProcessGroups:
         if key not in self._process_sets:
             if len(ranks) == self._size:  # Horovod refuses to make it a second time
                 self._process_sets[key] = self._horovod.global_process_set
-            elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
-                raise RuntimeError(
-                    f"Horovod cannot make a group of the ranks {ranks} in a running job: set "
-                    "HOROVOD_DYNAMIC_PROCESS_SETS=1 before it starts, as dtransformer.init() does"
-                )
             else:
                 self._process_sets[key] = self._horovod.add_process_set(list(key))
         return self._process_sets[key]

@@ -17,7 +17,7 @@ def ask_to_stop(purpose: str = LEAVE) -> None:
     if job.watchdog() is not None:
         job.watchdog().ask_to_stop(purpose)
     else:
-        gates = job.gates()[purpose]
+        gates = job.current().gates[purpose]
         gates.open_until(gates.hold())
 
 
@@ -28,10 +28,10 @@ def can_stop() -> bool:
 
 def passes_gate(purpose: str = LEAVE) -> bool:
     """Return whether training goes on; all ranks have to call, between the same two steps."""
-    return job.gates()[purpose].passes()
+    return job.current().gates[purpose].passes()
 
 
 def stop_here(purpose: str) -> None:
     """As `ask_to_stop`; this rank passes its next gate only if another one has done so."""
-    job.gates()[purpose].hold()
+    job.current().gates[purpose].hold()
     ask_to_stop(purpose)

@@ -91,29 +91,35 @@ def without_backward(instructions: list[Instruction], first_trained: int) -> lis
     return [one for one in instructions if one.chunk > last_without.get(one.kind, -1)]
 
 
-def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
-    """Return the instruction of the same stage that gives a computation what it computes with.
+def needed_by(computation: Instruction, placement: Placement) -> Instruction | None:
+    """Return the computation, of any stage, that gives a computation what it computes with.
 
-    That is a receive, or the computation of a chunk before or after that is on the same stage:
-    for the backward pass of the last chunk its own forward pass, for the gradients of weights
-    the backward pass. None for the network's inputs.
+    That of the chunk before or after: for the backward pass of the last chunk its own forward
+    pass, for the gradients of weights the backward pass. None for the network's inputs.
     """
     k, chunk = computation.micro_batch, computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return Instruction(BACKWARD, k, chunk)
     if computation.kind == FORWARD:
-        kind, receive, neighbour = FORWARD, RECEIVE_ACTIVATIONS, chunk - 1
-        peer = placement.stage_before(chunk)
-        if peer is None:
-            return None
-    else:
-        kind, receive, neighbour = BACKWARD, RECEIVE_GRADIENTS, chunk + 1
-        peer = placement.stage_after(chunk)
-        if peer is None:
-            return Instruction(FORWARD, k, chunk)
+        return Instruction(FORWARD, k, chunk - 1) if chunk else None
+    if chunk == placement.last_chunk:
+        return Instruction(FORWARD, k, chunk)
+    return Instruction(BACKWARD, k, chunk + 1)
+
+
+def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
+    """Return the instruction of the same stage that gives a computation what it computes with.
+
+    The computation itself, where that is on the same stage, else a receive.
+    """
+    needed = needed_by(computation, placement)
+    if needed is None:
+        return None
+    peer, chunk = placement.stage_of(needed.chunk), computation.chunk
     if peer == placement.stage_of(chunk):
-        return Instruction(kind, k, neighbour)
-    return Instruction(receive, k, chunk, peer)
+        return needed
+    receive = RECEIVE_ACTIVATIONS if needed.kind == FORWARD else RECEIVE_GRADIENTS
+    return Instruction(receive, computation.micro_batch, chunk, peer)
 
 
 def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:

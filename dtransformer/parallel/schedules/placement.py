@@ -91,10 +91,6 @@ class Placement:
         """Return the numbers of a stage's chunks, in the order of the network."""
         return tuple(c for c, other in enumerate(self.stage_of_chunk) if other == stage)
 
-    def local_index(self, chunk: int) -> int:
-        """Return the number of a chunk among those of its stage, from 0."""
-        return self.chunks_of(self.stage_of(chunk)).index(chunk)
-
     def stage_before(self, chunk: int) -> int | None:
         """Return the stage that has the chunk before one; None before the first."""
         return self.stage_of(chunk - 1) if chunk else None

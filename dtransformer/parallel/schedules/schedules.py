@@ -142,27 +142,21 @@ def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: 
         chunks_per_stage: number v of chunks of each stage.
 
     Raises:
-        ValueError: there is no such schedule, there are fewer micro-batches than stages,
+        ValueError: there are fewer micro-batches than stages,
             or the chunks are not what the schedule takes.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline_schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
     schedule = SCHEDULES[name]
     if num_micro_batches < num_stages:
         raise ValueError(
             f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
             f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
         )
-    if chunks_per_stage < schedule.min_chunks:
-        raise ValueError(
-            f"pipeline_schedule={name!r} needs pipeline_chunks of {schedule.min_chunks} or more, "
-            f"got {chunks_per_stage}"
-        )
     if not schedule.allows(chunks_per_stage):
         others = [repr(other) for other, row in SCHEDULES.items() if row.allows(chunks_per_stage)]
+        fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
         raise ValueError(
-            f"pipeline_chunks={chunks_per_stage} needs pipeline_schedule={' or '.join(others)}, "
-            f"got {name!r}"
+            f"pipeline_chunks={chunks_per_stage} does not work with pipeline_schedule={name!r}: set "
+            f"pipeline_chunks={fitting}, or pipeline_schedule={' or '.join(others)}"
         )
     if schedule.full_turns and num_micro_batches % num_stages:
         raise ValueError(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 
-from dtransformer.errors import check_installed
 from dtransformer.files import replacing
 from dtransformer.parallel.schedules.instruction import (
     BACKWARD,
@@ -14,14 +13,6 @@ from dtransformer.parallel.schedules.instruction import (
     Instruction,
 )
 from dtransformer.parallel.schedules.placement import Placement
-
-# Of a stage's first chunk, and of the others.
-_COLORS = {
-    FORWARD: ("#4c78a8", "#7aa6d1"),
-    BACKWARD: ("#f58518", "#f9b06a"),
-    WEIGHT_GRADIENTS: ("#b279a2", "#cfa7c3"),
-}
-_TRANSFER = "#54a24b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +30,10 @@ class Event:
     start: float
     end: float
 
-    def to_json(self) -> list:
-        """Return it as what JSON can say."""
-        return [self.stage, dataclasses.asdict(self.instruction), self.start, self.end]
-
     @classmethod
-    def from_json(cls, value: list) -> "Event":
-        """Return the event that `to_json` returned a value of."""
-        stage, instruction, start, end = value
-        return cls(stage, Instruction(**instruction), start, end)
+    def of(cls, fields: dict) -> "Event":
+        """Return the event of what `dataclasses.asdict` tells of it."""
+        return cls(**{**fields, "instruction": Instruction(**fields["instruction"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,91 +94,49 @@ def divides_backward(instructions: list[Instruction]) -> bool:
 
 
 def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None:
-    """Write a timeline, by the ending of the path: a trace in JSON, or a picture.
-
-    The trace is in the Trace Event Format, which Perfetto and Chrome's `about:tracing`
-    show: one row a stage. The picture has the measured step above the ideal one.
+    """Write a timeline in the Trace Event Format, which Perfetto and Chrome's `about:tracing` show.
 
     Args:
         timeline: the measured `Timeline`, in seconds.
         ideal: the `Timeline` of the same computations if sends took no time.
-        path: where; it ends with .json or .png.
+        path: where; it ends with .json.
 
     Raises:
         ValueError: the path ends otherwise.
         InputError: the file cannot be written.
-        ImportError: a picture is asked for, and matplotlib is not there.
     """
-    suffix = pathlib.Path(path).suffix
-    if suffix == ".json":
-        with replacing(path) as fresh:
-            fresh.write_text(json.dumps(trace(timeline)))
-    elif suffix == ".png":
-        figure = plot(timeline, ideal)
-        with replacing(path) as fresh:
-            figure.savefig(fresh, dpi=120)
-    else:
-        raise ValueError(f"a timeline is written to a .json or .png file, got {str(path)!r}")
+    if pathlib.Path(path).suffix != ".json":
+        raise ValueError(f"a timeline is written to a .json file, got {str(path)!r}")
+    events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "if sends took no time")]
+    with replacing(path) as fresh:
+        fresh.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def trace(timeline: Timeline) -> dict:
-    """Return a timeline in the Trace Event Format, a dict; times are in µs."""
+def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
+    """Return the events of a timeline in the Trace Event Format, a row a stage; times are in µs.
+
+    Args:
+        timeline: the `Timeline`.
+        number: that of the process which the rows are put under.
+        title: its name, to which the idle share is added.
+    """
     begin = min(event.start for event in timeline.events)
-    events = [
+    names = [("process_name", 0, f"{title}: {timeline.bubble:.1%} idle")]
+    names += [("thread_name", stage, f"stage {stage}") for stage in range(timeline.num_stages)]
+    told = [
+        {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
+        for kind, row, name in names
+    ]
+    return told + [
         {
             "name": str(event.instruction),
             "cat": event.instruction.kind,
             "ph": "X",
             "ts": round((event.start - begin) * 1e6, 1),
             "dur": round((event.end - event.start) * 1e6, 1),
-            "pid": 0,
+            "pid": number,
             "tid": event.stage,
             "args": {"micro_batch": event.instruction.micro_batch},
         }
         for event in timeline.events
     ]
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
-        for s in range(timeline.num_stages)
-    ]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
-def plot(timeline: Timeline, ideal: Timeline):
-    """Return a figure of a measured timeline and of the ideal one."""
-    check_installed("matplotlib", "pictures")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 1.6 + 0.9 * timeline.num_stages), layout="constrained")
-    above, below = figure.subplots(2, sharex=True)
-    for axes, shown, title in (
-        (above, timeline, "measured"),
-        (below, ideal, "if sends took no time"),
-    ):
-        begin = min(event.start for event in shown.events)
-        for event in shown.events:
-            kind = event.instruction.kind
-            is_later = shown.placement.local_index(event.instruction.chunk) > 0
-            start, length = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
-            if kind not in COMPUTATIONS:  # a line below what its receiver does
-                axes.barh(event.stage + 0.47, length, 0.08, left=start, color=_TRANSFER)
-                continue
-            color = _COLORS[kind][is_later]
-            axes.barh(event.stage, length, left=start, color=color, edgecolor="white")
-            number = event.instruction.micro_batch
-            axes.text(start + length / 2, event.stage, number, ha="center", va="center", color="w")
-        axes.set_title(f"{title}: {shown.bubble:.1%} idle", loc="left", fontsize=10)
-        axes.set_yticks(range(shown.num_stages), [f"stage {s}" for s in range(shown.num_stages)])
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-    below.set_xlabel("milliseconds")
-    kinds = {event.instruction.kind for event in timeline.events}
-    shown = {kind.replace("_", " "): own for kind, own in _COLORS.items() if kind in kinds}
-    colors = {kind: color for kind, (color, _) in shown.items()}
-    if timeline.placement.num_chunks > timeline.num_stages:
-        colors.update({f"{kind}, later chunk": color for kind, (_, color) in shown.items()})
-    colors["sent to the stage"] = _TRANSFER
-    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(colors), frameon=False)
-    return figure

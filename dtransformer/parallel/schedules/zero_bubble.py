@@ -15,7 +15,7 @@ from dtransformer.parallel.schedules.instruction import (
     FORWARD,
     WEIGHT_GRADIENTS,
     Instruction,
-    input_of,
+    needed_by,
 )
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -87,7 +87,7 @@ def _by_priority(placement, num_micro_batches):
             yield Instruction(WEIGHT_GRADIENTS, one.micro_batch, one.chunk)
 
     def can_run(one, now):
-        needed = _needed(one, placement)
+        needed = needed_by(one, placement)
         return needed is None or done.get(needed, now + 1) <= now
 
     for now in itertools.count():
@@ -105,13 +105,3 @@ def _by_priority(placement, num_micro_batches):
 
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS)
-
-
-def _needed(one, placement):
-    """Return the computation, of any stage, that a computation needs the result of."""
-    k, chunk = one.micro_batch, one.chunk
-    if one.kind == FORWARD:
-        return Instruction(FORWARD, k, chunk - 1) if chunk else None
-    if one.kind == BACKWARD and chunk != placement.last_chunk:
-        return Instruction(BACKWARD, k, chunk + 1)
-    return input_of(one, placement)

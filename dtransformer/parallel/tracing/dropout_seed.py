@@ -3,7 +3,7 @@
 import contextlib
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -30,8 +30,7 @@ def mask_drawers(layers: Iterable) -> list[DrawsMasks]:
     return [*(layer for layer in layers if isinstance(layer, DrawsMasks)), *inner]
 
 
-@contextlib.contextmanager
-def dropout_seed(seed: tf.Tensor) -> Iterator[None]:
+def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
     """Derive every dropout mask inside the `with` block from `seed`.
 
     A training step opens it with a seed made of the job's seed, the step, the
@@ -41,8 +40,7 @@ def dropout_seed(seed: tf.Tensor) -> Iterator[None]:
     Args:
         seed: int tensor [2].
     """
-    with trace.scope(dropout_seed=seed):
-        yield
+    return trace.scope(dropout_seed=seed)
 
 
 def current_dropout_seed() -> tf.Tensor:
@@ -53,15 +51,13 @@ def current_dropout_seed() -> tf.Tensor:
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
 
 
-@contextlib.contextmanager
-def dropout_numbers(numbers: dict[int, tf.Tensor]) -> Iterator[None]:
+def dropout_numbers(numbers: dict[int, tf.Tensor]) -> contextlib.AbstractContextManager:
     """Let layers inside the `with` block draw their masks by other numbers than their own.
 
     Args:
         numbers: dict of the id of a layer and its number, an int32 scalar.
     """
-    with trace.scope(dropout_numbers=types.MappingProxyType(numbers)):
-        yield
+    return trace.scope(dropout_numbers=types.MappingProxyType(numbers))
 
 
 def layer_number(layer: DrawsMasks) -> int | tf.Tensor:

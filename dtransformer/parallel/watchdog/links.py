@@ -127,23 +127,20 @@ class Link:
             self.connection.close()
 
 
-class Hub:
-    """Rank 0's end of all connections.
+class End:
+    """A rank's end of its connections, which `Hub` and `Member` make.
 
-    Args:
-        listener: a socket that listens.
-        token: the job's.
-        size: number of ranks of the job.
+    Attributes:
+        selector: it waits for what comes; others may register what has no data.
     """
 
-    def __init__(self, listener: socket.socket, token: str, size: int):
-        self._listener, self._token, self._size = listener, token, size
-        self._links, self._of_ranks = [], {}
-        # First line of a connection -> the rank, which has one in a job: nothing can be sent again.
-        self._awaited = {str(rank).encode(): rank for rank in range(1, size)}
+    def __init__(self):
         self.selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._links, self._of_ranks = [], {}
+
+    def _add(self, link):
+        self._links.append(link)
+        self.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def send(self, rank: int, value) -> None:
         """Send to a rank; nothing where it is not connected."""
@@ -159,45 +156,21 @@ class Hub:
                 found += self._read(key.data)
             elif key.data is not None:
                 key.data()
-        for link in [link for link in self._links if link.rank is None]:
-            if time.monotonic() - link.since > _SECONDS_TO_SAY_HELLO:
-                self._drop(link)
         return found
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            unknown = sum(link.rank is None for link in self._links)
-            if unknown > self._size + 64:  # of ranks there cannot be as many
-                connection.close()
-                return
-            self._links.append(Link(connection))
-            self.selector.register(connection, selectors.EVENT_READ, self._links[-1])
 
     def _read(self, link):
         said = []
         try:
             for line in link.lines():
-                if link.said_rank is None:
-                    link.said_rank = line
-                    link.seal_with(self._token, self._rank_of(line), "hub", "rank")
-                    continue
-                value = link.open(line)
-                if link.rank is None:
-                    link.rank = self._rank_of(link.said_rank)
-                    del self._awaited[link.said_rank]
-                    self._of_ranks[link.rank] = link
-                said.append((link.rank, value))
+                said += self._open(link, line)
         except Closed:
             self._drop(link)
             if link.rank is not None:
                 said.append((link.rank, None))
         return said
 
-    def _rank_of(self, line):
-        if line not in self._awaited:
-            raise Closed("is no rank, or is there already")
-        return self._awaited[line]
+    def _open(self, link, line):
+        return [(link.rank, link.open(line))]
 
     def _drop(self, link):
         self.selector.unregister(link.connection)
@@ -210,10 +183,66 @@ class Hub:
         for link in list(self._links):
             self._drop(link)
         self.selector.close()
+
+
+class Hub(End):
+    """Rank 0's end of all connections.
+
+    Args:
+        listener: a socket that listens.
+        token: the job's.
+        size: number of ranks of the job.
+    """
+
+    def __init__(self, listener: socket.socket, token: str, size: int):
+        super().__init__()
+        self._listener, self._token, self._size = listener, token, size
+        # First line of a connection -> the rank, which has one in a job: nothing can be sent again.
+        self._awaited = {str(rank).encode(): rank for rank in range(1, size)}
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def receive(self, seconds: float) -> list[tuple[int, object]]:
+        """As of `End`; connections that are none of a rank's are closed."""
+        found = super().receive(seconds)
+        for link in [link for link in self._links if link.rank is None]:
+            if time.monotonic() - link.since > _SECONDS_TO_SAY_HELLO:
+                self._drop(link)
+        return found
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            unknown = sum(link.rank is None for link in self._links)
+            if unknown > self._size + 64:  # of ranks there cannot be as many
+                connection.close()
+            else:
+                self._add(Link(connection))
+
+    def _open(self, link, line):
+        if link.said_rank is None:
+            link.said_rank = line
+            link.seal_with(self._token, self._rank_of(line), "hub", "rank")
+            return []
+        value = link.open(line)
+        if link.rank is None:
+            link.rank = self._rank_of(link.said_rank)
+            del self._awaited[link.said_rank]
+            self._of_ranks[link.rank] = link
+        return [(link.rank, value)]
+
+    def _rank_of(self, line):
+        if line not in self._awaited:
+            raise Closed("is no rank, or is there already")
+        return self._awaited[line]
+
+    def close(self) -> None:
+        """Close all connections, and take no more."""
+        super().close()
         self._listener.close()
 
 
-class Member:
+class Member(End):
     """Another rank's end of its connection to rank 0.
 
     Args:
@@ -227,37 +256,12 @@ class Member:
     """
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, seconds: float):
-        self._link = Link(socket.create_connection(tuple(address), seconds))
-        self._link.seal_with(token, rank, "rank", "hub")
-        self._link.send_bytes(f"{rank}\n".encode())
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self._link.connection, selectors.EVENT_READ, self._link)
-        self._is_lost = False
-
-    def send(self, rank: int, value) -> None:
-        """Send to rank 0, the only one that there is."""
-        if not self._is_lost:
-            with contextlib.suppress(Closed):  # which is seen when it is read
-                self._link.send(value)
-
-    def receive(self, seconds: float) -> list[tuple[int, object]]:
-        """As `Hub.receive`."""
-        said = []
-        for key, _ in self.selector.select(seconds):
-            if key.data is None:
-                continue
-            try:
-                said += [(0, self._link.open(line)) for line in self._link.lines()]
-            except Closed:
-                self._is_lost = True
-                self.selector.unregister(self._link.connection)
-                said.append((0, None))
-        return said
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
-        self.selector.close()
+        super().__init__()
+        link = self._of_ranks[0] = Link(socket.create_connection(tuple(address), seconds))
+        link.rank = 0
+        link.seal_with(token, rank, "rank", "hub")
+        link.send_bytes(f"{rank}\n".encode())
+        self._add(link)
 
 
 def own_address(is_local: bool) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dtransformer.errors import one_line
 from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
-from dtransformer.parallel.watchdog.links import Hub, Member
+from dtransformer.parallel.watchdog.links import End
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
@@ -129,7 +129,7 @@ class Watchdog:
         self,
         rank: int,
         hosts: Sequence[str],
-        link: Hub | Member,
+        link: End,
         stall_seconds: float,
         recorder: ActivityTracker,
         gates: StopBarriers,
@@ -204,9 +204,7 @@ class Watchdog:
             return
         if self.rank == 0:
             self._tell_straggler()
-        beat = {"beat": activity.as_json()}
-        for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
-            self._link.send(rank, beat)
+        self._to_others({"beat": activity.as_json()})
 
     def _tell_straggler(self):
         slow = self._stragglers.look(self._watch.own_seconds())
@@ -251,9 +249,7 @@ class Watchdog:
             else:
                 self._link.send(0, wish)
             return
-        farewell = {"beat": self._recorder.activity().as_json(), **wish}
-        for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
-            self._link.send(rank, farewell)
+        self._to_others({"beat": self._recorder.activity().as_json(), **wish})
         self._is_leaving = True
 
     def _begin_stop(self, purpose):
@@ -275,7 +271,7 @@ class Watchdog:
             self._answer(rank, purpose, None)
 
     def _to_others(self, value):
-        for rank in range(1, len(self.hosts)):
+        for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
             self._link.send(rank, value)
 
     def _carry_out_verdict(self, verdict):

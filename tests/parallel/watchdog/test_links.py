@@ -78,7 +78,7 @@ def test_a_job_that_is_left_in_good_order_ends_without_a_word(job):
 
 def cut(link):
     """End a connection, as the kernel does for a process that is killed."""
-    link._link.connection.shutdown(socket.SHUT_RDWR)
+    link._of_ranks[0].connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_rank_that_is_killed_ends_all_others_with_its_name(job):

@@ -218,14 +218,14 @@ def test_the_setting(given, environment, expected, monkeypatch):
 
 
 @pytest.mark.parametrize("given, environment", [
-    (-1, ""), (3, ""), (float("nan"), ""), (True, ""), ("60", ""), (None, "soon"), (None, "inf"),
+    (-1, ""), (3, ""), (float("nan"), ""), (True, ""), ([], ""), (None, "soon"), (None, "inf"),
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
     from dtransformer.parallel.initialize import stall_seconds_of
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
-    with pytest.raises((TypeError, ValueError), match="stall_seconds|STALL_SECONDS"):
+    with pytest.raises(ValueError, match="stall_seconds"):
         stall_seconds_of(given)
 
 
