@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.manifest import DATA
-from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
+from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, on_all, together
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds, CheckpointShard, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
@@ -313,8 +313,7 @@ def _run(save: Save, future: concurrent.futures.Future):
     """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files."""
     try:
         with tf.device("CPU:0"):
-            own = together(lambda: write_shards(save), "checkpoint/shards_written")
-            everyone = all_gather_json(own, "checkpoint/written")
+            everyone = on_all(lambda: write_shards(save), "checkpoint/written")
             written = {name: about for files in everyone for name, about in files.items()}
             merge = lambda: job.is_chief() and merge_shards(save, written)
             together(merge, "checkpoint/committed")
