@@ -22,36 +22,33 @@ from dtransformer.parallel.runtime import job
 
 
 class _StepCallback(keras.callbacks.Callback):
-    """Counts the steps of a `fit`, several at a time under `steps_per_execution`."""
+    """Counts the optimizer's steps, several at a time under `steps_per_execution`."""
 
     def __init__(self, every: int = 1):
         super().__init__()
         self.every = check_int("every", every)
 
     def on_train_begin(self, logs=None):
-        self._steps_done, self._due = 0, False
+        self._step, self._due = self._num_steps(), False
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
-        self._steps_in_epoch = None
 
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._steps_in_epoch is None:  # a resumed epoch begins in its middle
-            self._steps_in_epoch = batch
+    def _num_steps(self):
+        """Return the number of the optimizer's steps, which a `Trainer` knows without asking it."""
+        return getattr(self.model, "num_steps", None) or int(self.model.optimizer.iterations)
 
-    def _advance(self, batch):
-        """Count up to `batch`; return whether a line is due.
+    def _is_due(self):
+        """Return whether a line is due.
 
         That is once `every` was passed, and the trainer has read the logs (see `log_every` of its
         `compile`).
         """
-        new = batch + 1 - (self._steps_in_epoch or 0)
-        self._due |= (self._steps_done + new) // self.every > self._steps_done // self.every
-        due = self._due and getattr(self.model, "logs_are_new", True)
-        self._due &= not due
-        self._steps_in_epoch = batch + 1
-        self._steps_done += new
-        return due
+        before, self._step = self._step, self._num_steps()
+        self._due |= self._step // self.every > before // self.every
+        is_due = self._due and getattr(self.model, "logs_are_new", True)
+        self._due &= not is_due
+        return is_due
 
 
 class LossMonitor(_StepCallback):
@@ -61,8 +58,8 @@ class LossMonitor(_StepCallback):
     since the epoch began.
 
     Args:
-        every: number of steps, at least 1. Under `steps_per_execution` the line comes after the
-            call that passed it; where a `Trainer` reads its logs less often, once it does.
+        every: number of the optimizer's steps, at least 1. Under `steps_per_execution` the line comes
+            after the call that passed it; where a `Trainer` reads its logs less often, once it does.
 
     Example:
 
@@ -73,7 +70,7 @@ class LossMonitor(_StepCallback):
     """
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._advance(batch) and logs and "loss" in logs:
+        if self._is_due() and logs and "loss" in logs:
             loss = float(logs.get("step_loss", logs["loss"]))
             _print(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
@@ -93,8 +90,8 @@ class MetricsFile(_StepCallback):
 
     Args:
         path: the file; missing folders are made.
-        every: number of steps between two step lines, at least 1; where a `Trainer` reads its logs
-            less often, a line comes once it does. Epochs always get a line.
+        every: number of the optimizer's steps between two step lines, at least 1; where a `Trainer`
+            reads its logs less often, a line comes once it does. Epochs always get a line.
 
     Raises:
         InputError: during training, a line cannot be written.
@@ -122,7 +119,7 @@ class MetricsFile(_StepCallback):
                 self._file = open(self.path, "ab", buffering=0)
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._advance(batch):
+        if self._is_due():
             self.write("step", logs)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -135,11 +132,10 @@ class MetricsFile(_StepCallback):
         """Write a line of a kind of its own, while training."""
         if self._file is None:
             return
-        optimizer = getattr(self.model, "optimizer", None)
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._steps_done if optimizer is None else int(optimizer.iterations),
+            "step": self._num_steps(),
             "time": time.time(),
         }
         reserved = tuple(record)

@@ -87,7 +87,7 @@ class Checkpointing(keras.Model):
             save = super().save
             self._write(path, _MODEL, overwrite, lambda fresh: save(fresh, **kwargs))
             return
-        self._check_compiled("save")
+        self._assert_compile_called("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
         metrics = {
@@ -156,7 +156,7 @@ class Checkpointing(keras.Model):
         []
         """
         self.wait_until_saved()
-        self._check_compiled("restore")
+        self._assert_compile_called("restore")
         seed = job.seed()
         with job.doing("saving"):
             restored = restore(self.training_state(), path, strict, weights_only, check)
@@ -166,12 +166,6 @@ class Checkpointing(keras.Model):
         if not weights_only:
             self._restored_position = restored.position
         return restored
-
-    def _check_compiled(self, method):
-        if not self.compiled:
-            raise ValueError(
-                f"call compile before {method}: a checkpoint holds the optimizer's state, too"
-            )
 
     def _position(self):
         """Return where training stands in its data, as checkpoints keep it; None if unknown."""

@@ -103,7 +103,8 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     - step `4 w - 1`: half the peak. The rate never reaches 0, so the length of
       the training need not be known.
 
-    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3.
+    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3, whose peak is
+    (h w)^-0.5 for a model of width h: 0.0007 of the base model.
 
     Args:
         peak_learning_rate: the highest rate, greater than 0.
@@ -115,26 +116,6 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     >>> [float(schedule(step)) for step in (0, 1, 3, 15, 63)]
     [0.25, 0.5, 1.0, 0.5, 0.25]
     """
-
-    @classmethod
-    def from_model_size(cls, hidden_size: int, warmup_steps: int) -> "WarmupInverseSquareRoot":
-        """Make the schedule as the paper writes it: h^-0.5 * min(n^-0.5, n * w^-1.5).
-
-        The paper's base model has h = 512 and w = 4000, a peak of 0.0007.
-
-        Args:
-            hidden_size: the model's width h, at least 1.
-            warmup_steps: number of updates up to the peak, at least 0.
-
-        Example:
-
-        >>> schedule = WarmupInverseSquareRoot.from_model_size(512, warmup_steps=4000)
-        >>> print(f"{schedule.peak_learning_rate:.6f}")
-        0.000699
-        """
-        check_int("hidden_size", hidden_size)
-        steps = max(check_int("warmup_steps", warmup_steps, 0), 1)
-        return cls((hidden_size * steps) ** -0.5, warmup_steps)
 
     def later(self, step):
         decay = ops.sqrt(max(self.warmup_steps, 1) / (step + 1.0))

@@ -100,12 +100,10 @@ class StepFunctions(keras.Model):
             doing = counted = contextlib.nullcontext()
             if is_watched:
                 doing = job.doing("step" if compiled else "compiling", self.num_steps + 1)
-            if is_first := not compiled:
-                counted = self._compiler.first_step()
+            if not compiled:
+                counted = self._compiler.first_step(self._tells)
             with doing, counted:
                 logs = self._run(step, iterator, done)
-            if is_first and self._tells and self._compiler.clusters is not None:
-                print(self._compiler.clusters, flush=True)
             ended = time.perf_counter()
             return logs
 
