@@ -195,17 +195,16 @@ class Task(abc.ABC):
         """
         folder, options = tokenizer_folder(self.config), self.config.tokenizer
         if self.old_run is not None:
-            return self.load_tokenizer(self.old_run)
-        if folder is not None:
+            self.load_tokenizer(self.old_run)
+        elif folder is not None:
             self.tokenizer = load_tokenizer(folder)
-        if self.tokenizer is not None:
-            return None
-        self.tokenizer = SubwordTokenizer.train(
-            texts(),
-            options.vocab_size or USUAL_VOCABULARY,
-            lower_case=options.lower_case,
-            at_most=options.vocab_size is None,
-        )
+        elif self.tokenizer is None:
+            self.tokenizer = SubwordTokenizer.train(
+                texts(),
+                options.vocab_size or USUAL_VOCABULARY,
+                lower_case=options.lower_case,
+                at_most=options.vocab_size is None,
+            )
 
     def load_tokenizer(self, run: pathlib.Path) -> None:
         """Take the tokenizer of a run's folder."""

@@ -47,7 +47,7 @@ def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
     Raises:
         OSError: the disk is full.
     """
-    digest = _sha256(path, os.path.getsize(path), run)
+    digest = sha256_of(path, run)
     with open(path, "ab") as file:
         file.write(f"\ndtransformer {digest} {run}\n".encode())
 
@@ -76,7 +76,7 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
                 "do not end with their checksum"
             )
         digest, owner = (value.decode() for value in line.groups())
-        if _sha256(path, size, owner) != digest:
+        if sha256_of(path, owner, size) != digest:
             raise InputError(
                 f"{path}: these weights are damaged: their content does not match its checksum"
             )
@@ -89,16 +89,11 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
         )
 
 
-def sha256_of(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a file, 64 hexadecimal digits."""
-    return _sha256(path, os.path.getsize(path))
-
-
-def _sha256(path, size, ending=""):
-    """Return the SHA-256 of the first `size` bytes of a file and of an ending."""
+def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
+    """Return the SHA-256 of a file's first `size` bytes and of an ending, 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while size > 0 and (chunk := file.read(min(_CHUNK_BYTES, size))):
+        while chunk := file.read(min(_CHUNK_BYTES, size)):
             digest.update(chunk)
             size -= len(chunk)
     digest.update(ending.encode())
