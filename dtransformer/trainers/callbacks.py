@@ -107,16 +107,15 @@ class MetricsFile(_StepCallback):
     def __init__(self, path: str | os.PathLike, every: int = 1):
         super().__init__(every)
         self.path = pathlib.Path(path)
-        self._file = None
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._close()
         if job.is_chief():
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _remove_incomplete_line(self.path)
-                self._file = open(self.path, "ab", buffering=0)
+                with open(self.path, "a+b") as file:  # a last line that is not complete goes
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
 
     def on_train_batch_end(self, batch, logs=None):
         if self._is_due():
@@ -125,12 +124,9 @@ class MetricsFile(_StepCallback):
     def on_epoch_end(self, epoch, logs=None):
         self.write("epoch", logs)
 
-    def on_train_end(self, logs=None):
-        self._close()
-
     def write(self, kind: str, logs: dict | None) -> None:
         """Write a line of a kind of its own, while training."""
-        if self._file is None:
+        if not job.is_chief():
             return
         record = {
             "kind": kind,
@@ -142,14 +138,9 @@ class MetricsFile(_StepCallback):
         for name, value in (logs or {}).items():
             record[f"logs.{name}" if name in reserved else name] = _json_value(value)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with writing(self.path):
-            if self._file.write(line) < len(line):
+        with writing(self.path), open(self.path, "ab", buffering=0) as file:
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _close(self):
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class SacreBleu(keras.callbacks.Callback):
@@ -264,16 +255,4 @@ def _json_value(value):
         value = float(value)
     except (TypeError, ValueError):
         return str(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _remove_incomplete_line(path):
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    return value if math.isfinite(value) else json.dumps(value)  # such as "-Infinity"
