@@ -247,14 +247,20 @@ class Checkpointing(keras.Model):
 
     @contextlib.contextmanager
     def _full_network(self):
-        """Inside the `with` block rank 0 can save the full network as Keras does."""
+        """Inside the `with` block rank 0 can save the full network as Keras does.
+
+        Nothing is saved of the optimizer, whose states may be shards.
+        """
         is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
-        with (
-            unsharded_on_chief(own),
-            full_network(self.network),
-            _without_states(getattr(self, "optimizer", None)),
-        ):
+        optimizer = getattr(self, "optimizer", None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unsharded_on_chief(own))
+            stack.enter_context(full_network(self.network))
+            for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+                if one is not None:
+                    nothing = {"save_own_variables": lambda store: None}
+                    stack.enter_context(_compat.meanwhile(one, **nothing))
             yield
 
     def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
@@ -282,20 +288,6 @@ class Checkpointing(keras.Model):
                 f"{', '.join(kwargs)}"
             )
         load_safetensors(self.network, filepath)
-
-
-@contextlib.contextmanager
-def _without_states(optimizer):
-    """Inside the `with` block Keras saves nothing of an optimizer, whose states may be shards."""
-    inner = [optimizer, getattr(optimizer, "inner_optimizer", None)]
-    inner = [one for one in inner if one is not None]
-    try:
-        for one in inner:
-            object.__setattr__(one, "save_own_variables", lambda store: None)
-        yield
-    finally:
-        for one in inner:
-            object.__delattr__(one, "save_own_variables")
 
 
 # A trained network as a file that is served without this package: Keras' `export`, of any layout.

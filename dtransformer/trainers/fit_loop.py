@@ -173,7 +173,7 @@ class FitLoop(StepFunctions):
         **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        logs = self._logging(StepLogs(self._log_every))
+        logs = _compat.meanwhile(self, _logs=StepLogs(self._log_every))
         with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
                 self._set_sharding(self._validation_shard)
@@ -225,13 +225,13 @@ class FitLoop(StepFunctions):
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
-            logs = self._logging(StepLogs(throughput=self._throughput))
+            logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))
             with job.doing("compiling", self.num_steps + 1), logs:
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        doing, logs = job.doing("validating"), self._logging(StepLogs())
+        doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
         with self._apart_from_fit(), doing, errors_in_one_line(), logs:
             self._take_batch(x, shard)
             self._prepare((x,))
