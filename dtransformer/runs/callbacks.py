@@ -6,7 +6,6 @@ or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
 
 import importlib
 import math
-import os
 import pathlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,13 +13,10 @@ from collections.abc import Callable, Sequence
 import keras
 
 from dtransformer.errors import check_installed, one_line
-from dtransformer.files import partial_path
-from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CSV, TENSORBOARD
 from dtransformer.trainers.checkpoint.callback import SharedTimer
-from dtransformer.trainers.checkpoint.export import seal
 
 
 class TimeLimit(keras.callbacks.Callback):
@@ -65,27 +61,6 @@ class BestWeights(keras.callbacks.Callback):
                 return
             self.best = value
         self._save()
-
-
-def save_sealed(trainer: keras.Model, path: pathlib.Path, run: str) -> None:
-    """Write a trainer's weights with a run's seal; the file is complete at any moment.
-
-    Args:
-        trainer: the trainer; all ranks call.
-        path: the file.
-        run: the SHA-256 of the run's `run.json`.
-    """
-    fresh = partial_path(path)
-
-    def take():
-        try:
-            seal(fresh, run)
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
-
-    trainer.save_weights(fresh)
-    from_chief(take, "run/weights")
 
 
 class EverySteps(keras.callbacks.Callback):

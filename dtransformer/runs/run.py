@@ -32,7 +32,6 @@ from dtransformer.runs.callbacks import (
     TimeLimit,
     check_logs,
     log_callbacks,
-    save_sealed,
 )
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
@@ -58,7 +57,7 @@ from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import best_of
-from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values
+from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
 # What `--resume` may change: where the data lie, and all that changes neither the model nor the
@@ -322,7 +321,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     # The config that the run began with, which `--resume` does not change.
     own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
-    save = functools.partial(save_sealed, trainer, path / WEIGHTS, run.key)
+    seals = lambda fresh: seal(fresh, run.key)
+    save = functools.partial(trainer.save_weights, path / WEIGHTS, before=seals)
     if only_adapters_are_trained(task.network):
         own = {"family": "dtransformer", "overwrite": True}
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)

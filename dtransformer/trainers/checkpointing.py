@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 
 import keras
@@ -173,17 +174,33 @@ class Checkpointing(keras.Model):
             return self._restored_position
         return self._data_position.value()
 
-    def save_weights(self, filepath: str | os.PathLike, overwrite: bool = True, **kwargs) -> None:
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        *,
+        before: Callable[[pathlib.Path], None] | None = None,
+        **kwargs,
+    ) -> None:
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.
 
         The network alone can load the file too, on any layout. Sharded weights are gathered on
         rank 0, so that all ranks have to call. The file is complete or as it was. Where there is
         one and `overwrite` is False, weights go to another beside it, and a warning says where.
 
+        Args:
+            filepath, overwrite, **kwargs: as of Keras.
+            before: a function of a file with the weights, which is called before it takes its place.
+
         Raises:
             InputError: it cannot be written; on every rank.
         """
-        save = functools.partial(type(self.network).save_weights, self.network)
+
+        def save(fresh, **options):
+            type(self.network).save_weights(self.network, fresh, **options)
+            if before is not None:
+                before(fresh)
+
         if kwargs or not str(filepath).endswith(_WEIGHTS):  # several files, or an error
             with job.doing("saving"), self._full_network():
                 from_chief(lambda: save(filepath, **kwargs), "weights/saved")

@@ -4,6 +4,7 @@ import numbers
 import os
 import pathlib
 import time
+import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -294,17 +295,8 @@ class CallbackStates(keras.callbacks.Callback):
                     values[f"{name}.{field}"] = np.array([value])
             for number, value in enumerate(getattr(one, _WEIGHTS, None) or ()):
                 values[f"{name}.{_WEIGHTS}.{number:06}"] = np.array(value, order="C")
-        return {FILE: _Values(values)} if values else {}
-
-
-class _Values:
-    """Arrays that a checkpoint's thread writes."""
-
-    def __init__(self, values):
-        self._values = values
-
-    def save(self, path):
-        save_file(self._values, path)
+        asset = types.SimpleNamespace(save=lambda path: save_file(values, path))
+        return {FILE: asset} if values else {}
 
 
 def saved_after_states(callbacks: list, saving: type) -> list:
