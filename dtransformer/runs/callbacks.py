@@ -1,4 +1,4 @@
-"""Callbacks of runs: the run's weights, its limits, its samples, its beginning, its logs.
+"""Callbacks of runs: the run's weights, its evaluations and samples, its logs.
 
 Besides `metrics.jsonl` a key of the config's section `logs` writes CSV, TensorBoard, Weights & Biases
 or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
@@ -16,26 +16,6 @@ from dtransformer.errors import check_installed, one_line
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CSV, TENSORBOARD
-from dtransformer.trainers.checkpoint.callback import SharedTimer
-
-
-class TimeLimit(keras.callbacks.Callback):
-    """Stops training when a time has passed, on all ranks at the same step.
-
-    Args:
-        minutes: the time, from the first step on.
-    """
-
-    def __init__(self, minutes: float):
-        super().__init__()
-        self._timer = SharedTimer(minutes * 60)
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        self._timer.start(self.model.num_steps)
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._timer.is_over(self.model.num_steps):
-            self.model.stop_training = True
 
 
 class BestWeights(keras.callbacks.Callback):

@@ -26,13 +26,7 @@ from dtransformer.planner.machine import num_ranks, this_device
 from dtransformer.planner.report import fields_of, text_of
 from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
-from dtransformer.runs.callbacks import (
-    BestWeights,
-    Evaluations,
-    TimeLimit,
-    check_logs,
-    log_callbacks,
-)
+from dtransformer.runs.callbacks import BestWeights, Evaluations, check_logs, log_callbacks
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
@@ -56,7 +50,7 @@ from dtransformer.runs.unread import check_read, like
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import best_of
+from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
@@ -297,10 +291,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     callbacks = []
     if resumes:
         callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
-    if options.max_minutes:
-        callbacks.append(TimeLimit(options.max_minutes))
-    if options.max_steps:
-        callbacks.append(_when(lambda: _limit(trainer, options.max_steps), "on_train_batch_end"))
+    callbacks += limits(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
@@ -350,10 +341,33 @@ def _when(act, *events):
     return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
 
 
-def _limit(trainer, steps):
-    """Stop training after so many steps, counted from the run's beginning."""
-    if int(trainer.optimizer.iterations) >= steps:
-        trainer.stop_training = True
+def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
+    """Return callbacks that stop training after a time, and after a number of the run's steps.
+
+    Args:
+        trainer: the trainer.
+        minutes: the time, from the first step on; None for none.
+        steps: the number; None for none.
+    """
+    found = []
+    if minutes:
+        timer = SharedTimer(60 * minutes)
+        found.append(_when(lambda: timer.start(trainer.num_steps), "on_train_begin"))
+        found.append(_stops(trainer, timer.is_over))
+    if steps:  # of which the optimizer may have skipped some; it is asked when all are made
+        made = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
+        found.append(_stops(trainer, made))
+    return found
+
+
+def _stops(trainer, is_over):
+    """Return a callback that stops training once a function of the number of its steps is true."""
+
+    def stop():
+        if is_over(trainer.num_steps):
+            trainer.stop_training = True
+
+    return _when(stop, "on_train_batch_end")
 
 
 def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:

@@ -8,11 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.trainers.checkpoint.callback import (
-    CallbackStates,
-    ModelCheckpoint,
-    saved_after_states,
-)
+from dtransformer.trainers.checkpoint.callback import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
     DataPosition,
     all_rows,
@@ -103,7 +99,7 @@ class FitLoop(StepFunctions):
         """
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
-        callbacks = saved_after_states(callbacks, ModelCheckpoint)
+        callbacks = saved_after_states(callbacks)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _compat.train_validation_split(
                 (x, y, sample_weight), validation_split

@@ -299,19 +299,18 @@ class CallbackStates(keras.callbacks.Callback):
         return {FILE: asset} if values else {}
 
 
-def saved_after_states(callbacks: list, saving: type) -> list:
+def saved_after_states(callbacks: list) -> list:
     """Return callbacks in an order in which checkpoints see states that an epoch's end has changed.
 
     Args:
         callbacks: a `fit`'s callbacks.
-        saving: the class of those that save.
 
     Example:
 
-    >>> first, second = keras.callbacks.History(), keras.callbacks.EarlyStopping()
-    >>> saved_after_states([first, second], keras.callbacks.History) == [second, first]
+    >>> first, second = ModelCheckpoint("checkpoints"), keras.callbacks.EarlyStopping()
+    >>> saved_after_states([first, second]) == [second, first]
     True
     """
     last = max((i for i, one in enumerate(callbacks) if isinstance(one, KINDS)), default=-1)
-    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], saving) else i
+    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], ModelCheckpoint) else i
     return [callbacks[i] for i in sorted(range(len(callbacks)), key=place)]
