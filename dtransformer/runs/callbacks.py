@@ -87,9 +87,8 @@ class Evaluations(EverySteps):
         for sink in self._sinks:
             if hasattr(sink, "write"):
                 sink.write("evaluation", logs)
-        if job.is_chief():
-            told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
-            print(f"{when}, {told}", flush=True)
+        told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
+        job.print_once(f"{when}, {told}")
 
 
 class Samples(EverySteps):
@@ -120,8 +119,7 @@ class Samples(EverySteps):
             warnings.warn(f"evaluation.samples: {error}", stacklevel=2)
             return
         for prompt, text in zip(self._prompts, texts):
-            if job.is_chief():
-                print(f"{when}, {prompt} … {one_line(text)}", flush=True)
+            job.print_once(f"{when}, {prompt} … {one_line(text)}")
 
 
 class LogSink(keras.callbacks.Callback):

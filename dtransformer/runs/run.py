@@ -112,8 +112,8 @@ def train(
         folder.recover()
         return folder.check(config_path, overwrite, resume)
 
-    if found is not None and job.is_chief():
-        print(summary(found))
+    if found is not None:
+        job.print_once(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
     try:
         # Everything is made, so that what is wrong is told, before the folder is touched.
@@ -139,8 +139,7 @@ def train(
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    if job.is_chief():
-        print(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
@@ -175,8 +174,7 @@ def _told_what_fits(config):
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        if job.is_chief():
-            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr)
+        job.print_once(text_of(plan_of_run(config, fixed={})), sys.stderr)
         raise InputError(
             "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
             "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
@@ -235,12 +233,10 @@ def _prepare(config, folder, resumes):
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
-    if job.is_chief():
-        print("\n".join(task.told()))
+    job.print_once("\n".join(task.told()))
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
-    if job.is_chief():
-        print(f"Batches: {len(batches['train']):,} an epoch")
+    job.print_once(f"Batches: {len(batches['train']):,} an epoch")
     steps = options.epochs * len(batches["train"])
     trainer = make_trainer(task, min(steps, options.max_steps or steps))
     trainer.summary()

@@ -72,7 +72,7 @@ class LossMonitor(_StepCallback):
     def on_train_batch_end(self, batch, logs=None):
         if self._is_due() and logs and "loss" in logs:
             loss = float(logs.get("step_loss", logs["loss"]))
-            _print(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
+            job.print_once(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
 
 class MetricsFile(_StepCallback):
@@ -221,7 +221,7 @@ class SacreBleu(keras.callbacks.Callback):
         self.signature = str(metric.get_signature())
         if logs is not None:
             logs["val_bleu"] = self.score
-        _print(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
+        job.print_once(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
 # What Keras' own logs do not have; it is in the History, in callbacks' logs and with verbose=2.
@@ -243,11 +243,6 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
 
 def _shown(logs):
     return {name: value for name, value in (logs or {}).items() if name not in _ASIDE}
-
-
-def _print(line):
-    if job.is_chief():
-        print(line, flush=True)
 
 
 def _json_value(value):

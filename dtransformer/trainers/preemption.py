@@ -36,8 +36,7 @@ class SaveAndLeave(keras.callbacks.Callback):
         if stopping.passes_gate():
             return
         step = self._saving.save_now()
-        if job.is_chief():
-            print(f"Asked to stop: saved at step {step} in {self._saving.folder}", flush=True)
+        job.print_once(f"Asked to stop: saved at step {step} in {self._saving.folder}")
         job.barrier()
         for number in _SIGNALS:  # horovodrun ends with the first rank, and would kill the others
             signal.signal(number, signal.SIG_IGN)

@@ -57,8 +57,7 @@ class Preference(PairTask):
 
     def before_training(self, trainer: keras.Model) -> None:
         for name, records in self.records.items():
-            if job.is_chief():
-                print(f"Reference ({name}): {len(records):,} pairs", file=sys.stderr, flush=True)
+            job.print_once(f"Reference ({name}): {len(records):,} pairs", sys.stderr)
             records.targets = self.predictions(trainer, name)
 
     def loss(self) -> PreferenceLoss:
