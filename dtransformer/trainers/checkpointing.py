@@ -202,8 +202,7 @@ class Checkpointing(keras.Model):
                 before(fresh)
 
         if kwargs or not str(filepath).endswith(_WEIGHTS):  # several files, or an error
-            with job.doing("saving"), self._full_network():
-                from_chief(lambda: save(filepath, **kwargs), "weights/saved")
+            self._from_chief(lambda: save(filepath, **kwargs))
         else:
             self._write(filepath, _WEIGHTS, overwrite, save)
 
@@ -245,9 +244,8 @@ class Checkpointing(keras.Model):
             write = lambda: write_keras(network, filepath, save)
         if not divided and job.stage()[1] == 1:  # every rank has all: also one alone may call
             write()
-            return
-        with job.doing("saving"), self._full_network():
-            from_chief(write, "network/saved")
+        else:
+            self._from_chief(write)
 
     def _write(self, path, ending, overwrite, save):
         """Write a file of the full network from rank 0, complete or not at all; all ranks call."""
@@ -259,26 +257,24 @@ class Checkpointing(keras.Model):
             if is_taken:
                 warn_of_taken(path, target)
 
-        with job.doing("saving"), self._full_network():
-            from_chief(write, "weights/saved")
+        self._from_chief(write)
 
-    @contextlib.contextmanager
-    def _full_network(self):
-        """Inside the `with` block rank 0 can save the full network as Keras does.
+    def _from_chief(self, write):
+        """Let rank 0 write, where it can save the full network as Keras does; all ranks call.
 
         Nothing is saved of the optimizer, whose states may be shards.
         """
         is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
         optimizer = getattr(self, "optimizer", None)
-        with contextlib.ExitStack() as stack:
+        with job.doing("saving"), contextlib.ExitStack() as stack:
             stack.enter_context(unsharded_on_chief(own))
             stack.enter_context(full_network(self.network))
             for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if one is not None:
                     nothing = {"save_own_variables": lambda store: None}
                     stack.enter_context(_compat.meanwhile(one, **nothing))
-            yield
+            from_chief(write, "network/saved")
 
     def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
         """Load weights on every rank; as `keras.Model.load_weights`.
