@@ -16,12 +16,7 @@ from dtransformer.files import free_path, warn_of_taken
 from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
-from dtransformer.parallel.pipeline_parallel.stage_weights import (
-    count_params,
-    full_network,
-    get_weights,
-    set_weights,
-)
+from dtransformer.parallel.pipeline_parallel import stage_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors, write_keras
@@ -226,9 +221,9 @@ class Checkpointing(keras.Model):
 
         In a pipeline those that read, set and count weights are of all stages.
         """
-        for method in (get_weights, set_weights, count_params) if job.stage()[1] > 1 else ():
-            of_all = functools.partial(method, self.network)
-            object.__setattr__(self.network, method.__name__, of_all)
+        for method in ("get_weights", "set_weights", "count_params") if job.stage()[1] > 1 else ():
+            of_all = functools.partial(getattr(stage_weights, method), self.network)
+            object.__setattr__(self.network, method, of_all)
         for method in ("save", "save_weights") if job.size() > 1 else ():
             shared = functools.partial(self._save_network, method)
             object.__setattr__(self.network, method, shared)  # no part of the network
@@ -269,7 +264,7 @@ class Checkpointing(keras.Model):
         optimizer = getattr(self, "optimizer", None)
         with job.doing("saving"), contextlib.ExitStack() as stack:
             stack.enter_context(unsharded_on_chief(own))
-            stack.enter_context(full_network(self.network))
+            stack.enter_context(stage_weights.full_network(self.network))
             for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if one is not None:
                     nothing = {"save_own_variables": lambda store: None}
