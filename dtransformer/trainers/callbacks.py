@@ -131,7 +131,7 @@ class MetricsFile(_StepCallback):
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._num_steps(),
+            "step": int(self.model.optimizer.iterations),
             "time": time.time(),
         }
         reserved = tuple(record)
