@@ -29,12 +29,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def _token_shards(arguments):
-    from dtransformer.datasets import (
-        SubwordTokenizer,
-        load_tokenizer,
-        read_documents,
-        write_token_shards,
-    )
+    from dtransformer import datasets
     from dtransformer.datasets.sample import evenly_spread, texts_of
 
     if not arguments.input:
@@ -44,11 +39,11 @@ def _token_shards(arguments):
         "boundary": arguments.documents or "blank_line",
         "sentences": bool(arguments.sentences),
     }
-    documents = lambda: read_documents(arguments.input, **options)
+    documents = lambda: datasets.read_documents(arguments.input, **options)
     if arguments.tokenizer:
-        tokenizer = load_tokenizer(arguments.tokenizer)
+        tokenizer = datasets.load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
-        tokenizer = SubwordTokenizer.train(
+        tokenizer = datasets.SubwordTokenizer.train(
             evenly_spread(texts_of(documents())), arguments.train_tokenizer
         )
     else:
@@ -56,7 +51,7 @@ def _token_shards(arguments):
             "--lm needs a tokenizer: give --tokenizer FOLDER or --train-tokenizer SIZE"
         )
     size = {"shard_tokens": arguments.shard_tokens} if arguments.shard_tokens else {}
-    shards = write_token_shards(
+    shards = datasets.write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
     left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(

@@ -21,16 +21,12 @@ _ATTENTION = (
 _DENSE = tuple(
     f"{x}/block_0/feed_forward" for x in ("blocks", "transformer/encoder", "transformer/decoder")
 )
-# What the planner calls a kernel that may have an adapter -> paths of such ones.
+# What the planner calls a kernel that may have an adapter -> the layers with such ones.
 _ADAPTED = {
-    name: [f"{layer}/{name}_kernel" for layer in layers]
-    for names, layers in (
-        (("query", "key", "value", "output", "latent"), _ATTENTION),
-        (("query_down", "query_up", "key_value"), _ATTENTION),
-        (("mapping", "gate", "projection"), _DENSE),
-    )
-    for name in names
-} | {"head": ["head/kernel"]}
+    **dict.fromkeys(("query", "key", "value", "output", "latent"), _ATTENTION),
+    **dict.fromkeys(("query_down", "query_up", "key_value"), _ATTENTION),
+    **dict.fromkeys(("mapping", "gate", "projection"), _DENSE),
+}
 # Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
 _USUAL_SHARE = 4
 
@@ -107,8 +103,7 @@ def _class_of(config):
 def _targets(patterns):
     """Return what of a block the patterns of adapters match, as the planner names it."""
     weight_paths = importlib.import_module("dtransformer.models.weight_paths")  # imports TensorFlow
-    return tuple(
-        name
-        for name, kernels in _ADAPTED.items()
-        if any(weight_paths.is_matched(path, patterns) for path in kernels)
-    )
+    paths = {name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTED.items()}
+    paths["head"] = ["head/kernel"]
+    is_matched = lambda path: weight_paths.is_matched(path, patterns)
+    return tuple(name for name, kernels in paths.items() if any(map(is_matched, kernels)))

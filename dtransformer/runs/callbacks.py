@@ -1,4 +1,4 @@
-"""Callbacks of runs: the run's weights, its limits, its samples, its beginning, its logs.
+"""Callbacks of runs: the run's weights, its evaluations and samples, its logs.
 
 Besides `metrics.jsonl` a key of the config's section `logs` writes CSV, TensorBoard, Weights & Biases
 or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
@@ -6,7 +6,6 @@ or MLflow; packages are imported where a run asks for them. Rank 0 alone writes.
 
 import importlib
 import math
-import os
 import pathlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,32 +13,9 @@ from collections.abc import Callable, Sequence
 import keras
 
 from dtransformer.errors import check_installed, one_line
-from dtransformer.files import partial_path
-from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CSV, TENSORBOARD
-from dtransformer.trainers.checkpoint.callback import SharedTimer
-from dtransformer.trainers.checkpoint.export import seal
-
-
-class TimeLimit(keras.callbacks.Callback):
-    """Stops training when a time has passed, on all ranks at the same step.
-
-    Args:
-        minutes: the time, from the first step on.
-    """
-
-    def __init__(self, minutes: float):
-        super().__init__()
-        self._timer = SharedTimer(minutes * 60)
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        self._timer.start(self.model.num_steps)
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._timer.is_over(self.model.num_steps):
-            self.model.stop_training = True
 
 
 class BestWeights(keras.callbacks.Callback):
@@ -65,27 +41,6 @@ class BestWeights(keras.callbacks.Callback):
                 return
             self.best = value
         self._save()
-
-
-def save_sealed(trainer: keras.Model, path: pathlib.Path, run: str) -> None:
-    """Write a trainer's weights with a run's seal; the file is complete at any moment.
-
-    Args:
-        trainer: the trainer; all ranks call.
-        path: the file.
-        run: the SHA-256 of the run's `run.json`.
-    """
-    fresh = partial_path(path)
-
-    def take():
-        try:
-            seal(fresh, run)
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
-
-    trainer.save_weights(fresh)
-    from_chief(take, "run/weights")
 
 
 class EverySteps(keras.callbacks.Callback):
@@ -132,9 +87,8 @@ class Evaluations(EverySteps):
         for sink in self._sinks:
             if hasattr(sink, "write"):
                 sink.write("evaluation", logs)
-        if job.is_chief():
-            told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
-            print(f"{when}, {told}", flush=True)
+        told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
+        job.print_once(f"{when}, {told}")
 
 
 class Samples(EverySteps):
@@ -165,8 +119,7 @@ class Samples(EverySteps):
             warnings.warn(f"evaluation.samples: {error}", stacklevel=2)
             return
         for prompt, text in zip(self._prompts, texts):
-            if job.is_chief():
-                print(f"{when}, {prompt} … {one_line(text)}", flush=True)
+            job.print_once(f"{when}, {prompt} … {one_line(text)}")
 
 
 class LogSink(keras.callbacks.Callback):

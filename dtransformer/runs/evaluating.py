@@ -54,8 +54,7 @@ def evaluate_run(
     finally:
         if job.is_chief():
             shutil.rmtree(task.folder, ignore_errors=True)
-    if job.is_chief():
-        shown = {name: float(value) for name, value in results.items()}
-        lines = (f"{name}: {value:.6g}" for name, value in shown.items())
-        print(json.dumps(shown) if as_json else "\n".join(lines))
+    shown = {name: float(value) for name, value in results.items()}
+    lines = (f"{name}: {value:.6g}" for name, value in shown.items())
+    job.print_once(json.dumps(shown) if as_json else "\n".join(lines))
     return results

@@ -87,6 +87,5 @@ def export(
 
 
 def _told(folder, what, use):
-    if job.is_chief():
-        print(f"{what} in {folder}, for {use}")
+    job.print_once(f"{what} in {folder}, for {use}")
     return folder

@@ -70,18 +70,18 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
         schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
         schedule["final_learning_rate"] = options.final_learning_rate
         schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
-    keywords = {"learning_rate": lr_schedules.get(options.schedule, **schedule)}
+    keywords = {
+        "learning_rate": lr_schedules.get(options.schedule, **schedule),
+        "weight_decay": options.weight_decay,  # 0, too: Keras' AdamW has another default
+    }
     if options.ema:
         keywords |= {"use_ema": True, "ema_momentum": options.ema}
     if options.clip_norm:
         keywords["global_clipnorm"] = options.clip_norm
-    if options.weight_decay:
-        keywords["weight_decay"] = options.weight_decay
     if "beta_2" in inspect.signature(kind).parameters:
         keywords["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:
         raise ValueError(f"beta_2: optimizer {options.optimizer} has none: leave it out")
     optimizer = kind(**keywords)
-    if options.weight_decay:
-        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer

@@ -26,14 +26,7 @@ from dtransformer.planner.machine import num_ranks, this_device
 from dtransformer.planner.report import fields_of, text_of
 from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
-from dtransformer.runs.callbacks import (
-    BestWeights,
-    Evaluations,
-    TimeLimit,
-    check_logs,
-    log_callbacks,
-    save_sealed,
-)
+from dtransformer.runs.callbacks import BestWeights, Evaluations, check_logs, log_callbacks
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
@@ -57,8 +50,8 @@ from dtransformer.runs.unread import check_read, like
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import best_of
-from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values
+from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
+from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
 # What `--resume` may change: where the data lie, and all that changes neither the model nor the
@@ -119,8 +112,8 @@ def train(
         folder.recover()
         return folder.check(config_path, overwrite, resume)
 
-    if found is not None and job.is_chief():
-        print(summary(found))
+    if found is not None:
+        job.print_once(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
     try:
         # Everything is made, so that what is wrong is told, before the folder is touched.
@@ -146,8 +139,7 @@ def train(
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    if job.is_chief():
-        print(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
@@ -182,8 +174,7 @@ def _told_what_fits(config):
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        if job.is_chief():
-            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr)
+        job.print_once(text_of(plan_of_run(config, fixed={})), sys.stderr)
         raise InputError(
             "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
             "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
@@ -242,12 +233,10 @@ def _prepare(config, folder, resumes):
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
-    if job.is_chief():
-        print("\n".join(task.told()))
+    job.print_once("\n".join(task.told()))
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
-    if job.is_chief():
-        print(f"Batches: {len(batches['train']):,} an epoch")
+    job.print_once(f"Batches: {len(batches['train']):,} an epoch")
     steps = options.epochs * len(batches["train"])
     trainer = make_trainer(task, min(steps, options.max_steps or steps))
     trainer.summary()
@@ -298,10 +287,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     callbacks = []
     if resumes:
         callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
-    if options.max_minutes:
-        callbacks.append(TimeLimit(options.max_minutes))
-    if options.max_steps:
-        callbacks.append(_when(lambda: _limit(trainer, options.max_steps), "on_train_batch_end"))
+    callbacks += limits(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
@@ -322,7 +308,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     # The config that the run began with, which `--resume` does not change.
     own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
-    save = functools.partial(save_sealed, trainer, path / WEIGHTS, run.key)
+    seals = lambda fresh: seal(fresh, run.key)
+    save = functools.partial(trainer.save_weights, path / WEIGHTS, before=seals)
     if only_adapters_are_trained(task.network):
         own = {"family": "dtransformer", "overwrite": True}
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
@@ -350,10 +337,33 @@ def _when(act, *events):
     return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
 
 
-def _limit(trainer, steps):
-    """Stop training after so many steps, counted from the run's beginning."""
-    if int(trainer.optimizer.iterations) >= steps:
-        trainer.stop_training = True
+def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
+    """Return callbacks that stop training after a time, and after a number of the run's steps.
+
+    Args:
+        trainer: the trainer.
+        minutes: the time, from the first step on; None for none.
+        steps: the number; None for none.
+    """
+    found = []
+    if minutes:
+        timer = SharedTimer(60 * minutes)
+        found.append(_when(lambda: timer.start(trainer.num_steps), "on_train_begin"))
+        found.append(_stops(trainer, timer.is_over))
+    if steps:  # of which the optimizer may have skipped some; it is asked when all are made
+        made = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
+        found.append(_stops(trainer, made))
+    return found
+
+
+def _stops(trainer, is_over):
+    """Return a callback that stops training once a function of the number of its steps is true."""
+
+    def stop():
+        if is_over(trainer.num_steps):
+            trainer.stop_training = True
+
+    return _when(stop, "on_train_batch_end")
 
 
 def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:

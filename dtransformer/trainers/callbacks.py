@@ -22,36 +22,33 @@ from dtransformer.parallel.runtime import job
 
 
 class _StepCallback(keras.callbacks.Callback):
-    """Counts the steps of a `fit`, several at a time under `steps_per_execution`."""
+    """Counts the optimizer's steps, several at a time under `steps_per_execution`."""
 
     def __init__(self, every: int = 1):
         super().__init__()
         self.every = check_int("every", every)
 
     def on_train_begin(self, logs=None):
-        self._steps_done, self._due = 0, False
+        self._step, self._due = self._num_steps(), False
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
-        self._steps_in_epoch = None
 
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._steps_in_epoch is None:  # a resumed epoch begins in its middle
-            self._steps_in_epoch = batch
+    def _num_steps(self):
+        """Return the number of the optimizer's steps, which a `Trainer` knows without asking it."""
+        return getattr(self.model, "num_steps", None) or int(self.model.optimizer.iterations)
 
-    def _advance(self, batch):
-        """Count up to `batch`; return whether a line is due.
+    def _is_due(self):
+        """Return whether a line is due.
 
         That is once `every` was passed, and the trainer has read the logs (see `log_every` of its
         `compile`).
         """
-        new = batch + 1 - (self._steps_in_epoch or 0)
-        self._due |= (self._steps_done + new) // self.every > self._steps_done // self.every
-        due = self._due and getattr(self.model, "logs_are_new", True)
-        self._due &= not due
-        self._steps_in_epoch = batch + 1
-        self._steps_done += new
-        return due
+        before, self._step = self._step, self._num_steps()
+        self._due |= self._step // self.every > before // self.every
+        is_due = self._due and getattr(self.model, "logs_are_new", True)
+        self._due &= not is_due
+        return is_due
 
 
 class LossMonitor(_StepCallback):
@@ -61,8 +58,8 @@ class LossMonitor(_StepCallback):
     since the epoch began.
 
     Args:
-        every: number of steps, at least 1. Under `steps_per_execution` the line comes after the
-            call that passed it; where a `Trainer` reads its logs less often, once it does.
+        every: number of the optimizer's steps, at least 1. Under `steps_per_execution` the line comes
+            after the call that passed it; where a `Trainer` reads its logs less often, once it does.
 
     Example:
 
@@ -73,9 +70,9 @@ class LossMonitor(_StepCallback):
     """
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._advance(batch) and logs and "loss" in logs:
+        if self._is_due() and logs and "loss" in logs:
             loss = float(logs.get("step_loss", logs["loss"]))
-            _print(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
+            job.print_once(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
 
 class MetricsFile(_StepCallback):
@@ -93,8 +90,8 @@ class MetricsFile(_StepCallback):
 
     Args:
         path: the file; missing folders are made.
-        every: number of steps between two step lines, at least 1; where a `Trainer` reads its logs
-            less often, a line comes once it does. Epochs always get a line.
+        every: number of the optimizer's steps between two step lines, at least 1; where a `Trainer`
+            reads its logs less often, a line comes once it does. Epochs always get a line.
 
     Raises:
         InputError: during training, a line cannot be written.
@@ -110,50 +107,40 @@ class MetricsFile(_StepCallback):
     def __init__(self, path: str | os.PathLike, every: int = 1):
         super().__init__(every)
         self.path = pathlib.Path(path)
-        self._file = None
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._close()
         if job.is_chief():
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _remove_incomplete_line(self.path)
-                self._file = open(self.path, "ab", buffering=0)
+                with open(self.path, "a+b") as file:  # a last line that is not complete goes
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._advance(batch):
+        if self._is_due():
             self.write("step", logs)
 
     def on_epoch_end(self, epoch, logs=None):
         self.write("epoch", logs)
 
-    def on_train_end(self, logs=None):
-        self._close()
-
     def write(self, kind: str, logs: dict | None) -> None:
         """Write a line of a kind of its own, while training."""
-        if self._file is None:
+        if not job.is_chief():
             return
-        optimizer = getattr(self.model, "optimizer", None)
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._steps_done if optimizer is None else int(optimizer.iterations),
+            "step": int(self.model.optimizer.iterations),
             "time": time.time(),
         }
         reserved = tuple(record)
         for name, value in (logs or {}).items():
             record[f"logs.{name}" if name in reserved else name] = _json_value(value)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with writing(self.path):
-            if self._file.write(line) < len(line):
+        with writing(self.path), open(self.path, "ab", buffering=0) as file:
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _close(self):
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class SacreBleu(keras.callbacks.Callback):
@@ -234,7 +221,7 @@ class SacreBleu(keras.callbacks.Callback):
         self.signature = str(metric.get_signature())
         if logs is not None:
             logs["val_bleu"] = self.score
-        _print(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
+        job.print_once(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
 # What Keras' own logs do not have; it is in the History, in callbacks' logs and with verbose=2.
@@ -258,26 +245,9 @@ def _shown(logs):
     return {name: value for name, value in (logs or {}).items() if name not in _ASIDE}
 
 
-def _print(line):
-    if job.is_chief():
-        print(line, flush=True)
-
-
 def _json_value(value):
     try:
         value = float(value)
     except (TypeError, ValueError):
         return str(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _remove_incomplete_line(path):
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    return value if math.isfinite(value) else json.dumps(value)  # such as "-Infinity"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 
 import keras
@@ -15,12 +16,7 @@ from dtransformer.files import free_path, warn_of_taken
 from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
-from dtransformer.parallel.pipeline_parallel.stage_weights import (
-    count_params,
-    full_network,
-    get_weights,
-    set_weights,
-)
+from dtransformer.parallel.pipeline_parallel import stage_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors, write_keras
@@ -87,7 +83,7 @@ class Checkpointing(keras.Model):
             save = super().save
             self._write(path, _MODEL, overwrite, lambda fresh: save(fresh, **kwargs))
             return
-        self._check_compiled("save")
+        self._assert_compile_called("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
         metrics = {
@@ -156,7 +152,7 @@ class Checkpointing(keras.Model):
         []
         """
         self.wait_until_saved()
-        self._check_compiled("restore")
+        self._assert_compile_called("restore")
         seed = job.seed()
         with job.doing("saving"):
             restored = restore(self.training_state(), path, strict, weights_only, check)
@@ -167,32 +163,41 @@ class Checkpointing(keras.Model):
             self._restored_position = restored.position
         return restored
 
-    def _check_compiled(self, method):
-        if not self.compiled:
-            raise ValueError(
-                f"call compile before {method}: a checkpoint holds the optimizer's state, too"
-            )
-
     def _position(self):
         """Return where training stands in its data, as checkpoints keep it; None if unknown."""
         if self._data_position is None:
             return self._restored_position
         return self._data_position.value()
 
-    def save_weights(self, filepath: str | os.PathLike, overwrite: bool = True, **kwargs) -> None:
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        *,
+        before: Callable[[pathlib.Path], None] | None = None,
+        **kwargs,
+    ) -> None:
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.
 
         The network alone can load the file too, on any layout. Sharded weights are gathered on
         rank 0, so that all ranks have to call. The file is complete or as it was. Where there is
         one and `overwrite` is False, weights go to another beside it, and a warning says where.
 
+        Args:
+            filepath, overwrite, **kwargs: as of Keras.
+            before: a function of a file with the weights, which is called before it takes its place.
+
         Raises:
             InputError: it cannot be written; on every rank.
         """
-        save = functools.partial(type(self.network).save_weights, self.network)
+
+        def save(fresh, **options):
+            type(self.network).save_weights(self.network, fresh, **options)
+            if before is not None:
+                before(fresh)
+
         if kwargs or not str(filepath).endswith(_WEIGHTS):  # several files, or an error
-            with job.doing("saving"), self._full_network():
-                from_chief(lambda: save(filepath, **kwargs), "weights/saved")
+            self._from_chief(lambda: save(filepath, **kwargs))
         else:
             self._write(filepath, _WEIGHTS, overwrite, save)
 
@@ -216,9 +221,9 @@ class Checkpointing(keras.Model):
 
         In a pipeline those that read, set and count weights are of all stages.
         """
-        for method in (get_weights, set_weights, count_params) if job.stage()[1] > 1 else ():
-            of_all = functools.partial(method, self.network)
-            object.__setattr__(self.network, method.__name__, of_all)
+        for method in ("get_weights", "set_weights", "count_params") if job.stage()[1] > 1 else ():
+            of_all = functools.partial(getattr(stage_weights, method), self.network)
+            object.__setattr__(self.network, method, of_all)
         for method in ("save", "save_weights") if job.size() > 1 else ():
             shared = functools.partial(self._save_network, method)
             object.__setattr__(self.network, method, shared)  # no part of the network
@@ -234,9 +239,8 @@ class Checkpointing(keras.Model):
             write = lambda: write_keras(network, filepath, save)
         if not divided and job.stage()[1] == 1:  # every rank has all: also one alone may call
             write()
-            return
-        with job.doing("saving"), self._full_network():
-            from_chief(write, "network/saved")
+        else:
+            self._from_chief(write)
 
     def _write(self, path, ending, overwrite, save):
         """Write a file of the full network from rank 0, complete or not at all; all ranks call."""
@@ -248,20 +252,24 @@ class Checkpointing(keras.Model):
             if is_taken:
                 warn_of_taken(path, target)
 
-        with job.doing("saving"), self._full_network():
-            from_chief(write, "weights/saved")
+        self._from_chief(write)
 
-    @contextlib.contextmanager
-    def _full_network(self):
-        """Inside the `with` block rank 0 can save the full network as Keras does."""
+    def _from_chief(self, write):
+        """Let rank 0 write, where it can save the full network as Keras does; all ranks call.
+
+        Nothing is saved of the optimizer, whose states may be shards.
+        """
         is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
-        with (
-            unsharded_on_chief(own),
-            full_network(self.network),
-            _without_states(getattr(self, "optimizer", None)),
-        ):
-            yield
+        optimizer = getattr(self, "optimizer", None)
+        with job.doing("saving"), contextlib.ExitStack() as stack:
+            stack.enter_context(unsharded_on_chief(own))
+            stack.enter_context(stage_weights.full_network(self.network))
+            for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+                if one is not None:
+                    nothing = {"save_own_variables": lambda store: None}
+                    stack.enter_context(_compat.meanwhile(one, **nothing))
+            from_chief(write, "network/saved")
 
     def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
         """Load weights on every rank; as `keras.Model.load_weights`.
@@ -288,20 +296,6 @@ class Checkpointing(keras.Model):
                 f"{', '.join(kwargs)}"
             )
         load_safetensors(self.network, filepath)
-
-
-@contextlib.contextmanager
-def _without_states(optimizer):
-    """Inside the `with` block Keras saves nothing of an optimizer, whose states may be shards."""
-    inner = [optimizer, getattr(optimizer, "inner_optimizer", None)]
-    inner = [one for one in inner if one is not None]
-    try:
-        for one in inner:
-            object.__setattr__(one, "save_own_variables", lambda store: None)
-        yield
-    finally:
-        for one in inner:
-            object.__delattr__(one, "save_own_variables")
 
 
 # A trained network as a file that is served without this package: Keras' `export`, of any layout.

@@ -31,21 +31,18 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
         )
     options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
     asked = [name for name, value in options.items() if value]
-    if job.placement().num_chunks > 1:
-        if not objective.knows_divisors:
-            raise ValueError(
-                "a pipeline needs a loss of tokens that tells their weights before the forward "
-                "pass: give it the method token_weights(labels, mask), or use pipeline_stage=1"
-            )
-        if asked:
-            raise ValueError(f"{asked[0]}=True does not work with a pipeline: leave it out")
+    if job.placement().num_chunks > 1 and not objective.knows_divisors:
+        raise ValueError(
+            "a pipeline needs a loss of tokens that tells their weights before the forward pass: "
+            "give it the method token_weights(labels, mask), or use pipeline_stage=1"
+        )
     if job.mesh() is not None:
         check_elementwise(optimizer)
-        if asked:
-            raise ValueError(
-                f"{asked[0]}=True does not work where operations are sharded over a mesh: leave it "
-                "out"
-            )
+    if asked and job.compiles_shapes():
+        raise ValueError(
+            f"{asked[0]}=True does not work with a pipeline, and not where operations are sharded "
+            "over a mesh: leave it out"
+        )
 
 
 def check_launch():

@@ -8,11 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.trainers.checkpoint.callback import (
-    CallbackStates,
-    ModelCheckpoint,
-    saved_after_states,
-)
+from dtransformer.trainers.checkpoint.callback import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
     DataPosition,
     all_rows,
@@ -103,7 +99,7 @@ class FitLoop(StepFunctions):
         """
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
-        callbacks = saved_after_states(callbacks, ModelCheckpoint)
+        callbacks = saved_after_states(callbacks)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _compat.train_validation_split(
                 (x, y, sample_weight), validation_split
@@ -173,7 +169,7 @@ class FitLoop(StepFunctions):
         **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        logs = self._logging(StepLogs(self._log_every))
+        logs = _compat.meanwhile(self, _logs=StepLogs(self._log_every))
         with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
                 self._set_sharding(self._validation_shard)
@@ -225,13 +221,13 @@ class FitLoop(StepFunctions):
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
-            logs = self._logging(StepLogs(throughput=self._throughput))
+            logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))
             with job.doing("compiling", self.num_steps + 1), logs:
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        doing, logs = job.doing("validating"), self._logging(StepLogs())
+        doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
         with self._apart_from_fit(), doing, errors_in_one_line(), logs:
             self._take_batch(x, shard)
             self._prepare((x,))

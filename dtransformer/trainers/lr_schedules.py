@@ -15,13 +15,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from dtransformer.errors import InputError, check_int, nearest, shown
+from dtransformer.errors import InputError, check_int, nearest, refusing, shown
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """What the schedules share: two arguments and the linear rise."""
+    """What the schedules share: two arguments and the linear rise; a subclass has `later(step)`."""
 
     def __init__(self, peak_learning_rate: float, warmup_steps: int):
         super().__init__()
@@ -36,12 +36,20 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
+    def later(self, step: tf.Tensor) -> tf.Tensor | float:
+        """Return the rate of a step, float32, as it would be without the warm-up."""
+        return self.peak_learning_rate
+
+    def __call__(self, step):
+        step = ops.cast(ops.convert_to_tensor(step), "float32")
+        return self.warmup(step) * self.later(step)
+
     def get_config(self) -> dict:
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
 
 class WarmupDecay(WarmupSchedule):
-    """A warm-up followed by a decay that ends at `total_steps`."""
+    """A warm-up followed by a decay that ends at `total_steps`; a subclass has `left(done)`."""
 
     def __init__(
         self,
@@ -65,15 +73,21 @@ class WarmupDecay(WarmupSchedule):
                 f"peak_learning_rate={peak_learning_rate!r}"
             )
 
-    def progress(self, step: tf.Tensor) -> tf.Tensor:
-        """Return how much of the decay is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
-        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return ops.clip(done, 0.0, 1.0)
+        self.decay_steps = self.total_steps - self.warmup_steps  # the last ones
 
-    def between(self, factor: tf.Tensor) -> tf.Tensor:
-        """Return the final rate where `factor` is 0, the peak where it is 1."""
+    def left(self, done: tf.Tensor) -> tf.Tensor:
+        """Return how much is left of what is between the peak and the final rate, from 1 to 0.
+
+        Args:
+            done: how much of the decay is done, from 0 to 1.
+        """
+        return 1.0 - done
+
+    def later(self, step):
+        begin = self.total_steps - self.decay_steps
+        done = ops.clip((step - begin) / self.decay_steps, 0.0, 1.0)
         span = self.peak_learning_rate - self.final_learning_rate
-        return self.final_learning_rate + span * factor
+        return self.final_learning_rate + span * self.left(done)
 
 
 @register
@@ -89,7 +103,8 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     - step `4 w - 1`: half the peak. The rate never reaches 0, so the length of
       the training need not be known.
 
-    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3.
+    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3, whose peak is
+    (h w)^-0.5 for a model of width h: 0.0007 of the base model.
 
     Args:
         peak_learning_rate: the highest rate, greater than 0.
@@ -102,32 +117,9 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     [0.25, 0.5, 1.0, 0.5, 0.25]
     """
 
-    @classmethod
-    def from_model_size(cls, hidden_size: int, warmup_steps: int) -> "WarmupInverseSquareRoot":
-        """Make the schedule as the paper writes it: h^-0.5 * min(n^-0.5, n * w^-1.5).
-
-        The paper's base model has h = 512 and w = 4000, a peak of 0.0007.
-
-        Args:
-            hidden_size: the model's width h, at least 1.
-            warmup_steps: number of updates up to the peak, at least 0.
-
-        Example:
-
-        >>> schedule = WarmupInverseSquareRoot.from_model_size(512, warmup_steps=4000)
-        >>> print(f"{schedule.peak_learning_rate:.6f}")
-        0.000699
-        """
-        check_int("hidden_size", hidden_size)
-        steps = max(check_int("warmup_steps", warmup_steps, 0), 1)
-        return cls((hidden_size * steps) ** -0.5, warmup_steps)
-
-    def __call__(self, step):
-        step = as_float(step)
-        warmup_steps = max(self.warmup_steps, 1)
-        return self.peak_learning_rate * ops.minimum(
-            (step + 1.0) / warmup_steps, ops.sqrt(warmup_steps / (step + 1.0))
-        )
+    def later(self, step):
+        decay = ops.sqrt(max(self.warmup_steps, 1) / (step + 1.0))
+        return self.peak_learning_rate * ops.minimum(decay, 1.0)
 
 
 @register
@@ -157,10 +149,6 @@ class WarmupLinear(WarmupDecay):
     >>> [float(schedule(step)) for step in (0, 1, 2, 6, 10, 99)]
     [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
-
-    def __call__(self, step):
-        step = as_float(step)
-        return self.warmup(step) * self.between(1.0 - self.progress(step))
 
 
 @register
@@ -197,12 +185,10 @@ class WarmupCosine(WarmupDecay):
 
     restarts = 0
 
-    def __call__(self, step):
-        step = as_float(step)
-        done = self.progress(step)
+    def left(self, done):
         waves = done * (self.restarts + 1)
         place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
-        return self.warmup(step) * self.between(0.5 * (1.0 + ops.cos(math.pi * place)))
+        return 0.5 * (1.0 + ops.cos(math.pi * place))
 
 
 @register
@@ -224,9 +210,6 @@ class WarmupConstant(WarmupSchedule):
     >>> [float(schedule(step)) for step in (0, 1, 3, 4, 1000)]
     [0.5, 1.0, 2.0, 2.0, 2.0]
     """
-
-    def __call__(self, step):
-        return self.peak_learning_rate * self.warmup(as_float(step))
 
 
 @register
@@ -269,7 +252,7 @@ class WarmupStableDecay(WarmupDecay):
         decay: str = "linear",
     ):
         super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
-        most = self.total_steps - self.warmup_steps
+        most = self.decay_steps
         given = max(min(self.total_steps // 10, most), 1) if decay_steps is None else decay_steps
         self.decay_steps = check_int("decay_steps", given, 0)
         if not 1 <= self.decay_steps <= most:
@@ -281,11 +264,8 @@ class WarmupStableDecay(WarmupDecay):
             raise InputError(f"decay must be 'linear' or 'sqrt', received {decay!r}")
         self.decay = decay
 
-    def __call__(self, step):
-        step = as_float(step)
-        done = ops.clip((step - (self.total_steps - self.decay_steps)) / self.decay_steps, 0.0, 1.0)
-        done = ops.sqrt(done) if self.decay == "sqrt" else done
-        return self.warmup(step) * self.between(1.0 - done)
+    def left(self, done):
+        return 1.0 - (ops.sqrt(done) if self.decay == "sqrt" else done)
 
 
 @register
@@ -357,21 +337,9 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
             f"unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
         )
     signature = inspect.signature(SCHEDULES[name])
-    for argument in kwargs.keys() - signature.parameters:
-        hint = nearest(argument, signature.parameters)
-        raise InputError(
-            f"the learning-rate schedule {name!r} has no argument {argument!r}: {hint}"
-        )
-    try:
+    with refusing(f"the learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
         signature.bind(**kwargs)
-    except TypeError as error:
-        raise InputError(f"the learning-rate schedule {name!r} is {error}") from None
     return SCHEDULES[name](**kwargs)
-
-
-def as_float(step: tf.Tensor | int) -> tf.Tensor:
-    """Return a step as a float32 tensor."""
-    return ops.cast(ops.convert_to_tensor(step), "float32")
 
 
 def rate(name: str, value: object) -> float:

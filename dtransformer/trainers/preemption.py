@@ -15,13 +15,6 @@ EXIT_CODE = 75  # a temporary failure, says <sysexits.h>: start again
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Preempted(SystemExit):
-    """Training has ended before its time, after a checkpoint: the process ends with code 75."""
-
-    def __init__(self):
-        super().__init__(EXIT_CODE)
-
-
 class SaveAndLeave(keras.callbacks.Callback):
     """Between two steps, and at the end of `fit`, sees whether ranks are to stop.
 
@@ -43,12 +36,11 @@ class SaveAndLeave(keras.callbacks.Callback):
         if stopping.passes_gate():
             return
         step = self._saving.save_now()
-        if job.is_chief():
-            print(f"Asked to stop: saved at step {step} in {self._saving.folder}", flush=True)
+        job.print_once(f"Asked to stop: saved at step {step} in {self._saving.folder}")
         job.barrier()
         for number in _SIGNALS:  # horovodrun ends with the first rank, and would kill the others
             signal.signal(number, signal.SIG_IGN)
-        raise Preempted
+        raise SystemExit(EXIT_CODE)
 
 
 @contextlib.contextmanager

@@ -124,23 +124,6 @@ class Reporting(keras.Model):
             num_kept /= get_parallel_config().micro_batch_num
         return memory_report(self.network, self.optimizer, self.optimizer_step, shapes, num_kept)
 
-    def cluster_report(self):
-        """Return into how many clusters XLA compiles a training step, and what stays outside.
-
-        On GPUs, and with `jit_compile="auto"`; `fit` prints it after the first step.
-
-        Returns:
-            A `dtransformer.trainers.step_compiler.ClusterReport`, which prints as a line.
-
-        Raises:
-            ValueError: no step was run yet, or XLA makes no clusters.
-        """
-        if self._compiler is None or self._compiler.clusters is None:
-            raise ValueError(
-                'there are no clusters of XLA: train a step on GPUs with jit_compile="auto"'
-            )
-        return self._compiler.clusters
-
     def expert_load(self):
         """Return how the tokens of the last epoch's steps were spread over the experts.
 

@@ -264,9 +264,8 @@ def _restore(trainer, resume, callbacks, check) -> bool:
     restored = trainer.restore(path, check=check)
     if resume is True:  # else they would be kept as the newest ones
         _set_aside(lambda: restored.damaged)
-    if job.is_chief():
-        place = f"epoch {restored.position['epoch'] + 1}, batch {restored.position['batch'] + 1}"
-        print(f"Resuming from {restored.path}: {place}", flush=True)
+    place = f"epoch {restored.position['epoch'] + 1}, batch {restored.position['batch'] + 1}"
+    job.print_once(f"Resuming from {restored.path}: {place}")
     return True
 
 

@@ -68,14 +68,20 @@ class StepCompiler:
         return self._compiled(function, trains) if self.in_parts else function
 
     @contextlib.contextmanager
-    def first_step(self) -> Iterator[None]:
-        """Inside the `with` block, the first step of training, count what XLA makes clusters of."""
+    def first_step(self, tells: bool) -> Iterator[None]:
+        """Inside the `with` block, the first step of training, count what XLA makes clusters of.
+
+        Args:
+            tells: whether it is printed.
+        """
         if self.run_eagerly or not tf.config.optimizer.get_jit():
             yield
             return
         with _compat.graphs_collected() as graphs:
             yield
         self.clusters = ClusterReport.of(graphs)
+        if tells:
+            print(self.clusters, flush=True)
 
     def _compiled(self, function, trains):
         is_watched = job.watchdog() is not None  # by other ranks

@@ -68,7 +68,8 @@ class StepFunctions(keras.Model):
         num_steps: of the optimizer, as the host counts them.
     """
 
-    _step = _compiler = _throughput = _logs = None
+    _step = _compiler = _throughput = None
+    _logs = None  # the `StepLogs` of what is running
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
     _tells = False  # whether this rank prints what it does
@@ -100,12 +101,10 @@ class StepFunctions(keras.Model):
             doing = counted = contextlib.nullcontext()
             if is_watched:
                 doing = job.doing("step" if compiled else "compiling", self.num_steps + 1)
-            if is_first := not compiled:
-                counted = self._compiler.first_step()
+            if not compiled:
+                counted = self._compiler.first_step(self._tells)
             with doing, counted:
                 logs = self._run(step, iterator, done)
-            if is_first and self._tells and self._compiler.clusters is not None:
-                print(self._compiler.clusters, flush=True)
             ended = time.perf_counter()
             return logs
 
@@ -162,15 +161,6 @@ class StepFunctions(keras.Model):
     def _get_metrics_result_or_logs(self, logs):
         """Return the logs of an epoch, or of an evaluation: those of its last step."""
         return self._logs.read() or logs
-
-    @contextlib.contextmanager
-    def _logging(self, logs):
-        """Inside the `with` block, steps' logs go to a `StepLogs`."""
-        before, self._logs = self._logs, logs
-        try:
-            yield
-        finally:
-            self._logs = before
 
     def _begin_epoch(self):
         """Count an epoch's speed and the loads of its experts anew."""

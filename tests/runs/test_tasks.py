@@ -5,6 +5,7 @@ import io
 import json
 import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,6 +16,7 @@ from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained
 from dtransformer.runs.config import load_config
 from dtransformer.runs.loading import load_run, opened
+from dtransformer.runs.optimizers import make_optimizer
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
@@ -282,3 +284,16 @@ def test_one_dial(tmp_path, capsys):
     assert "# 1  data 8" in text and "# Take 1" in text
     assert main(["new", "chat", "--depth", "2"]) == 2
     assert main(["new", "chat", "--device", "h100"]) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
+    """Also where none is asked for, and Keras' own default is another."""
+    settings = [f"training.optimizer={optimizer}", f"training.weight_decay={decay}"]
+    settings += ["training.clip_norm=null", "training.learning_rate=1", "training.warmup_steps=0"]
+    made = make_optimizer(load_config(None, settings), total_steps=10)
+    kernel, bias = (keras.Variable(np.ones(2, "float32"), name=x) for x in ("kernel", "bias"))
+    made.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
+    np.testing.assert_allclose(kernel.numpy(), 1 - decay, rtol=1e-6)
+    np.testing.assert_array_equal(bias.numpy(), 1)

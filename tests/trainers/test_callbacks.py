@@ -58,10 +58,12 @@ class TestLossMonitor:
 
     def test_prints_the_loss_of_the_logs(self, model, capsys):
         monitor = LossMonitor()
+        monitor.set_model(model)
         monitor.on_train_begin()
         monitor.on_epoch_begin(0)
-        monitor.on_train_batch_end(0, {"loss": tf.constant(9.12344)})
-        monitor.on_train_batch_end(1, {"loss": np.float32(math.nan)})
+        for batch, loss in enumerate((tf.constant(9.12344), np.float32(math.nan))):
+            model.optimizer.iterations.assign_add(1)
+            monitor.on_train_batch_end(batch, {"loss": loss})
         assert capsys.readouterr().out.splitlines() == [
             "epoch: 1 step: 1, loss is 9.1234",
             "epoch: 1 step: 2, loss is nan",

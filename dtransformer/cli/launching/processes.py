@@ -1,5 +1,6 @@
 """The processes of a job, on this host and on others, found by what their environment has."""
 
+import concurrent.futures
 import contextlib
 import os
 import secrets
@@ -42,29 +43,21 @@ class Hosts:
         Returns:
             What it has printed, by host; None where the host does not answer.
         """
-        started = {}
-        for host in hosts:
-            arguments = ["sh"] if is_here(host) else [*self._ssh, host, "sh"]
+
+        def answer(host):
+            shell = ["sh"] if is_here(host) else [*self._ssh, host, "sh"]
+            options = {"capture_output": True, "text": True, "timeout": _SECONDS}
             try:
-                started[host] = subprocess.Popen(
-                    arguments,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
+                done = subprocess.run(shell, input=command, check=False, **options)
+            except subprocess.TimeoutExpired:
+                return None
             except OSError as error:
                 raise InputError(f"ssh cannot be started ({error.strerror}): install it") from None
-        found = {}
-        for host, process in started.items():
-            try:
-                text, _ = process.communicate(command, timeout=_SECONDS)
-                found[host] = text if process.returncode == 0 else None
-            except (subprocess.TimeoutExpired, OSError):
-                process.kill()
-                process.communicate()
-                found[host] = None
-        return found
+            return done.stdout if done.returncode == 0 else None
+
+        hosts = list(hosts)
+        with concurrent.futures.ThreadPoolExecutor(len(hosts) or 1) as threads:
+            return dict(zip(hosts, threads.map(answer, hosts)))
 
     def end_all(self, hosts: Iterable[str]) -> dict[str, str | None]:
         """End what is left of the start on hosts; return which of them answer, as `run` does."""

@@ -103,11 +103,11 @@ def from_chief(action: Callable, name: str):
     return _value(0, first)
 
 
-def together(action: Callable, name: str):
-    """Return what an action returns on this rank, once it is done on every rank.
+def on_all(action: Callable, name: str) -> list:
+    """Return what an action returns on each rank, in the order of ranks.
 
     Args:
-        action: a function without arguments.
+        action: a function without arguments that returns what JSON can say.
         name: as of `all_gather_json`.
 
     Raises:
@@ -115,10 +115,17 @@ def together(action: Callable, name: str):
         RuntimeError: it is another one.
     """
     own, error = _done(action)
-    answer = {"value": None} if error is None else own
-    for rank, theirs in enumerate(all_gather_json(answer, name)):
-        _value(rank, theirs, error)
-    return own["value"]
+    return [_value(rank, one, error) for rank, one in enumerate(all_gather_json(own, name))]
+
+
+def together(action: Callable, name: str):
+    """Return what an action returns on this rank, anything, once it is done on every rank.
+
+    Arguments and errors are those of `on_all`.
+    """
+    own = []
+    on_all(lambda: own.append(action()), name)
+    return own[0]
 
 
 def _without_os_errors(action):

@@ -154,16 +154,15 @@ def check_joined(config, topology, placement) -> None:
         RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
             joined the job without.
     """
-    joined = {
-        "model_parallel": topology.model,
-        "context_parallel": topology.context,
-        "expert_parallel": topology.expert,
-        "pipeline_stage": topology.stage,
-        "placement": placement,
-    }
-    for name, value in joined.items():
-        if getattr(config, name) != value:
+    for name, asked, joined in (
+        ("model_parallel=", config.model_parallel, topology.model),
+        ("context_parallel=", config.context_parallel, topology.context),
+        ("expert_parallel=", config.expert_parallel, topology.expert),
+        ("pipeline_stage=", config.pipeline_stage, topology.stage),
+        ("model chunks on stages ", config.placement.stage_of_chunk, placement.stage_of_chunk),
+    ):
+        if asked != joined:
             raise RuntimeError(
-                f"the config has {name}={getattr(config, name)}, and the job was joined with "
-                f"{value}: call dtransformer.init(config) before the network is made"
+                f"the config has {name}{asked}, and the job was joined with {joined}: call "
+                "dtransformer.init(config) before the network is made"
             )

@@ -85,6 +85,12 @@ def is_chief() -> bool:
     return _job.rank == 0
 
 
+def print_once(text: str, file: object = None) -> None:
+    """Print a text on rank 0 alone, at once; `file` is that of `print`."""
+    if is_chief():
+        print(text, file=file, flush=True)
+
+
 def topology() -> Topology:
     """Return the job's `Topology`."""
     return _job.topology

@@ -15,16 +15,10 @@ from dtransformer.models import TextGenerator
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
+from dtransformer.runs import networks
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
-from dtransformer.runs.networks import (
-    adapt,
-    check_positions,
-    make_network,
-    special_ids,
-    tokenizer_folder,
-)
 from dtransformer.runs.options import USUAL_VOCABULARY
 
 PARTS = "train", "dev"
@@ -91,7 +85,7 @@ class Task(abc.ABC):
             InputError: the options make none, or one that is too large for this machine.
         """
         core = self.with_head(self.make_core(precision))
-        adapt(core, self.config, always=self.always_trained)
+        networks.adapt(core, self.config, always=self.always_trained)
         is_group = self.num_sequences > 1
         self.network = GroupModel(core, self.scores(core)) if is_group else core
         return self.network
@@ -107,15 +101,15 @@ class Task(abc.ABC):
     def make_core(self, precision: str | None = None) -> TokenModel:
         """Return the network inside of what is trained, without adapters, built."""
         own = self.arguments()
-        network = make_network(
+        network = networks.make_network(
             self.config, self.kind, self.vocab_size(), precision, self.accepts, **own
         )
-        check_positions(network, self.config.data.length)
+        networks.check_positions(network, self.config.data.length)
         return network
 
     def arguments(self) -> dict:
         """Return arguments of the network, where it is of sizes."""
-        return special_ids(self.tokenizer, self.kind)
+        return networks.special_ids(self.tokenizer, self.kind)
 
     def vocab_size(self) -> int:
         """Return the number of ids that the network needs."""
@@ -193,19 +187,18 @@ class Task(abc.ABC):
         Raises:
             InputError: it is not usable, or texts have not as many pieces as the config asks for.
         """
-        folder, options = tokenizer_folder(self.config), self.config.tokenizer
+        folder, options = networks.tokenizer_folder(self.config), self.config.tokenizer
         if self.old_run is not None:
-            return self.load_tokenizer(self.old_run)
-        if folder is not None:
+            self.load_tokenizer(self.old_run)
+        elif folder is not None:
             self.tokenizer = load_tokenizer(folder)
-        if self.tokenizer is not None:
-            return None
-        self.tokenizer = SubwordTokenizer.train(
-            texts(),
-            options.vocab_size or USUAL_VOCABULARY,
-            lower_case=options.lower_case,
-            at_most=options.vocab_size is None,
-        )
+        elif self.tokenizer is None:
+            self.tokenizer = SubwordTokenizer.train(
+                texts(),
+                options.vocab_size or USUAL_VOCABULARY,
+                lower_case=options.lower_case,
+                at_most=options.vocab_size is None,
+            )
 
     def load_tokenizer(self, run: pathlib.Path) -> None:
         """Take the tokenizer of a run's folder."""

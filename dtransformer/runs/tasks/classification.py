@@ -20,7 +20,7 @@ class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
-    always_trained = "head/*"
+    always_trained, learnt = "head/*", ""
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
@@ -77,12 +77,6 @@ class LabelTask(RecordTask):
             types[: len(ids)] = np.maximum(own, 0)
         inputs = {"tokens": tokens, "attention_mask": mask}
         return {**inputs, "token_types": types} if isinstance(self.core, MaskedLM) else inputs
-
-    def told(self) -> list[str]:
-        return [
-            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens"
-            for name, x in self.records.items()
-        ]
 
 
 class Classification(LabelTask):

@@ -57,8 +57,7 @@ class Preference(PairTask):
 
     def before_training(self, trainer: keras.Model) -> None:
         for name, records in self.records.items():
-            if job.is_chief():
-                print(f"Reference ({name}): {len(records):,} pairs", file=sys.stderr, flush=True)
+            job.print_once(f"Reference ({name}): {len(records):,} pairs", sys.stderr)
             records.targets = self.predictions(trainer, name)
 
     def loss(self) -> PreferenceLoss:
@@ -67,20 +66,14 @@ class Preference(PairTask):
 
     def metrics(self) -> dict:
         beta = self.config.training.beta
-
-        def of_pairs(name, function):
-            return keras.metrics.MeanMetricWrapper(function, name=name)
-
-        return {
-            "weighted_metrics": [
-                of_pairs(
-                    "accuracy", lambda ref, own: keras.ops.cast(margins(ref, own) > 0, "float32")
-                ),
-                of_pairs("margin", lambda ref, own: beta * margins(ref, own)),
-                of_pairs("chosen_reward", lambda ref, own: beta * (own - ref)[:, 0]),
-                of_pairs("rejected_reward", lambda ref, own: beta * (own - ref)[:, 1]),
-            ]
+        of_pairs = {
+            "accuracy": lambda ref, own: keras.ops.cast(margins(ref, own) > 0, "float32"),
+            "margin": lambda ref, own: beta * margins(ref, own),
+            "chosen_reward": lambda ref, own: beta * (own - ref)[:, 0],
+            "rejected_reward": lambda ref, own: beta * (own - ref)[:, 1],
         }
+        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in of_pairs.items()]
+        return {"weighted_metrics": means}
 
 
 TASK = Preference

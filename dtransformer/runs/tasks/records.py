@@ -2,6 +2,7 @@
 
 import abc
 import itertools
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -22,7 +23,10 @@ class RecordTask(Task):
 
     Attributes:
         records: the `EncodedRecords` by parts.
+        learnt: a format of what is told of the share of tokens that are learnt.
     """
+
+    learnt: ClassVar[str] = ", {:.1%} learnt"
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
@@ -95,7 +99,8 @@ class RecordTask(Task):
 
     def told(self) -> list[str]:
         return [
-            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens, {x.learnt_share:.1%} learnt"
+            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens"
+            + self.learnt.format(x.learnt_share)
             for name, x in self.records.items()
         ]
 

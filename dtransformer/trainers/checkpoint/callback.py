@@ -1,10 +1,10 @@
 """The callback that saves checkpoints while `fit` trains."""
 
-import math
 import numbers
 import os
 import pathlib
 import time
+import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -113,7 +113,6 @@ class ModelCheckpoint(keras.callbacks.Callback):
             addition. It has to be in the logs when an epoch ends.
         mode: `"min"` or `"max"`: which value is best; `"auto"` takes `"max"` for names with
             "acc" or "bleu".
-        wait: whether training waits until a checkpoint is written.
         replicas: as in `Trainer.save`.
         assets: as in `Trainer.save`.
 
@@ -135,16 +134,12 @@ class ModelCheckpoint(keras.callbacks.Callback):
         keep: int | None = 3,
         monitor: str | None = None,
         mode: Literal["auto", "min", "max"] = "auto",
-        wait: bool = False,
         replicas: bool = False,
         assets: Mapping | None = None,
     ):
         super().__init__()
-        for name, value in (
-            ("every_steps", every_steps),
-            ("every_epochs", every_epochs),
-            ("keep", keep),
-        ):
+        counts = {"every_steps": every_steps, "every_epochs": every_epochs, "keep": keep}
+        for name, value in counts.items():
             if value is not None:
                 check_int(name, value)
         if every_minutes is not None and not every_minutes > 0:
@@ -158,7 +153,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
         self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
         self._in_epoch, self._batch = False, 0
-        self._wait, self._options = wait, {"replicas": replicas, "assets": assets}
+        self._options = {"replicas": replicas, "assets": assets}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if not hasattr(self.model, "wait_until_saved"):
@@ -224,8 +219,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._is_due, step = False, self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
-        real = {name: x for name, x in logs.items() if isinstance(x, numbers.Real)}
-        metrics = {name: float(x) for name, x in real.items() if math.isfinite(x)}
+        metrics = {name: x for name, x in logs.items() if isinstance(x, numbers.Real)}
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
                 f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "
@@ -238,8 +232,6 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._saved_step, self._saved_logs = step, bool(logs)
         if self._timer is not None:
             self._timer.start(step)
-        if self._wait:
-            self._finish()
 
     def _finish(self):
         """Wait until the newest checkpoint is complete; remove old ones."""
@@ -303,32 +295,22 @@ class CallbackStates(keras.callbacks.Callback):
                     values[f"{name}.{field}"] = np.array([value])
             for number, value in enumerate(getattr(one, _WEIGHTS, None) or ()):
                 values[f"{name}.{_WEIGHTS}.{number:06}"] = np.array(value, order="C")
-        return {FILE: _Values(values)} if values else {}
+        asset = types.SimpleNamespace(save=lambda path: save_file(values, path))
+        return {FILE: asset} if values else {}
 
 
-class _Values:
-    """Arrays that a checkpoint's thread writes."""
-
-    def __init__(self, values):
-        self._values = values
-
-    def save(self, path):
-        save_file(self._values, path)
-
-
-def saved_after_states(callbacks: list, saving: type) -> list:
+def saved_after_states(callbacks: list) -> list:
     """Return callbacks in an order in which checkpoints see states that an epoch's end has changed.
 
     Args:
         callbacks: a `fit`'s callbacks.
-        saving: the class of those that save.
 
     Example:
 
-    >>> first, second = keras.callbacks.History(), keras.callbacks.EarlyStopping()
-    >>> saved_after_states([first, second], keras.callbacks.History) == [second, first]
+    >>> first, second = ModelCheckpoint("checkpoints"), keras.callbacks.EarlyStopping()
+    >>> saved_after_states([first, second]) == [second, first]
     True
     """
     last = max((i for i, one in enumerate(callbacks) if isinstance(one, KINDS)), default=-1)
-    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], saving) else i
+    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], ModelCheckpoint) else i
     return [callbacks[i] for i in sorted(range(len(callbacks)), key=place)]

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 
@@ -16,6 +15,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.files import replacing
 from dtransformer.inputs.conversion import convert
+from dtransformer.inputs.files import opened
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.parallel.collectives.objects import together
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
@@ -47,7 +47,7 @@ def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
     Raises:
         OSError: the disk is full.
     """
-    digest = _sha256(path, os.path.getsize(path), run)
+    digest = sha256_of(path, run)
     with open(path, "ab") as file:
         file.write(f"\ndtransformer {digest} {run}\n".encode())
 
@@ -62,26 +62,20 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
     Raises:
         InputError: says what is wrong with it.
     """
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: is no ordinary file: put the run's own weights there")
-    try:
-        size = path.stat().st_size - _LINE_BYTES
-        with open(path, "rb") as file:
-            file.seek(max(size, 0))
-            line = _LINE.fullmatch(file.read(_LINE_BYTES))
-        if line is None:
-            raise InputError(
-                f"{path}: these weights are damaged, or were not written by this dtransformer: they "
-                "do not end with their checksum"
-            )
-        digest, owner = (value.decode() for value in line.groups())
-        if _sha256(path, size, owner) != digest:
-            raise InputError(
-                f"{path}: these weights are damaged: their content does not match its checksum"
-            )
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size - _LINE_BYTES
+        file.seek(max(size, 0))
+        line = _LINE.fullmatch(file.read(_LINE_BYTES))
+    if line is None:
+        raise InputError(
+            f"{path}: these weights are damaged, or were not written by this dtransformer: they do "
+            "not end with their checksum"
+        )
+    digest, owner = (value.decode() for value in line.groups())
+    if sha256_of(path, owner, size) != digest:
+        raise InputError(
+            f"{path}: these weights are damaged: their content does not match its checksum"
+        )
     if owner != run:
         raise InputError(
             f"{path}: these weights are of another run than the {RUN} beside them: put the run's own "
@@ -89,16 +83,15 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
         )
 
 
-def sha256_of(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a file, 64 hexadecimal digits."""
-    return _sha256(path, os.path.getsize(path))
+def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
+    """Return the SHA-256 of a file's first `size` bytes and of an ending, 64 hexadecimal digits.
 
-
-def _sha256(path, size, ending=""):
-    """Return the SHA-256 of the first `size` bytes of a file and of an ending."""
+    Raises:
+        InputError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while size > 0 and (chunk := file.read(min(_CHUNK_BYTES, size))):
+    with opened(path) as file:
+        while chunk := file.read(min(_CHUNK_BYTES, size)):
             digest.update(chunk)
             size -= len(chunk)
     digest.update(ending.encode())

@@ -20,7 +20,7 @@ import re
 import shutil
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside, free_path, sync, warn_of_taken
+from dtransformer.files import beside, free_path, sync, warn_of_taken, writing
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
 _UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
@@ -154,17 +154,12 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
         taken, path = path, free_path(path)
         warn_of_taken(taken, path)
     fresh = unfinished(path)
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in {fresh, *path.parent.glob(f"step-*{_UNFINISHED}")}:
             _remove_all(left)
         fresh.mkdir()
         free = shutil.disk_usage(path.parent).free
-    except OSError as error:
-        raise InputError(
-            f"{path.parent}: a checkpoint cannot be written here ({error.strerror}); choose a folder "
-            "that you may write to"
-        ) from None
     if free < num_bytes:
         shutil.rmtree(fresh)
         raise InputError(

@@ -135,9 +135,9 @@ def _newest_intact(path):
     for number, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
         if not problems:
-            if message and job.is_chief():
+            if message:
                 lines = "\n  ".join(message)
-                print(f"Damaged, and skipped:\n  {lines}\nTaken instead: {candidate}", flush=True)
+                job.print_once(f"Damaged, and skipped:\n  {lines}\nTaken instead: {candidate}")
             return checkpoint, candidates[:number]
         message += problems
     raise InputError(f"{path}: no checkpoint is intact: {'; '.join(message)}")

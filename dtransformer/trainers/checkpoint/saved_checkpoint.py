@@ -1,6 +1,5 @@
 """A complete checkpoint: its manifest, its tensors, and whether its files are intact."""
 
-import contextlib
 import os
 import pathlib
 import shutil
@@ -10,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
-from dtransformer.files import sync
+from dtransformer.files import replacing
 from dtransformer.inputs.files import inside
 from dtransformer.inputs.manifest import INDEX
 from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
@@ -133,15 +132,9 @@ class Checkpoint:
         replica = f"{REPLICAS}/{name}"
         if replica not in self.manifest["files"] or self.problem_with(replica):
             return False
-        fresh = self.path / f"{name}.unfinished"
         try:
-            path = inside(self.path, name)
-            fresh.unlink(missing_ok=True)
-            shutil.copyfile(self.path / replica, fresh, follow_symlinks=False)
-            sync(fresh)
-            os.replace(fresh, path)
-        except (OSError, InputError):  # the disk is full or read-only, or the file is a link
-            with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
+            with replacing(inside(self.path, name)) as fresh:
+                shutil.copyfile(self.path / replica, fresh, follow_symlinks=False)
+        except InputError:  # the disk is full or read-only, or the file is a link
             return False
         return True

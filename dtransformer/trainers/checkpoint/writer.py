@@ -6,14 +6,13 @@ import hashlib
 import os
 import pathlib
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.manifest import DATA
-from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
+from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, on_all, together
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds, CheckpointShard, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
@@ -263,9 +262,7 @@ class CheckpointWriter:
         path = pathlib.Path(from_chief(begin, "checkpoint/begin"))
         values = _values_to_write(tensors, self._files)
         save = Save(path, self._files, values, assets or {}, {**manifest, **info})
-        CheckpointWriter._running = concurrent.futures.Future()
-        # No daemon: a process that ends waits for it.
-        threading.Thread(target=_run, args=(save, self._running)).start()
+        CheckpointWriter._running = _THREAD.submit(_run, save)
 
     @classmethod
     def finish(cls) -> None:
@@ -309,24 +306,25 @@ def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]
     return values
 
 
-def _run(save: Save, future: concurrent.futures.Future):
-    """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files."""
+# A process that ends waits for it.
+_THREAD = concurrent.futures.ThreadPoolExecutor(1)
+
+
+def _run(save: Save):
+    """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files.
+
+    Raises:
+        InputError: it could not be written; the same on every rank.
+    """
     try:
         with tf.device("CPU:0"):
-            own = together(lambda: write_shards(save), "checkpoint/shards_written")
-            everyone = all_gather_json(own, "checkpoint/written")
+            everyone = on_all(lambda: write_shards(save), "checkpoint/written")
             written = {name: about for files in everyone for name, about in files.items()}
             merge = lambda: job.is_chief() and merge_shards(save, written)
             together(merge, "checkpoint/committed")
     except (ValueError, RuntimeError) as error:  # some rank's
         if job.is_chief():
             shutil.rmtree(save.folder, ignore_errors=True)
-        future.set_exception(
-            InputError(f"{save.path}: the checkpoint could not be written: {error}")
-        )
-    except BaseException as failure:  # a rank has left the job
-        future.set_exception(failure)
-    else:
-        future.set_result(None)
+        raise InputError(f"{save.path}: the checkpoint could not be written: {error}") from None
     finally:
         save.values.clear()

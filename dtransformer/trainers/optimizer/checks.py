@@ -9,7 +9,29 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 
 
-def check_overwritten(weights):
+def check_update(optimizer, weights, parameters, is_sharded, is_divided):
+    """Check that an optimizer can update what this rank has of weights.
+
+    Args:
+        optimizer: a Keras optimizer.
+        weights: list of the Keras variables that are trained.
+        parameters: list of what the optimizer is given of them.
+        is_sharded: whether ranks of the data-parallel group update shards of weights.
+        is_divided: whether these, a mesh or a pipeline divide weights.
+
+    Raises:
+        ValueError: it cannot; says what to change.
+    """
+    _check_overwritten(weights)
+    check_constraints(weights)
+    if is_sharded:
+        check_elementwise(optimizer)
+    if is_divided:
+        check_shards(optimizer)
+    _check_built(optimizer, parameters)
+
+
+def _check_overwritten(weights):
     """Refuse weights whose gradients are new values, such as the scales of Keras' float8.
 
     Raises:
@@ -85,7 +107,7 @@ def check_shards(optimizer):
             )
 
 
-def check_built(optimizer, parameters):
+def _check_built(optimizer, parameters):
     """Check that an optimizer was built for what it is to update, where it was built before.
 
     Raises:

@@ -16,13 +16,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
-from dtransformer.trainers.optimizer.checks import (
-    check_built,
-    check_constraints,
-    check_elementwise,
-    check_overwritten,
-    check_shards,
-)
+from dtransformer.trainers.optimizer.checks import check_update
 from dtransformer.trainers.optimizer.gradients import clip_shards, square_norms
 from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
@@ -72,16 +66,11 @@ class ShardedOptimizer:
             and config.micro_batch_num > 1
             and config.optimizer_shard >= 2
         )
-        check_overwritten(weights)
-        check_constraints(weights)
-        if self.is_sharded:
-            check_elementwise(self._optimizer)
         on_mesh = any(one.norm_share is not None for one in self.shards)
         has_held = any(unit.is_held for unit in self.units)
         self._has_stages = job.pipeline_group().size > 1
-        if self.is_sharded or on_mesh or has_held or self._has_stages:
-            check_shards(self._optimizer)
-        check_built(self._optimizer, parameters)
+        is_divided = self.is_sharded or on_mesh or has_held or self._has_stages
+        check_update(self._optimizer, weights, parameters, self.is_sharded, is_divided)
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)

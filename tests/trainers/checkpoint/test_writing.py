@@ -69,7 +69,7 @@ class TestWriting:
 
     def test_what_is_no_folder(self, trained, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(InputError, match="cannot be written here"):
+        with pytest.raises(InputError, match="file: cannot be written"):
             trained.save(tmp_path / "file" / "one")
 
     def test_a_name_that_is_taken_loses_nothing(self, trained, tmp_path):
