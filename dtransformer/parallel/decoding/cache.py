@@ -17,7 +17,13 @@ _AXES = ("batch", "heads", "memory_length", "head_dim")
 
 
 def empty(shape: list, dtype: str) -> tf.Tensor:
-    """Return a cache [b, n, e, d] of zeros."""
+    """Return a cache [b, n, e, d] of zeros.
+
+    In a loop of `decoding` it is a tensor of its own, as it is updated in place: of all caches' zeros
+    TensorFlow may make one.
+    """
+    if trace.current().in_loop:
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
     return constrain(tf.zeros(shape, dtype), _AXES)
 
 
@@ -70,31 +76,6 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     is_new = (since >= 0)[None, None, :, None]
     pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
-
-
-def grown(cache: dict, more: int, num_hypotheses: int, window: int | None = None) -> dict:
-    """Return the cache of attention with room for more positions.
-
-    Args:
-        cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
-        more: number of positions.
-        num_hypotheses: number k.
-        window: how many positions are seen: there is room for no more of them; None for all.
-    """
-    more *= num_hypotheses
-    cache = dict(cache)
-    if window is not None:
-        size, seen = tf.shape(cache["key"])[2], tf.maximum(window - 1 - cache["index"], 0)
-        more = tf.minimum(more, window * num_hypotheses - size)
-        for name in cache.keys() & {"prefix_key", "prefix_value"}:
-            first = tf.maximum(tf.shape(cache[name])[2] - seen, 0)
-            cache[name] = cache[name][:, :, first:]
-    return {**cache, **{name: longer(cache[name], more) for name in ("key", "value")}}
-
-
-def longer(x: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
-    """Return a tensor with more places in its third dimension."""
-    return tf.pad(x, [[0, more if i == 2 else 0] for i in range(x.shape.rank)])
 
 
 def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
