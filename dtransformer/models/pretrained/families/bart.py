@@ -9,7 +9,7 @@ al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.
 import numpy as np
 
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
 from dtransformer.models.pretrained.families.parts import (
     AfterPadding,
     Field,
@@ -17,22 +17,9 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-# What configs of encoder–decoders cannot say otherwise, where no part of theirs does.
-BASE = {
-    "positions": "learned",
-    "positions_after_padding": False,
-    "position_offset": 0,
-    "embedding_norm": False,
-    "tied_head": True,
-    "norm": "layer_norm",
-    "norm_epsilon": None,
-    "gated": False,
-    "use_bias": True,
-    "head_dim": None,
-    "query_scale": None,
-    "scales_output": False,
-    "moe_config": None,
-}
+BASE = usual_arguments(
+    EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
+)
 # Their names of attention in blocks, and ours.
 _ATTENTIONS = {
     "encoder": {"self_attn": "attention"},

@@ -9,28 +9,11 @@ from collections.abc import Mapping
 
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.family import SIZES, Family
+from dtransformer.models.pretrained.families.family import SIZES, Family, usual_arguments
 from dtransformer.models.pretrained.families.parts import AfterPadding, Field, hidden_act
 
-# What configs of encoders cannot say otherwise, where no part of theirs does.
-_PLAIN = {
-    "positions": "learned",
-    "norm": "layer_norm",
-    "gated": False,
-    "use_bias": True,
-    "embedding_scale": 1.0,
-    "post_layernorm_residual": True,
-    "tied_head": True,
-    "next_sentence": False,
-    "num_token_types": 0,
-    "position_offset": 0,
-    "window": None,
-    "block_pattern": None,
-    "moe_config": None,
-    "moe_every": 1,
-}
 _ENCODER = {
-    "base": _PLAIN,
+    "base": usual_arguments(MaskedLM, num_token_types=0),
     "network": MaskedLM,
     "special_ids": {"pad_id": "pad_token_id"},
 }
@@ -119,7 +102,6 @@ ROBERTA = _bert(
     (AfterPadding(512, counts=True),),
     "roberta",
     {"lm_head.dense": "head/dense", "lm_head.layer_norm": "head/norm"},
-    fixed={"hidden_act": "gelu"},
     refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
     vectors={"lm_head.bias": "head/logits/bias"},
     copies=("lm_head.decoder.weight", "lm_head.decoder.bias"),
@@ -202,7 +184,6 @@ MODERNBERT = Family(
         "gated": True,
         "use_bias": False,
         "post_layernorm_residual": False,
-        "hidden_act": "gelu",
     },
     refused={
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),

@@ -28,7 +28,7 @@ GPT2 = Family(
         hidden_act("activation_function", "gelu_new"),
     ),
     usual_parts=(),
-    fixed={**CLASSIC, "positions": "learned", "window": None},
+    fixed={**CLASSIC, "positions": "learned"},
     refused={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -62,8 +62,6 @@ OPT = Family(
         **CLASSIC,
         "positions": "learned",
         "position_offset": 2,
-        "window": None,
-        "norm_epsilon": None,  # 1e-5
         "embedding_dropout_rate": 0.0,
     },
     refused={

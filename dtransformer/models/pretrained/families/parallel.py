@@ -18,14 +18,12 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-# What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
+# Layers of the first decoders: all have biases.
 CLASSIC = {
     "norm": "layer_norm",
     "gated": False,
     "use_bias": True,
     "qkv_bias": True,
-    "num_kv_heads": None,
-    "head_dim": None,
 }
 FUSED = ("attention/query", "attention/key", "attention/value")
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
@@ -174,7 +172,7 @@ FALCON = Family(
         Field("max_length", "max_position_embeddings", 2048),
     ),
     usual_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
-    fixed={"norm": "layer_norm", "gated": False, "head_dim": None, "attention_dropout_rate": 0.0},
+    fixed={"norm": "layer_norm", "gated": False, "attention_dropout_rate": 0.0},
     # Dropout is of the sum of both there, and that of attention of ALiBi alone.
     refused={
         "alibi": False,
