@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
 from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
-from dtransformer.models.generation.options import check_int
 from dtransformer.models.generation.rules import options_of
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -253,7 +253,7 @@ class EncoderDecoderModel(TokenModel):
         """
         options = options_of(self, options, 1)
         if max_length is not None:
-            check_int("max_length", max_length, 1)
+            check_int("max_length", max_length)
         self.build()
         source = tf.convert_to_tensor(self._source_of(source), dtype="int32")
         self._check_positions(source=source.shape[1], target=max_length)

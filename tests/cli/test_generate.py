@@ -230,7 +230,7 @@ def test_texts_for_sources(folder, tmp_path, capsys):
     "arguments, told",
     [
         ([], "there is no prompt: give a --prompt"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature must be a finite number"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be finite"),
         (["--prompt", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),
         (["--prompt", "x", "--beam-size", "0"], "expected an integer from 1"),

@@ -405,12 +405,11 @@ class TestSampling:
         {"beam_size": 2, "temperature": 1.0},
         {"seed": 1.5},
         {"seed": "1"},
-        {"seed": 2**31},
     ],
     ids=str,
 )
 def test_wrong_options(model, options):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((TypeError, ValueError)) as caught:
         model.generate(sources(model), **options)
     wrong, value = next(iter(options.items()))
     value = value[0] if isinstance(value, list) else value

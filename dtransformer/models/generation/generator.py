@@ -14,6 +14,7 @@ from dtransformer.models.generation.search import Sampling, SpecialIds
 from dtransformer.parallel.decoding import loops
 
 OnTokens = Callable[[int, list[int]], None]
+_NUM_SEEDS = 2**31
 
 
 class Generator:
@@ -75,7 +76,7 @@ class Generator:
             )
         function = self._function(ids, options, on_tokens is not None)
         with self._stream.told_to(on_tokens, ids.end_ids):
-            found = function(source, max_length, options.seed)
+            found = function(source, max_length, options.seed % _NUM_SEEDS)
         return _without_padding(tf.reshape(found, [-1, max_length]), ids)
 
     def forget_functions(self) -> None:

@@ -3,44 +3,18 @@
 import dataclasses
 from collections.abc import Sequence
 
-from dtransformer.parallel.config.validators import field
-
-_MAX_INT = 2**31 - 1
-
-
-def check_int(name: str, value: int, least: int) -> None:
-    """Check an int of 32 bits.
-
-    Raises:
-        ValueError: it is none, or less than `least`.
-    """
-    if type(value) is not int or not least <= value <= _MAX_INT:
-        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+from dtransformer.errors import check_int
+from dtransformer.parallel.config.validators import field, flag, non_negative, positive
 
 
 def _int_from(least):
     return lambda name, value: check_int(name, value, least)
 
 
-def _number(most=None):
-    def check(name, value):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= (3e38 if most is None else most):
-            kind = "a finite number of at least 0" if most is None else f"a number from 0 to {most}"
-            raise ValueError(f"{name} must be {kind}, got {value!r}")
-
-    return check
-
-
-def _above_zero(name, value):
-    _number()(name, value)
-    if value == 0:
-        raise ValueError(f"{name} must be more than 0, got 0")
-
-
-def _bool(name, value):
-    if type(value) is not bool:
-        raise ValueError(f"{name} must be a bool, got {value!r}")
+def _share(name, value):
+    non_negative(name, value)
+    if value > 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value}")
 
 
 def _ids(name, value):
@@ -50,7 +24,7 @@ def _ids(name, value):
         check_int(name, one, 0)
 
 
-def _optional_ids(name, value):
+def _ids_or_none(name, value):
     if value is not None:
         _ids(name, value)
 
@@ -85,7 +59,7 @@ class GenerationOptions:
         seed: int, for drawing.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: there is no such option, or one is of another type.
         ValueError: an option is out of range, or does not go together with another.
 
     Example:
@@ -97,16 +71,16 @@ class GenerationOptions:
     """
 
     beam_size: int = field(1, _int_from(1))
-    length_penalty: float = field(0.6, _number())
-    early_stopping: bool = field(False, _bool)
+    length_penalty: float = field(0.6, non_negative)
+    early_stopping: bool = field(False, flag)
     num_return_sequences: int = field(1, _int_from(1))
-    temperature: float = field(0.0, _number())
+    temperature: float = field(0.0, non_negative)
     top_k: int = field(0, _int_from(0))
-    top_p: float = field(1.0, _number(1))
-    min_p: float = field(0.0, _number(1))
-    repetition_penalty: float = field(1.0, _above_zero)
+    top_p: float = field(1.0, _share)
+    min_p: float = field(0.0, _share)
+    repetition_penalty: float = field(1.0, positive)
     no_repeat_ngram_size: int = field(0, _int_from(0))
-    stop_ids: Sequence[int] | None = field(None, _optional_ids)
+    stop_ids: Sequence[int] | None = field(None, _ids_or_none)
     min_new_tokens: int = field(0, _int_from(0))
     first_ids: Sequence[int] = field((), _ids)
     last_ids: Sequence[int] = field((), _ids)

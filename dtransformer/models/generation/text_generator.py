@@ -39,7 +39,6 @@ def as_lists(ids) -> list[list[int]]:
 
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character's bytes
-_NUM_SEEDS = 2**31
 
 
 class TextGenerator:
@@ -138,7 +137,7 @@ class TextGenerator:
                 self._prompts([rows[number] for number in batch]),
                 self.max_new_tokens,
                 on_tokens=None if on_text is None else tell,
-                **{**self._options, "seed": (self._search.seed + start) % _NUM_SEEDS},
+                **{**self._options, "seed": self._search.seed + start},
             )
             for number, part, ids in zip(numbers, parts, found.numpy().tolist(), strict=True):
                 texts[number] = part.text(self._until_end(ids))
