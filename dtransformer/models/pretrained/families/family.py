@@ -26,6 +26,7 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
     kv_heads,
 )
+from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 # What changes no result, or is written for all families alike.
@@ -82,42 +83,6 @@ def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
     return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
 
 
-# Their names of products within a block -> ours, whose tensors follow each other in theirs.
-ATTENTION = {
-    "self_attn.q_proj": ("attention/query",),
-    "self_attn.k_proj": ("attention/key",),
-    "self_attn.v_proj": ("attention/value",),
-    "self_attn.o_proj": ("attention/output",),
-}
-FUSED_ATTENTION = {
-    "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
-    "self_attn.o_proj": ("attention/output",),
-}
-GATED = {
-    "mlp.gate_proj": ("feed_forward/gate",),
-    "mlp.up_proj": ("feed_forward/mapping",),
-    "mlp.down_proj": ("feed_forward/projection",),
-}
-FUSED_GATED = {
-    "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/mapping"),
-    "mlp.down_proj": ("feed_forward/projection",),
-}
-SHARED = {
-    name.replace("mlp.", "mlp.shared_experts."): (own.replace("/", "/shared_experts/"),)
-    for name, (own,) in GATED.items()
-}
-# Their names of the tensors of experts: `{}` is the expert's number.
-EXPERTS = {
-    "mlp.experts.{}.gate_proj": "feed_forward/gate",
-    "mlp.experts.{}.up_proj": "feed_forward/mapping",
-    "mlp.experts.{}.down_proj": "feed_forward/projection",
-}
-PRE = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "self_attn.q_norm": "attention/query_norm",
-    "self_attn.k_norm": "attention/key_norm",
-}
 _TABLES = {"model.embed_tokens.weight": "embedding/table"}
 _TOP = {"model.norm": "blocks/final_norm", "lm_head": "head"}
 # Special tokens of texts: our arguments -> fields of published configs.

@@ -9,8 +9,9 @@ code.
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks, every
-from dtransformer.models.pretrained.families.family import PRE, Family, llama_parts_without
+from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import (
     Field,
     differs,
@@ -25,10 +26,9 @@ CLASSIC = {
     "use_bias": True,
     "qkv_bias": True,
 }
-FUSED = ("attention/query", "attention/key", "attention/value")
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
 _TIED = Field("tied_head", "tie_word_embeddings", True)
-MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
+_DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
 _ONE_NORM = "parallel_one_norm"
 
 
@@ -57,8 +57,8 @@ GPT_NEOX = Family(
     fixed=CLASSIC,
     refused={"attention_bias": True, "is_decoder": False},
     ids={"bos_token_id": 0, "eos_token_id": 2},
-    attention={"attention.query_key_value": FUSED, "attention.dense": ("attention/output",)},
-    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    attention={"attention.query_key_value": paths.QUERY_KEY_VALUE, "attention.dense": paths.OUTPUT},
+    dense=_DENSE,
     is_grouped=True,
     block="gpt_neox.layers.{}.",
     tables={"gpt_neox.embed_in.weight": "embedding/table"},
@@ -79,11 +79,8 @@ PHI = Family(
     fixed={**CLASSIC, "norm_placement": _ONE_NORM, "head_bias": True},
     refused={"qk_layernorm": False},
     ids={"bos_token_id": 1, "eos_token_id": 2},
-    attention={
-        **{f"self_attn.{x[0]}_proj": (f"attention/{x}",) for x in ("query", "key", "value")},
-        "self_attn.dense": ("attention/output",),
-    },
-    dense={"mlp.fc1": MAPPING, "mlp.fc2": PROJECTION},
+    attention=paths.attention("self_attn.{}", "q_proj", "k_proj", "v_proj", "dense"),
+    dense={"mlp.fc1": paths.MAPPING, "mlp.fc2": paths.PROJECTION},
     top={"model.final_layernorm": "blocks/final_norm", "lm_head": "head"},
 )
 
@@ -152,7 +149,7 @@ class _FalconHeads:
 
 def _falcon_norms(arguments):
     has_two = arguments["norm_placement"] == "parallel"
-    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else PRE
+    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else paths.PRE
 
 
 FALCON = Family(
@@ -182,10 +179,10 @@ FALCON = Family(
     },
     ids={"bos_token_id": 11, "eos_token_id": 11},
     attention={
-        "self_attention.query_key_value": FUSED,
-        "self_attention.dense": ("attention/output",),
+        "self_attention.query_key_value": paths.QUERY_KEY_VALUE,
+        "self_attention.dense": paths.OUTPUT,
     },
-    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    dense=_DENSE,
     norms=_falcon_norms,
     is_grouped=True,
     block="transformer.h.{}.",
