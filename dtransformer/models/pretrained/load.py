@@ -9,6 +9,7 @@ import warnings
 
 from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError, refusing, shown
+from dtransformer.inputs.json_file import read_object
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
@@ -16,7 +17,7 @@ from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_head_of
-from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder, read_object
+from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
 from dtransformer.models.pretrained.quantized import form_of
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.models.published_fields import FIELDS
