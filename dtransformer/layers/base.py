@@ -218,10 +218,7 @@ class Masked(keras.layers.Layer):
 
 def check_rate(name: str, rate: float) -> float:
     """Check a dropout rate: a number in [0, 1)."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise TypeError(f"{name} must be a number in [0, 1), got {rate!r} ({type(rate).__name__})")
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {rate}")
+    validators.fraction(name, rate)
     return float(rate)
 
 

@@ -150,5 +150,5 @@ def test_patterns_that_cannot_be(arguments, words):
 
 def test_inputs_of_another_length():
     x = tf.zeros((B, S, N * D))
-    with pytest.raises(ValueError, match=r"\[2, 48, 30\], expected \[None, 64, 30\]"):
+    with pytest.raises(ValueError, match=r"\[2, 48, 30\], expected \[2, 64, 30\]"):
         FixedSparseAttention(N, D, 4, seq_length=64)(x, x, x)
