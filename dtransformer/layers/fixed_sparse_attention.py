@@ -92,13 +92,6 @@ class FixedSparsePattern:
         """Return which block of a window, from 0, has the global positions of a pattern."""
         return NUM_LOCAL_BLOCKS - 1 - pattern % self.num_patterns
 
-    @property
-    def num_seen(self) -> int:
-        """How many pairs of a query and a key of one head are seen: s · (l + 1 + c · (s/l - 1)) / 2."""
-        own = self.num_windows * self.window * (self.window + 1) // 2
-        before = self.num_windows * (self.num_windows - 1) // 2
-        return own + before * self.window * self.global_size
-
     def mask(self, pattern: int) -> np.ndarray:
         """Return what is seen of a pattern, bool [s, s]: queries, keys."""
         positions = np.arange(self.seq_length)
@@ -112,7 +105,9 @@ class FixedSparsePattern:
     def picture(self, pattern: int = 0) -> str:
         """Return a pattern as text, by blocks: ■ for own windows, □ for global ones, . for none."""
         size = self.block_size
-        seen = self.mask(pattern).reshape(len(self) // size, size, len(self) // size, size)
+        seen = self.mask(pattern).reshape(
+            self.seq_length // size, size, self.seq_length // size, size
+        )
         seen = seen.any((1, 3))
         lines = []
         for row, columns in enumerate(seen):
@@ -122,9 +117,6 @@ class FixedSparsePattern:
             ]
             lines.append(" ".join(marks))
         return "\n".join(lines)
-
-    def __len__(self):
-        return self.seq_length
 
     def __str__(self):
         return "\n\n".join(self.picture(pattern) for pattern in range(self.num_patterns))

@@ -107,7 +107,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         return content, family, family.settled(found, content.shapes.keys()), rules
 
     content, family, found, rules = together(opened, "pretrained/folder")
-    network = _made(family, {**found, **arguments}, content.path / CONFIG)
+    with refusing(content.path / CONFIG):
+        network = family.network(**{**found, **arguments})
     network = together(
         lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
@@ -145,11 +146,6 @@ def _generation_rules(content, family):
         fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
     has_source = issubclass(family.network, EncoderDecoderModel)
     return rules_of(fields, path, has_source, content.config["vocab_size"])
-
-
-def _made(family, arguments, path):
-    with refusing(path):
-        return family.network(**arguments)
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:
