@@ -47,7 +47,7 @@ def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
     """
     given = inspect.signature(network.__init__).parameters.values()
     usual = {x.name: x.default for x in given if x.default is not x.empty}
-    return {x: usual[x] for x in usual.keys() - {*_FREE, *without}} | others
+    return {x: y for x, y in usual.items() if x not in {*_FREE, *without}} | others
 
 
 _LLAMA = usual_arguments(
