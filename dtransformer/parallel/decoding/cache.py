@@ -4,7 +4,7 @@ A cache has the entries of all positions, and at each position one for each of t
 of a source: entry p·k + c is position p of hypothesis c. Hypotheses that continue others are told
 by a mask which entries are theirs, so that no entry is ever moved. A cache with room for r positions
 is a ring: position p takes the place of p - r, as attention with a window of r sees no more of it.
-Shapes: b sources, n heads, s new positions, e = r·k entries, d features of a head.
+Shapes: b sources, n heads, e = r·k entries, d features of a head.
 """
 
 import tensorflow as tf
@@ -40,40 +40,36 @@ def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf
 
 
 def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> list[tf.Tensor]:
-    """Return caches with new positions from position `index` on.
+    """Return caches with a new position.
 
     In a loop of `decoding` they are the old ones, which are no longer as they were: the time does
     not grow with the capacity.
 
     Args:
         tensors: list of caches [b, n, e, d].
-        new: list of tensors [b·k, n, s, d], one for each.
-        index: int scalar.
+        new: list of tensors [b·k, n, 1, d], one for each.
+        index: int scalar, the position.
     """
     b, n, e, d = static_or_dynamic_shape(tensors[0])
-    rows, _, s, _ = static_or_dynamic_shape(new[0])
-    k = rows // b
+    k = static_or_dynamic_shape(new[0])[0] // b
+    place = index % (e // k)
     if trace.current().in_loop:
-        # The row of each in [b·n·e, d]; dimensions are b, k, n, s.
-        sources, hypotheses, heads, positions = (
+        # The row of each in [b·n·e, d]; dimensions are b, k, n.
+        sources, hypotheses, heads = (
             tf.reshape(tf.range(size), [-1, *[1] * later])
-            for size, later in ((b, 3), (k, 2), (n, 1), (s, 0))
+            for size, later in ((b, 2), (k, 1), (n, 0))
         )
-        at = (sources * n + heads) * e + (index + positions) % (e // k) * k + hypotheses
-        at = tf.reshape(at, [-1])
+        at = tf.reshape((sources * n + heads) * e + place * k + hypotheses, [-1])
         flat = [tf.reshape(x, [-1, d]) for x in tensors]
         flat = [
             tf.raw_ops.InplaceUpdate(x=x, i=at, v=tf.reshape(y, [-1, d]))
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
-    since = positions_of(e, index + s - 1, k) - index
-    new = [side_by_side(x, b) for x in new]
-    if not (isinstance(s * k, int) and s * k == 1):
-        # A shift by a gather, as every device and compiler has it.
-        source = tf.clip_by_value(since, 0, s - 1) * k + tf.range(e) % k
-        new = [tf.gather(x, source, axis=2) for x in new]
-    is_new = (since >= 0)[None, None, :, None]
+    new, entries = [side_by_side(x, b) for x in new], tf.range(e)
+    if not (isinstance(k, int) and k == 1):
+        new = [tf.gather(x, entries % k, axis=2) for x in new]
+    is_new = (entries // k == place)[None, None, :, None]
     pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 
