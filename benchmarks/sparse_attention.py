@@ -30,7 +30,9 @@ def sparse(length, block_size, global_size):
     layer = FixedSparseAttention(
         HEADS, FEATURES, block_size, seq_length=length, global_size=global_size
     )
-    return layer, layer.pattern.num_seen / length
+    pattern = layer.pattern
+    own, before = (pattern.window + 1) / 2, (pattern.num_windows - 1) / 2
+    return layer, own + before * pattern.global_size
 
 
 def dense(q, k, v):

@@ -139,8 +139,12 @@ def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Itera
     return None
 
 
-def _of_fields(values, names, fields):
-    """Yield the documents of objects, by their fields of some names."""
+def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
+    """Yield values after their places, which have to be objects with fields of some names.
+
+    Raises:
+        InputError: one is none, or lacks a field; says where.
+    """
     for place, value in values:
         if not isinstance(value, dict):
             raise InputError(
@@ -151,6 +155,12 @@ def _of_fields(values, names, fields):
             if name not in value:
                 known = shown(", ".join(value), 100)
                 raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
+        yield place, value
+
+
+def _of_fields(values, names, fields):
+    """Yield the documents of objects, by their fields of some names."""
+    for place, value in objects(values, names):
         yield _document({name: value[name] for name in names}, fields, place)
 
 

@@ -1,5 +1,6 @@
 """Bases of tokenizers, and of published ones, whatever their files are."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,9 +75,9 @@ class BaseTokenizer:
         if isinstance(sentences, (str, bytes)):
             raise InputError("encode takes a list of texts: put the string into a list")
         texts = whole_texts(sentences)
-        rows = self._rows(texts, add_special_ids)
+        rows = self._rows(texts)
         if add_special_ids:
-            rows = self._once(rows, texts)
+            rows = [self._with_ends(row) for row in rows]
         ids = [np.asarray(row, "int32") for row in rows]
         row_splits = np.cumsum([0, *map(len, ids)], dtype="int64")
         return np.concatenate([np.zeros(0, "int32"), *ids]), row_splits
@@ -106,24 +107,20 @@ class BaseTokenizer:
         found = self._library.encode_batch(inputs, add_special_tokens=others is not None)
         return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
 
-    def _once(self, rows, texts):
-        """Return rows without the special ids that were added where a text had them."""
-        begin, finish = {self.start_id, self.cls_id}, {self.end_id, self.sep_id, *self.stop_ids}
-        rows = [list(row) for row in rows]
-        twice = [
-            number
-            for number, row in enumerate(rows)
-            if len(row) > 1
-            and ((row[0] == row[1] in begin) or (row[-1] == row[-2] and row[-1] in finish))
-        ]
-        for number, own in zip(twice, self._rows([texts[x] for x in twice], False)):
-            own, row = list(own), rows[number]
-            first = next(x for x in range(len(row)) if row[x : x + len(own)] == own)
-            last = len(row) - first - len(own)
-            start = first if first and own[:first] == row[:first] else 0
-            stop = len(row) - last if last and own[-last:] == row[-last:] else len(row)
-            rows[number] = row[start:stop]
-        return rows
+    @functools.cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The ids that the model has before a text, and after it."""
+        whole, own = (self._library.encode("a", add_special_tokens=x).ids for x in (True, False))
+        places = range(len(whole) + 1)
+        first = next(x for x in places if whole[x : x + len(own)] == own)
+        return whole[:first], whole[first + len(own) :]
+
+    def _with_ends(self, row):
+        """Return the ids of a text with those of its ends, where it has them not already."""
+        begin, finish = self._ends
+        begin = [] if row[: len(begin)] == begin else begin
+        finish = [] if row[len(row) - len(finish) :] == finish else finish
+        return [*begin, *row, *finish]
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.
@@ -194,9 +191,9 @@ class BaseTokenizer:
             ends[0] = False
         return row[: np.argmax(ends)] if ends.any() else row
 
-    def _rows(self, texts: list[str], add_special_ids: bool) -> list:
-        """Return the ids of texts, lists or arrays."""
-        found = self._library.encode_batch_fast(texts, add_special_tokens=add_special_ids)
+    def _rows(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of texts."""
+        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [one.ids for one in found]
 
     def _id_of(self, token: str) -> int | None:

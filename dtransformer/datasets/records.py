@@ -8,7 +8,7 @@ ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtransformer.datasets.documents import placed_values, read_documents
+from dtransformer.datasets.documents import objects, placed_values, read_documents
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import FilePath
@@ -59,15 +59,7 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
-    for place, value in found:
-        if not isinstance(value, dict):
-            raise InputError(f"{place}: expected an object with keys, got {shown(value)}")
-        for key in theirs:
-            if key not in value:
-                known = shown(", ".join(value), 100)
-                raise InputError(
-                    f"{place} has no {shown(key)}, as data.fields says; it has {known}"
-                )
+    for place, value in objects(found, theirs):
         yield place, _own_form({theirs.get(key, key): x for key, x in value.items()}, place)
 
 

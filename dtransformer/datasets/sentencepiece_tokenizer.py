@@ -67,9 +67,10 @@ class SentencePieceTokenizer(PublishedTokenizer):
                 f"{path.parent / CONFIG}: the ids of {shown(kind)} are not those of its .model "
                 "file: put its tokenizer.json into the folder"
             )
-        self._adds = tuple(
-            config.get(f"add_{end}_token", usual)
-            for end, usual in zip(("bos", "eos"), _CLASSES[name], strict=True)
+        special = zip(("bos", "eos"), _CLASSES[name], (self.start_id, self.end_id), strict=True)
+        self._ends = tuple(
+            [one] if config.get(f"add_{end}_token", usual) and one is not None else []
+            for end, usual, one in special
         )
 
     def _check_added(self, config):
@@ -85,17 +86,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def _id_of(self, token):
         return self._ids.get(token)
 
-    def _rows(self, texts, add_special_ids):
-        if not texts:
-            return []
-        rows = self._made().tokenize(tf.constant(texts)).to_list()
-        if not add_special_ids:
-            return rows
-        start, end = (
-            [one] if adds and one is not None else []
-            for adds, one in zip(self._adds, (self.start_id, self.end_id), strict=True)
-        )
-        return [start + row + end for row in rows]
+    def _rows(self, texts):
+        return self._made().tokenize(tf.constant(texts)).to_list() if texts else []
 
     def _texts(self, rows):
         if not rows:

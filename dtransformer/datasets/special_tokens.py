@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Callable
 
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.json_file import read_json
+from dtransformer.inputs.json_file import read_object
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 FILES = CONFIG, "special_tokens_map.json", GENERATION  # that a tokenizer may have beside it
@@ -63,9 +63,4 @@ def optional_fields(path: pathlib.Path) -> dict:
     Raises:
         InputError: it is damaged, or has no fields.
     """
-    if not path.exists():
-        return {}
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object of JSON")
-    return content
+    return read_object(path) if path.exists() else {}

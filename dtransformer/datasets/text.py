@@ -96,7 +96,6 @@ def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
 def clean_pairs(
     sources: Sequence[str],
     targets: Sequence[str],
-    max_words: int | None = None,
     max_ratio: float | None = None,
     distinct: bool = False,
 ) -> tuple[list[str], list[str], dict[str, int]]:
@@ -107,14 +106,13 @@ def clean_pairs(
     Args:
         sources: sentences.
         targets: their translations.
-        max_words: the most words of a side; None for any number.
         max_ratio: how many times more words one side may have; None for any. Sides
             that differ by three words or fewer always pass.
         distinct: whether a pair that came before is left out.
 
     Returns:
         The sources and the targets that are kept, and the number of pairs that were
-        `kept` and left out because `empty`, `too_long`, `uneven` or `repeated`.
+        `kept` and left out because `empty`, `uneven` or `repeated`.
 
     Raises:
         InputError: the lists differ in length.
@@ -130,10 +128,10 @@ def clean_pairs(
             "one length"
         )
     kept, seen = [], set()
-    counts = dict.fromkeys(("kept", "empty", "too_long", "uneven", "repeated"), 0)
+    counts = dict.fromkeys(("kept", "empty", "uneven", "repeated"), 0)
     for pair in zip(sources, targets):
         pair = tuple(_WHITE_SPACE_RUN.sub(" ", side).strip(" ") for side in pair)
-        reason = _reason_against(pair, max_words, max_ratio)
+        reason = _reason_against(pair, max_ratio)
         if reason is None and distinct and pair in seen:
             reason = "repeated"
         counts[reason or "kept"] += 1
@@ -143,12 +141,10 @@ def clean_pairs(
     return [source for source, _ in kept], [target for _, target in kept], counts
 
 
-def _reason_against(pair, max_words, max_ratio):
+def _reason_against(pair, max_ratio):
     lengths = sorted(len(side.split()) for side in pair)
     if lengths[0] == 0:
         return "empty"
-    if max_words is not None and lengths[1] > max_words:
-        return "too_long"
     if max_ratio is not None and lengths[1] > max(max_ratio * lengths[0], lengths[0] + 3):
         return "uneven"
     return None

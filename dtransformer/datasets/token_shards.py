@@ -75,7 +75,8 @@ class TokenShards:
         self.vocab_size = self._manifest["vocab_size"]
         self.special_ids = dict(self._manifest["special_ids"])
         self.fingerprint = shard_manifest.fingerprint(self._manifest)
-        self.shard = functools.lru_cache(_OPEN)(self._shard)
+        open_shard = functools.partial(shard_manifest.open_shard, self.folder, self._manifest)
+        self.shard = functools.lru_cache(_OPEN)(open_shard)
 
     @property
     def tokenizer_folder(self) -> pathlib.Path:
@@ -161,6 +162,3 @@ class TokenShards:
         index = int(np.searchsorted(self._first_documents, number, "right")) - 1
         shard, number = self.shard(index), number - self._first_documents[index]
         return shard, int(shard.documents[number]), int(shard.documents[number + 1])
-
-    def _shard(self, number: int) -> shard_manifest.Shard:
-        return shard_manifest.open_shard(self.folder, self._manifest, number)

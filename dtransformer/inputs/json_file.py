@@ -51,6 +51,18 @@ def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
     return parse_json(read_bytes(path, limit), path, limit)
 
 
+def read_object(path: FilePath) -> dict:
+    """Return the fields of a JSON file.
+
+    Raises:
+        InputError: as of `parse_json`, or it holds something else.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected an object of JSON")
+    return content
+
+
 def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> object:
     """Return the content of a JSON text.
 

@@ -38,11 +38,7 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
 @register
 def relu2(x: tf.Tensor) -> tf.Tensor:
     """Return max(x, 0)², squared ReLU (So et al., 2021, "Primer", arXiv 2109.08668, §3.1)."""
-    return _computed_again(_relu2, x)
-
-
-def _relu2(x):
-    return tf.square(tf.nn.relu(x))
+    return _computed_again(lambda x: tf.square(tf.nn.relu(x)), x)
 
 
 @register

@@ -119,8 +119,8 @@ def as_config(arguments: dict) -> dict:
     found, kind = dict(arguments), arguments.get("hidden_act")
     if isinstance(kind, type):
         found["hidden_act"] = keras.saving.serialize_keras_object(kind())
-    if "moe_config" in found:
-        found["moe_config"] = moe_as_dict(found["moe_config"])
+    if isinstance(moe := found.get("moe_config"), MoEConfig):
+        found["moe_config"] = dataclasses.asdict(moe)
     return found
 
 
@@ -185,8 +185,3 @@ def as_moe_config(value: MoEConfig | dict) -> MoEConfig:
     if not isinstance(value, MoEConfig):
         raise TypeError(f"moe_config must be a MoEConfig, got {value!r} ({type(value).__name__})")
     return dataclasses.replace(value)
-
-
-def moe_as_dict(value: MoEConfig | dict | None) -> dict | None:
-    """Return the fields of a `MoEConfig`, for a file; None for none."""
-    return dataclasses.asdict(value) if isinstance(value, MoEConfig) else value

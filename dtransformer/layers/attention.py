@@ -12,7 +12,7 @@ from dtransformer.layers.attention_inputs import (
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_rate, check_size, register
-from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_positions
+from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_position
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
@@ -78,7 +78,7 @@ class MultiHeadAttention(StreamLayer):
         attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
             [b, n, s, t]; 1 where a query may attend. Or `Segments`.
         cache: what earlier calls computed. From `init_cache`, for attention of a
-            sequence to itself: the keys and values of the s new positions are put
+            sequence to itself: the keys and values of the new position, s being 1, are put
             in at `cache["index"]`, and queries attend to positions up to their own.
             From `project_memory`, for attention to a memory: `key` and `value` are
             not read and may be None; the query may have k rows for each of the memory's.
@@ -252,7 +252,7 @@ class MultiHeadAttention(StreamLayer):
                 q, k = step(q, k)
             if decodes:
                 bias = self._bias(position_table)
-                cache, *seen = with_new_positions(cache, k, v, *masks, self.window, bias)
+                cache, *seen = with_new_position(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
                 cache = of_prefix(k, v, self.window)
         else:
@@ -359,7 +359,7 @@ class MultiHeadAttention(StreamLayer):
             max_length: number of positions the cache can hold.
             num_hypotheses: number k of sequences of each source, which follow each other in the
                 queries [b·k, s, h]. Each attends to those entries of its source that the mask
-                [b, s·k, max_length·k] allows: entry p·k + c is position p of the sequence c.
+                [b, k, max_length·k] allows: entry p·k + c is position p of the sequence c.
 
         Returns:
             A dict of `"key"` and `"value"` [b, m, max_length·k, d], of a window's length at most,

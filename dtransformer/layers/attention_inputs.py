@@ -29,15 +29,19 @@ def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementa
 
 
 def check_inputs(
-    hidden_size: int, query: tf.Tensor, key: tf.Tensor | None, value: tf.Tensor | None
+    hidden_size: int,
+    query: tf.Tensor,
+    key: tf.Tensor | None,
+    value: tf.Tensor | None,
+    length: int | None = None,
 ) -> None:
-    """Check the inputs of attention.
+    """Check the inputs of attention, which may all have to be of one length.
 
     Raises:
         TypeError: one is not of a floating type.
         ValueError: one is not [b, s, h]; names it.
     """
-    batch, length = query.shape[:1], None
+    batch = query.shape[:1]
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x is None:
             continue

@@ -211,6 +211,12 @@ class BlockStack(StreamLayer):
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
 
+    def init_cache(
+        self, source: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[dict]:
+        """Return the cache of every block; arguments as of `TransformerEncoderLayer.init_cache`."""
+        return [block.init_cache(source, max_length, num_hypotheses) for block in self.blocks]
+
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     """Let `lambda_func` place every block, and check where it put them.

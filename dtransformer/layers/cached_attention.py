@@ -1,4 +1,4 @@
-"""Attention to a cache: the cache with new positions, and what may be seen of it.
+"""Attention to a cache: the cache with a new position, and what may be seen of it.
 
 Shapes are those of `decoding.cache`; a prefix has p positions, which all hypotheses of a source share.
 With a window of w positions a cache keeps w - 1 of the prefix and w of each hypothesis at most.
@@ -13,7 +13,7 @@ from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def with_new_positions(
+def with_new_position(
     cache: dict,
     k: tf.Tensor,
     v: tf.Tensor,
@@ -22,11 +22,11 @@ def with_new_positions(
     window: int | None,
     bias: PositionBias | None,
 ) -> tuple[dict, list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor | None]:
-    """Put new positions into a cache.
+    """Put the next position into a cache.
 
     Args:
         cache: as `MultiHeadAttention`'s.
-        k, v: tensors [b·k, m, s, d].
+        k, v: tensors [b·k, m, 1, d].
         mask: what may be seen of the entries at all positions, as `MultiHeadAttention`'s; None for
             all.
         prefix_mask: bool tensor [b, p]; None for all.
@@ -34,32 +34,27 @@ def with_new_positions(
         bias: a `PositionBias`, or None.
 
     Returns:
-        The next cache; what the positions attend to, keys and values, lists of tensors [b, m, t, d]
-        whose t together are those of all entries; a bool mask [b or 1, 1, s·k, t] of what may be seen
-        of them; and the bias [n, s·k or 1, t], or None.
+        The next cache; what the position attends to, keys and values, lists of tensors [b, m, t, d]
+        whose t together are those of all entries; a bool mask [b or 1, 1, k or 1, t] of what may be
+        seen of them; and the bias [n, 1, t], or None.
+
+    Raises:
+        ValueError: there are several positions.
     """
     b, _, size, _ = static_or_dynamic_shape(cache["key"])
-    rows, _, num_new, _ = static_or_dynamic_shape(k)
-    hypotheses, index = rows // b, cache["index"]
-    old = [cache["key"], cache["value"]]
-    key, value = kv_cache.put(old, [k, v], index)
-    extended = {**cache, "key": key, "value": value, "index": index + num_new}
-    new = index + tf.range(num_new * hypotheses) // hypotheses
-    # Of several new positions the last ones may take the places of what the first ones see.
-    if window is None or (isinstance(num_new, int) and num_new == 1):
-        entries = [[key], [value]]
-        positions = kv_cache.positions_of(size, index + num_new - 1, hypotheses)
-    else:
-        entries = [[x, kv_cache.side_by_side(y, b)] for x, y in zip(old, (k, v), strict=True)]
-        positions = kv_cache.positions_of(size, index - 1, hypotheses)
-        positions = tf.concat([positions, new], 0)
-    seen = is_near(new, positions, causal=True, window=window) & (positions >= 0)
-    seen = seen[None, None, :, :]
+    if k.shape[2] not in (None, 1):
+        raise ValueError(f"a cache takes one position a call, got {k.shape[2]}")
+    hypotheses, index = static_or_dynamic_shape(k)[0] // b, cache["index"]
+    key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
+    extended = {**cache, "key": key, "value": value, "index": index + 1}
+    entries, new = [[key], [value]], tf.reshape(index, [1])
+    # All of these are near: there is room for as many as a window sees.
+    positions = kv_cache.positions_of(size, index, hypotheses)
+    seen = (positions >= 0)[None, None, None, :]
     if mask is not None:
         mask = expand_mask(mask)
         if window is not None:
-            places = tf.range(static_or_dynamic_shape(positions)[0]) % hypotheses
-            places += tf.maximum(positions, 0) * hypotheses
+            places = tf.range(size) % hypotheses + tf.maximum(positions, 0) * hypotheses
             mask = tf.gather(mask, places, axis=3)
         seen &= mask
     if "prefix_key" in cache:
@@ -69,15 +64,13 @@ def with_new_positions(
         if prefix_mask is not None:
             first = static_or_dynamic_shape(prefix_mask)[1] - length
             near &= expand_mask(prefix_mask[:, first:])
-        rows = [b, 1, num_new * hypotheses]
-        parts = [(near, length), (seen, static_or_dynamic_shape(positions)[0])]
-        seen = tf.concat([tf.broadcast_to(x, [*rows, t]) for x, t in parts], axis=-1)
+        parts = [(near, length), (seen, size)]
+        seen = tf.concat([tf.broadcast_to(x, [b, 1, hypotheses, t]) for x, t in parts], axis=-1)
         positions = tf.concat([places, positions], 0)
         before = cache["prefix_key"], cache["prefix_value"]
         entries = [[x, *own] for x, own in zip(before, entries, strict=True)]
     if bias is not None:
-        queries = new[:1] if isinstance(num_new, int) and num_new == 1 else new
-        bias = bias.of_positions(queries, positions)
+        bias = bias.of_positions(new, positions)
     return extended, *entries, seen, bias
 
 

@@ -6,7 +6,6 @@ from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
-from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 
@@ -105,18 +104,9 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
 
         x = self.residual("self_attention", attend_to_itself, inputs)
         x = self.residual("cross_attention", attend_to_memory, x)
-        x = self._fed_forward(x, training, decoder_mask, drops=cache is None)
+        feed = self._feed(training, decoder_mask, drops=cache is None)
+        x = self.residual("feed_forward", feed, x)
         return x if cache is None else (x, new_cache)
-
-    def init_cache(
-        self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> dict:
-        """Return the cache for decoding up to `max_length` positions of a memory.
-
-        Where another stage of a pipeline has the block, it is empty.
-        """
-        arguments = (encoder_output, max_length, num_hypotheses)
-        return dispatch(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
 
     def _init_cache(self, encoder_output, max_length, num_hypotheses):
         batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]
@@ -163,20 +153,3 @@ class TransformerDecoder(BlockStack):
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
         others = [decoder_mask, encoder_output, memory_mask]
         return self.run_blocks(inputs, others, cache, training=training)
-
-    def init_cache(
-        self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> list[dict]:
-        """Return the cache for decoding one position after the other.
-
-        Args:
-            encoder_output: the memory, tensor [b, s, h].
-            max_length: number of positions that the cache can hold.
-            num_hypotheses: number k of sequences of each memory; see
-                `MultiHeadAttention.init_cache`.
-
-        Returns:
-            A list with the cache of every block.
-        """
-        arguments = (encoder_output, max_length, num_hypotheses)
-        return [block.init_cache(*arguments) for block in self.blocks]

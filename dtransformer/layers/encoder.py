@@ -1,5 +1,6 @@
 """The Transformer's encoder: its layer and the stack."""
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -237,8 +238,9 @@ class TransformerEncoderLayer(TransformerBlock):
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is not None:
+            others = position_table, cache, prefix_mask
             with unsharding_ahead([inputs]):
-                return self._decode(inputs, attention_mask, cache, prefix_mask, position_table)
+                return self._compute(inputs, attention_mask, False, *others)
         attention_mask = own_or_keras_mask(attention_mask, inputs)
 
         def compute(x, *others):
@@ -248,48 +250,49 @@ class TransformerEncoderLayer(TransformerBlock):
         tensors = [inputs] if position_table is None else [inputs, position_table]
         return self.run_block(compute, tensors, [attention_mask], training)
 
-    def _compute(self, inputs, attention_mask, training, position_table=None):
+    def _compute(self, inputs, mask, training, position_table=None, cache=None, prefix_mask=None):
+        """Apply attention, then the feed-forward layer; or both to the inputs."""
+        new_cache = {}
         options = {"position_table": position_table, "training": training}
-        attend = lambda x: self.attention(x, x, x, attention_mask, **options)
-        return self._in_turn(attend, inputs, training, attention_mask)
-
-    def _decode(self, inputs, attention_mask, cache, prefix_mask, position_table):
-        new = {}
-        options = {"cache": cache, "prefix_mask": prefix_mask, "position_table": position_table}
 
         def attend(x):
-            output, extended = self.attention(x, x, x, attention_mask, **options)
-            new.update(extended)
+            if cache is None:
+                return self.attention(x, x, x, mask, **options)
+            caches = {"cache": cache, "prefix_mask": prefix_mask}
+            output, extended = self.attention(x, x, x, mask, **options, **caches)
+            new_cache.update(extended)
             return output
 
-        return self._in_turn(attend, inputs, drops=False), new
-
-    def _in_turn(self, attend, inputs, training=False, mask=None, drops=True):
-        """Apply attention, then the feed-forward layer; or both to the inputs."""
+        feed = self._feed(training, mask if cache is None else None, drops=cache is None)
         if self.placement.is_parallel:
-            feed = lambda x: self._feed(x, training, mask, drops)
-            return self._side_by_side(attend, feed, inputs)
-        x = self.residual("attention", attend, inputs)
-        return self._fed_forward(x, training, mask, drops)
+            x = self._side_by_side(attend, feed, inputs)
+        else:
+            x = self.residual("attention", attend, inputs)
+            x = self.residual("feed_forward", feed, x)
+        return x if cache is None else (x, new_cache)
 
-    def _fed_forward(self, x, training=False, mask=None, drops=True):
-        apply = lambda x: self._feed(x, training, mask, drops)
-        return self.residual("feed_forward", apply, x)
-
-    def _feed(self, x, training, mask, drops):
-        """Apply the feed-forward layer; experts take no padding, and in decoding every token."""
+    def _feed(self, training, mask, drops):
+        """Return the feed-forward layer's call; experts take no padding, and in decoding every token."""
         options = {"mask": tokens_of_mask(mask), "drops": drops} if self.has_experts else {}
-        return self.feed_forward(x, training=training, **options)
+        return functools.partial(self.feed_forward, training=training, **options)
 
     def init_cache(
-        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+        self, source: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
     ) -> dict:
         """Return an empty cache for `max_length` positions; see `MultiHeadAttention.init_cache`.
 
         Where another stage of a pipeline has the block, it is an empty dict.
+
+        Args:
+            source: number b of sources; of a decoder's block the memory, tensor [b, s, h].
+            max_length: number of positions that the cache can hold.
+            num_hypotheses: number k of sequences of each source.
         """
-        arguments = (batch_size, max_length, num_hypotheses)
-        return dispatch(self, self.attention.init_cache, arguments, {}, placeholder=lambda *_: {})
+        arguments = (source, max_length, num_hypotheses)
+        return dispatch(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
+
+    def _init_cache(self, *arguments):
+        return self.attention.init_cache(*arguments)
 
     def compute_output_spec(
         self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs
@@ -342,9 +345,3 @@ class TransformerEncoder(BlockStack):
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
         options = {"training": training} if cache is None else {"prefix_mask": prefix_mask}
         return self.run_blocks(inputs, [attention_mask], cache, **options)
-
-    def init_cache(
-        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> list[dict]:
-        """Return the caches of all blocks; see `MultiHeadAttention.init_cache`."""
-        return [block.init_cache(batch_size, max_length, num_hypotheses) for block in self.blocks]

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.arguments import check_floating, given_arguments
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_inputs import check_inputs
 from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_divisible, check_size, register
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -91,13 +92,6 @@ class FixedSparsePattern:
         """Return which block of a window, from 0, has the global positions of a pattern."""
         return NUM_LOCAL_BLOCKS - 1 - pattern % self.num_patterns
 
-    @property
-    def num_seen(self) -> int:
-        """How many pairs of a query and a key of one head are seen: s · (l + 1 + c · (s/l - 1)) / 2."""
-        own = self.num_windows * self.window * (self.window + 1) // 2
-        before = self.num_windows * (self.num_windows - 1) // 2
-        return own + before * self.window * self.global_size
-
     def mask(self, pattern: int) -> np.ndarray:
         """Return what is seen of a pattern, bool [s, s]: queries, keys."""
         positions = np.arange(self.seq_length)
@@ -111,7 +105,9 @@ class FixedSparsePattern:
     def picture(self, pattern: int = 0) -> str:
         """Return a pattern as text, by blocks: ■ for own windows, □ for global ones, . for none."""
         size = self.block_size
-        seen = self.mask(pattern).reshape(len(self) // size, size, len(self) // size, size)
+        seen = self.mask(pattern).reshape(
+            self.seq_length // size, size, self.seq_length // size, size
+        )
         seen = seen.any((1, 3))
         lines = []
         for row, columns in enumerate(seen):
@@ -121,9 +117,6 @@ class FixedSparsePattern:
             ]
             lines.append(" ".join(marks))
         return "\n".join(lines)
-
-    def __len__(self):
-        return self.seq_length
 
     def __str__(self):
         return "\n\n".join(self.picture(pattern) for pattern in range(self.num_patterns))
@@ -202,8 +195,8 @@ class FixedSparseAttention(StreamLayer):
         attention_mask: tf.Tensor | Segments | None = None,
     ) -> tf.Tensor:
         attention_mask = own_or_keras_mask(attention_mask, key)
-        for name, x in {"query": query, "key": key, "value": value}.items():
-            self._check(name, x)
+        size = self.num_heads * self.size_per_head
+        check_inputs(size, query, key, value, self.pattern.seq_length)
         q, k, v = (self._heads(x) for x in (query, key, value))
         q *= self.size_per_head**-0.5
         global_keys, global_values = self._global_positions(k), self._global_positions(v)
@@ -234,15 +227,6 @@ class FixedSparseAttention(StreamLayer):
         context = constrain(context, ("batch", "heads", None, "head_dim"))
         context = tf.transpose(context, [0, 2, 1, 3])
         return tf.reshape(context, static_or_dynamic_shape(query))
-
-    def _check(self, name, x):
-        check_floating(name, x)
-        expected = [None, self.pattern.seq_length, self.num_heads * self.size_per_head]
-        if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
-            raise ValueError(
-                f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, "
-                f"seq_length={expected[1]} and num_heads · size_per_head={expected[2]}"
-            )
 
     def _heads(self, x):
         """[b, s, n·d] -> [b, n, s, d]"""

@@ -1,8 +1,5 @@
 """A mixture of experts in place of a feed-forward layer."""
 
-from collections.abc import Callable
-
-import keras
 import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product
@@ -47,8 +44,8 @@ class MoE(FeedForward):
         hidden_size: size h of the input and the output.
         ffn_hidden_size: size f inside of each expert, where `moe_config` does not say.
         moe_config: a `MoEConfig`, or a dict of its fields.
-        dropout_rate: dropout of the output, in [0, 1).
-        hidden_act, kernel_initializer, gated, use_bias: of each expert, as `FeedForward`'s.
+        **kwargs: others of `FeedForward`: `dropout_rate` of the output; and of each expert
+            `hidden_act`, `kernel_initializer`, `gated` and `use_bias`.
 
     Call arguments:
         inputs: tensor [b, s, h], or [tokens, h]: one sequence.
@@ -71,42 +68,23 @@ class MoE(FeedForward):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        moe_config: MoEConfig | dict,
-        dropout_rate: float = 0.1,
-        hidden_act: str | Callable = "gelu",
-        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
-        gated: bool = False,
-        use_bias: bool = True,
-        **kwargs,
+        self, hidden_size: int, ffn_hidden_size: int, moe_config: MoEConfig | dict, **kwargs
     ):
         self.config = self.moe_config = as_moe_config(moe_config)
-        ffn_hidden_size = self.config.ffn_hidden_size or ffn_hidden_size
-        super().__init__(
-            hidden_size,
-            ffn_hidden_size,
-            dropout_rate,
-            hidden_act,
-            kernel_initializer=kernel_initializer,
-            gated=gated,
-            use_bias=use_bias,
-            **kwargs,
-        )
+        super().__init__(hidden_size, self.config.ffn_hidden_size or ffn_hidden_size, **kwargs)
         policy = self.dtype_policy
-        self.router = Router(self.config, kernel_initializer, dtype=policy, name="router")
+        self.router = Router(self.config, self.kernel_initializer, dtype=policy, name="router")
         check_layout(self.config)
         self.shared_experts = None
         if self.config.shared_experts:
             self.shared_experts = FeedForward(
                 hidden_size,
-                self.config.shared_experts * ffn_hidden_size,
+                self.config.shared_experts * self.ffn_hidden_size,
                 dropout_rate=0.0,
-                hidden_act=hidden_act,
-                kernel_initializer=kernel_initializer,
-                gated=gated,
-                use_bias=use_bias,
+                hidden_act=self.hidden_act,
+                kernel_initializer=self.kernel_initializer,
+                gated=self.gated,
+                use_bias=self.use_bias,
                 dtype=policy,
                 name="shared_experts",
             )

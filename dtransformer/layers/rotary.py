@@ -23,7 +23,6 @@ _YARN = {
     "truncate": True,
     "llama_4_scaling_beta": None,
 }
-_OPTIONAL = {"yarn": _YARN}
 
 
 def rotary_frequencies(
@@ -168,7 +167,7 @@ def _check_scaling(scaling):
     kind = scaling.get("type")
     if kind not in _SCALING:
         raise ValueError(f"rotary_scaling has the type {kind!r}, expected one of {list(_SCALING)}")
-    fields, optional = _SCALING[kind], _OPTIONAL.get(kind, {})
+    fields, optional = _SCALING[kind], _YARN if kind == "yarn" else {}
     numbers = [*fields, *(name for name in optional if scaling.get(name) is not None)]
     wrong = [x for x in numbers if x != "truncate" and not _is_positive(scaling.get(x))]
     if wrong or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:

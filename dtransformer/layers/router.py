@@ -86,13 +86,11 @@ class Router(DrawsMasks, Layer):
             name="kernel",
             autocast=False,
         )
-        vector = ((experts,), "zeros")
+        vector = {"initializer": "zeros", "axes": (None,), "autocast": False}
         if self.config.router_type == "sigmoid":
-            self.bias = self.add_weight(*vector, axes=(None,), name="bias", autocast=False)
+            self.bias = self.add_weight((experts,), name="bias", **vector)
         if self.config.router_bias:
-            self.logits_bias = self.add_weight(
-                *vector, axes=(None,), name="logits_bias", autocast=False
-            )
+            self.logits_bias = self.add_weight((experts,), name="logits_bias", **vector)
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> Routing:
         x = tf.cast(inputs, "float32")

@@ -112,6 +112,22 @@ class TokenModel(KeepsSettings, keras.Model):
         scale = self.arguments.get("embedding_scale")
         return first_given(scale, float(self.arguments["hidden_size"]) ** 0.5)
 
+    def check_positions(self, length: int, name: str = "max_length") -> None:
+        """Check that there are so many positions.
+
+        Args:
+            length: number of positions.
+            name: the argument that has the number of the learned ones.
+
+        Raises:
+            ValueError: there are fewer learned ones.
+        """
+        limit = self.arguments[name]
+        if self.arguments["positions"] == "learned" and length > limit:
+            raise ValueError(
+                f"{length} positions are asked for, but the learned positions end at {name}={limit}"
+            )
+
     def logits_vocab_size(self) -> int:
         """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
         return self.vocab_size

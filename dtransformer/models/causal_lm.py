@@ -274,12 +274,7 @@ class CausalLM(OneStackModel):
         self.build()
         source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
         options = options_of(self, options, source.shape[1])
-        needed = source.shape[1] + max_new_tokens - 1
-        if self.arguments["positions"] == "learned" and needed > self.arguments["max_length"]:
-            raise ValueError(
-                f"{needed} positions are asked for, but the learned positions end at "
-                f"max_length={self.arguments['max_length']}"
-            )
+        self.check_positions(source.shape[1] + max_new_tokens - 1)
         return self._generator(tf.constant(source), max_new_tokens, options, on_tokens)
 
     def _rows_of(self, prompts):

@@ -256,7 +256,9 @@ class EncoderDecoderModel(TokenModel):
             check_int("max_length", max_length)
         self.build()
         source = tf.convert_to_tensor(self._source_of(source), dtype="int32")
-        self._check_positions(source=source.shape[1], target=max_length)
+        for side, length in zip(SIDES, (source.shape[1], max_length)):
+            name = f"max_{side}_length"
+            self.check_positions(length or 0, name if name in self.arguments else "max_length")
         if max_length is None:
             max_length = 2 * int(tf.shape(source)[1]) + 10
             if self.arguments["positions"] == "learned":
@@ -275,19 +277,6 @@ class EncoderDecoderModel(TokenModel):
                 "pad sources with that id"
             )
         return ids
-
-    def _check_positions(self, **lengths):
-        if self.arguments["positions"] != "learned":
-            return
-        for side, length in lengths.items():
-            limit = self._max_lengths[side]
-            if length is not None and length > limit:
-                name = f"max_{side}_length"
-                name = name if name in self.arguments else "max_length"
-                raise ValueError(
-                    f"{length} positions are asked for, but the learned positions end at "
-                    f"{name}={limit}"
-                )
 
     def stream_shapes(
         self, input_shapes: dict[str, tuple[int, int]]

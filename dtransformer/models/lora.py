@@ -18,7 +18,6 @@ from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.parallel.collectives.objects import all_gather_json, together
 from dtransformer.parallel.ops.low_rank import KINDS, low_rank_of
-from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 
 def add_lora(
@@ -131,27 +130,8 @@ def merge_lora(network: keras.Model) -> list[str]:
     """
     check_adapted(network, "merge_lora")
     merged = adapted_kernels(network)
-    for path, kernel in merged.items():
-        addition = kernel.low_rank
-        a, b, *m = (np.asarray(x.numpy(), "float32") for x in addition.factors.values())
-        number, scale = len(a.shape) - 1, np.float32(addition.scale)
-
-        def product(bounds, a=a, b=b, number=number, scale=scale):
-            rows, columns = (tuple(slice(*ends) for ends in x) for x in _divided(bounds, number))
-            return np.tensordot(a[rows], b[(slice(None), *columns)] * scale, 1)
-
-        if m:
-            full = np.float32(kernel.numpy()) + np.tensordot(a, b * scale, 1)
-            norms = np.linalg.norm(full, axis=tuple(range(number)))
-            full *= np.divide(m[0], norms, out=np.zeros_like(norms), where=norms > 0)
-            product = lambda bounds, full=full: full[tuple(slice(*ends) for ends in bounds)]
-        tensors = tensors_of(path, kernel)
-        for tensor in tensors:
-            if tensor.is_saved:
-                new = tensor.assemble(product)
-                tensor.assign(new if m else tf.cast(tensor.read(), "float32") + new)
-        if not all(tensor.is_saved for tensor in tensors):  # a copy in 16 bits is made anew
-            kernel.assign(kernel.numpy())
+    for kernel in merged.values():
+        kernel.assign(tf.cast(_with_addition(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):
             layer.remove_low_rank(name)
@@ -208,8 +188,14 @@ def _factors(network):
     return {id(x) for kernel in kernels for x in kernel.low_rank.factors.values()}
 
 
-def _divided(bounds, number):
-    return bounds[:number], bounds[number:]
+def _with_addition(kernel):
+    """Return a kernel's full value with its addition, float32."""
+    a, b, *m = (np.float32(x.numpy()) for x in kernel.low_rank.factors.values())
+    full = np.float32(kernel.numpy()) + np.tensordot(a, b * np.float32(kernel.low_rank.scale), 1)
+    if m:
+        norms = np.linalg.norm(full, axis=tuple(range(len(a.shape) - 1)))
+        full *= np.divide(m[0], norms, out=np.zeros_like(norms), where=norms > 0)
+    return full
 
 
 def _layers(network):

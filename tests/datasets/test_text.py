@@ -83,8 +83,6 @@ def test_files_with_tabs(tmp_path):
         (("a b", "c d"), {}, "kept"),
         (("", "c"), {}, "empty"),
         (("a", " \t "), {}, "empty"),
-        (("a b c", "d"), {"max_words": 3}, "kept"),
-        (("a b c d", "d"), {"max_words": 3}, "too_long"),
         (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # short sentences may differ by three
         (("a", "b c d e f"), {"max_ratio": 2}, "uneven"),
         (("a b c d e", "b"), {"max_ratio": 2}, "uneven"),

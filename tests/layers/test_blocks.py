@@ -268,8 +268,8 @@ def test_decoding_step_by_step_with_a_cache(policy, post):
     layer(x, None, memory, None)
     assign(layer, weights)
     cache, outputs = layer.init_cache(tf.constant(memory, tf.float32), max_length=8), []
-    for start, stop in ((0, 1), (1, 2), (2, 5), (5, 6)):
-        output, cache = layer(x[:, start:stop], None, None, memory_mask, cache=cache)
+    for start in range(6):
+        output, cache = layer(x[:, start : start + 1], None, None, memory_mask, cache=cache)
         outputs.append(output)
     causal = reference.causal_mask(np.ones((2, 6)))
     expected, _ = reference_blocks.decoder(x, memory, weights, causal, memory_mask, post)

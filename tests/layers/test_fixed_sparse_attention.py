@@ -90,17 +90,11 @@ def test_the_pattern_as_published():
     assert set(np.flatnonzero(second[40])) == {*range(8, 12), *range(24, 28), *range(32, 41)}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values())
-def test_the_number_that_is_seen(pattern):
-    plan = FixedSparseAttention(N, D, seq_length=S, **pattern).pattern
-    assert all(plan.mask(head).sum() == plan.num_seen for head in range(4))
-
-
 def test_with_blocks_that_grow_as_the_root_each_query_sees_some_roots():
     """And no more scores are computed than twice that."""
-    for root in (32, 64, 128):
+    for root in (16, 32, 64):
         plan = FixedSparsePattern(root**2, root // 4, global_size=1)
-        assert plan.num_seen <= root**3
+        assert plan.mask(0).sum() <= root**3
         counted = root**2 * (plan.window + plan.num_windows)
         assert counted <= 2 * root**3
 
@@ -150,5 +144,5 @@ def test_patterns_that_cannot_be(arguments, words):
 
 def test_inputs_of_another_length():
     x = tf.zeros((B, S, N * D))
-    with pytest.raises(ValueError, match=r"\[2, 48, 30\], expected \[None, 64, 30\]"):
+    with pytest.raises(ValueError, match=r"\[2, 48, 30\], expected \[2, 64, 30\]"):
         FixedSparseAttention(N, D, 4, seq_length=64)(x, x, x)

@@ -83,7 +83,7 @@ def test_wrong_ranges(max_distance):
     ids=lambda options: next(iter(options)),
 )
 def test_one_position_after_the_other(options):
-    """With the cache, in steps of one and two positions, and two sequences of a source."""
+    """With the cache, position by position, and with two sequences of a source."""
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
     table = tf.random.stateless_normal((8, 4), [1, 2])
@@ -94,8 +94,8 @@ def test_one_position_after_the_other(options):
     start, cache = layer(prefix, prefix, prefix, cache={}, **given)
     cache |= layer.init_cache(2, 4)
     parts = [start]
-    for first, last in ((2, 3), (3, 5), (5, 6)):
-        new = x[:, first:last]
+    for place in range(2, 6):
+        new = x[:, place : place + 1]
         y, cache = layer(new, new, new, cache=cache, **given)
         parts.append(y)
     np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=2e-6)

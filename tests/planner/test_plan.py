@@ -535,7 +535,7 @@ def test_a_published_folder(capsys, tmp_path):
     folder.mkdir()
     ask = ["plan", "--model", str(folder), "--devices", "8", "--global-batch", "64", "--json"]
     assert main(ask) == 2
-    assert "config.json: there is no such file" in capsys.readouterr().err
+    assert "config.json does not exist" in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps(config))
     assert main(ask) == 0
     own = json.loads(capsys.readouterr().out)

@@ -5,15 +5,9 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.models.generation.logits_rules import NO_TOKEN
-from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.decoding.loops import Search
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-
-
-def longer_entries(entries, more: int):
-    """Return a search's entries with room for more positions."""
-    return tf.nest.map_structure(lambda x: kv_cache.longer(x, more), entries)
 
 
 class Generation:
@@ -37,14 +31,6 @@ class Generation:
         blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
         batch_size = static_or_dynamic_shape(source)[0]
         return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
-
-    def grown(self, cache: dict, more: int) -> dict:
-        """Return the cache with room for more tokens."""
-        blocks = [
-            {**block, "self": kv_cache.grown(block["self"], more, self.search.num_beams)}
-            for block in cache["blocks"]
-        ]
-        return {"blocks": blocks, "entries": longer_entries(cache["entries"], more)}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""
@@ -102,15 +88,6 @@ class Continuation:
         return {
             "blocks": [{**prefix, **own} for prefix, own in zip(prefixes, empty, strict=True)],
             "entries": search.start_entries(batch_size, capacity),
-        }
-
-    def grown(self, cache: dict, more: int) -> dict:
-        """Return the cache with room for more tokens."""
-        windows = [block.attention.window for block in self._model.blocks.blocks]
-        pairs = zip(cache["blocks"], windows, strict=True)
-        return {
-            "blocks": [kv_cache.grown(own, more, self.search.num_beams, x) for own, x in pairs],
-            "entries": longer_entries(cache["entries"], more),
         }
 
     def next_logits(

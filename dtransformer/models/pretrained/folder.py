@@ -12,7 +12,7 @@ import pathlib
 import numpy as np
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.json_file import read_json
+from dtransformer.inputs.json_file import read_json, read_object
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.pretrained.quantized import QuantizedTensor, quantized_tensors
@@ -79,20 +79,6 @@ class PretrainedFolder:
         )
 
 
-def read_object(path: pathlib.Path) -> dict:
-    """Return the fields of a JSON file of a folder.
-
-    Raises:
-        InputError: there is no such file, or it holds something else.
-    """
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file: is the folder a published model's?")
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object of JSON")
-    return content
-
-
 def _is_name(text):
     return isinstance(text, str) and text == pathlib.Path(text).name
 
@@ -132,8 +118,7 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
             "folder itself, Pooling, and perhaps Normalize"
         )
     path = folder / places["Pooling"] / "config.json"
-    fields = read_json(path)
-    found = fields.items() if isinstance(fields, dict) else ()
+    found = read_object(path).items()
     asked = [name for name, value in found if name.startswith("pooling_mode") and value]
     modes = [_MODES.get(name) for name in asked]
     if len(modes) != 1 or modes[0] is None:

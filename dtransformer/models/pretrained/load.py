@@ -9,6 +9,7 @@ import warnings
 
 from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError, refusing, shown
+from dtransformer.inputs.json_file import read_object
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
@@ -16,7 +17,7 @@ from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_head_of
-from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder, read_object
+from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
 from dtransformer.models.pretrained.quantized import form_of
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.models.published_fields import FIELDS
@@ -106,7 +107,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         return content, family, family.settled(found, content.shapes.keys()), rules
 
     content, family, found, rules = together(opened, "pretrained/folder")
-    network = _made(family, {**found, **arguments}, content.path / CONFIG)
+    with refusing(content.path / CONFIG):
+        network = family.network(**{**found, **arguments})
     network = together(
         lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
@@ -144,11 +146,6 @@ def _generation_rules(content, family):
         fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
     has_source = issubclass(family.network, EncoderDecoderModel)
     return rules_of(fields, path, has_source, content.config["vocab_size"])
-
-
-def _made(family, arguments, path):
-    with refusing(path):
-        return family.network(**arguments)
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:

@@ -211,10 +211,8 @@ def _modules(network, family):
     held, own = {x for tensor in tensors for x in tensor.weights}, network.weight_shapes().keys()
     if held - own or any(not path.startswith("head/") for path in own - held):
         return None
-    prefix = FAMILIES[family].prefix
     return {
-        tensor.weights[0]: ("" if tensor.name.startswith("lm_head") else prefix)
-        + tensor.name.removesuffix(".weight")
+        tensor.weights[0]: FAMILIES[family].file_name(tensor.name).removesuffix(".weight")
         for tensor in tensors
         if len(tensor.weights) == 1 and tensor.expert is None and tensor.name.endswith(".weight")
     }

@@ -4,7 +4,7 @@ A cache has the entries of all positions, and at each position one for each of t
 of a source: entry p·k + c is position p of hypothesis c. Hypotheses that continue others are told
 by a mask which entries are theirs, so that no entry is ever moved. A cache with room for r positions
 is a ring: position p takes the place of p - r, as attention with a window of r sees no more of it.
-Shapes: b sources, n heads, s new positions, e = r·k entries, d features of a head.
+Shapes: b sources, n heads, e = r·k entries, d features of a head.
 """
 
 import tensorflow as tf
@@ -17,7 +17,13 @@ _AXES = ("batch", "heads", "memory_length", "head_dim")
 
 
 def empty(shape: list, dtype: str) -> tf.Tensor:
-    """Return a cache [b, n, e, d] of zeros."""
+    """Return a cache [b, n, e, d] of zeros.
+
+    In a loop of `decoding` it is a tensor of its own, as it is updated in place: of all caches' zeros
+    TensorFlow may make one.
+    """
+    if trace.current().in_loop:
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
     return constrain(tf.zeros(shape, dtype), _AXES)
 
 
@@ -34,67 +40,38 @@ def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf
 
 
 def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> list[tf.Tensor]:
-    """Return caches with new positions from position `index` on.
+    """Return caches with a new position.
 
     In a loop of `decoding` they are the old ones, which are no longer as they were: the time does
     not grow with the capacity.
 
     Args:
         tensors: list of caches [b, n, e, d].
-        new: list of tensors [b·k, n, s, d], one for each.
-        index: int scalar.
+        new: list of tensors [b·k, n, 1, d], one for each.
+        index: int scalar, the position.
     """
     b, n, e, d = static_or_dynamic_shape(tensors[0])
-    rows, _, s, _ = static_or_dynamic_shape(new[0])
-    k = rows // b
+    k = static_or_dynamic_shape(new[0])[0] // b
+    place = index % (e // k)
     if trace.current().in_loop:
-        # The row of each in [b·n·e, d]; dimensions are b, k, n, s.
-        sources, hypotheses, heads, positions = (
+        # The row of each in [b·n·e, d]; dimensions are b, k, n.
+        sources, hypotheses, heads = (
             tf.reshape(tf.range(size), [-1, *[1] * later])
-            for size, later in ((b, 3), (k, 2), (n, 1), (s, 0))
+            for size, later in ((b, 2), (k, 1), (n, 0))
         )
-        at = (sources * n + heads) * e + (index + positions) % (e // k) * k + hypotheses
-        at = tf.reshape(at, [-1])
+        at = tf.reshape((sources * n + heads) * e + place * k + hypotheses, [-1])
         flat = [tf.reshape(x, [-1, d]) for x in tensors]
         flat = [
             tf.raw_ops.InplaceUpdate(x=x, i=at, v=tf.reshape(y, [-1, d]))
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
-    since = positions_of(e, index + s - 1, k) - index
-    new = [side_by_side(x, b) for x in new]
-    if not (isinstance(s * k, int) and s * k == 1):
-        # A shift by a gather, as every device and compiler has it.
-        source = tf.clip_by_value(since, 0, s - 1) * k + tf.range(e) % k
-        new = [tf.gather(x, source, axis=2) for x in new]
-    is_new = (since >= 0)[None, None, :, None]
+    new, entries = [side_by_side(x, b) for x in new], tf.range(e)
+    if not (isinstance(k, int) and k == 1):
+        new = [tf.gather(x, entries % k, axis=2) for x in new]
+    is_new = (entries // k == place)[None, None, :, None]
     pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
-
-
-def grown(cache: dict, more: int, num_hypotheses: int, window: int | None = None) -> dict:
-    """Return the cache of attention with room for more positions.
-
-    Args:
-        cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
-        more: number of positions.
-        num_hypotheses: number k.
-        window: how many positions are seen: there is room for no more of them; None for all.
-    """
-    more *= num_hypotheses
-    cache = dict(cache)
-    if window is not None:
-        size, seen = tf.shape(cache["key"])[2], tf.maximum(window - 1 - cache["index"], 0)
-        more = tf.minimum(more, window * num_hypotheses - size)
-        for name in cache.keys() & {"prefix_key", "prefix_value"}:
-            first = tf.maximum(tf.shape(cache[name])[2] - seen, 0)
-            cache[name] = cache[name][:, :, first:]
-    return {**cache, **{name: longer(cache[name], more) for name in ("key", "value")}}
-
-
-def longer(x: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
-    """Return a tensor with more places in its third dimension."""
-    return tf.pad(x, [[0, more if i == 2 else 0] for i in range(x.shape.rank)])
 
 
 def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:

@@ -65,9 +65,6 @@ class Decoding(typing.Protocol):
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor):
         """Return the cache of source ids [b, s], nested tensors, with room for some tokens."""
 
-    def grown(self, cache, more: int):
-        """Return the cache with room for more tokens."""
-
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of the source ids [b, s]: bool [b, s]."""
 
@@ -75,20 +72,12 @@ class Decoding(typing.Protocol):
         """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
 
 
-# Room for so many tokens is made at once: products with a cache that is mostly empty are slow.
-_MORE_TOKENS = 16
-
-
-def decode(
-    decoding: Decoding, source: tf.Tensor, grows: bool = False, on_tokens: Callable | None = None
-) -> tf.Tensor:
-    """Decode with TensorFlow's operations.
+def decode(decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = None) -> tf.Tensor:
+    """Decode with TensorFlow's operations; the cache has room for all tokens from the first on.
 
     Args:
         decoding: a `Decoding`.
         source: int32 tensor [b, s].
-        grows: whether the cache grows with the position, where shapes may change; else it has room
-            for all tokens from the first on.
         on_tokens: see `compiled`.
 
     Returns:
@@ -104,33 +93,15 @@ def decode(
             tf.numpy_function(on_tokens, [state["last"]], [])
         return state, cache
 
-    def tokens(state, cache):
-        """Decode until there is no room."""
-        room = state["position"] + _MORE_TOKENS
-        # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
-        # are updated in place.
-        cache = decoding.grown(cache, _MORE_TOKENS)
-        has_room = lambda state, _: goes_on(search, state) & (state["position"] < room)
-        return tf.while_loop(has_room, step, (state, cache))
-
-    cache = decoding.encode(source, 0 if grows else search.max_length)
-    variables = search.start(decoding.texts(source)), cache
-    shapes = tf.nest.map_structure(_any_length, variables) if grows else None
-    state, _ = tf.while_loop(
-        lambda state, _: goes_on(search, state), tokens if grows else step, variables, shapes
-    )
+    cache = decoding.encode(source, search.max_length)
+    state = search.start(decoding.texts(source))
+    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
     return search.result(state)
 
 
 def goes_on(search: Search, state: dict) -> tf.Tensor:
     """Return whether another token is wanted, a bool scalar."""
     return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
-
-
-def _any_length(x):
-    """Return a shape whose number of entries of a cache may change."""
-    sizes = x.shape.as_list()
-    return tf.TensorShape([None if i == 2 else size for i, size in enumerate(sizes)])
 
 
 def compiled(
@@ -178,7 +149,7 @@ def _on_one_device(network, make, on_tokens):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
             with _hoisting(network.variables):
-                return decode(make(max_length, seed), source, True, on_tokens)
+                return decode(make(max_length, seed), source, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),

@@ -82,7 +82,7 @@ def test_a_good_folder_is_loaded_bit_for_bit(folder):
 
 def test_no_folder(tmp_path):
     assert "there is no such folder" in refusal(tmp_path / "none")
-    assert "there is no such file" in refusal(tmp_path)
+    assert "does not exist" in refusal(tmp_path)
 
 
 def test_weights_of_another_format(folder):
@@ -139,7 +139,8 @@ def test_a_config_that_does_not_fit(folder, fields, told):
             {},
             "a list of modules",
         ),
-        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], [], "by nothing"),
+        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], {}, "by nothing"),
+        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], [], "an object"),
         ({"modules": []}, {}, "a list of modules"),
     ],
 )

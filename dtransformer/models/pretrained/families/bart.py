@@ -9,7 +9,8 @@ al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.
 import numpy as np
 
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
+from dtransformer.models.pretrained.families import paths
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
 from dtransformer.models.pretrained.families.parts import (
     AfterPadding,
     Field,
@@ -17,38 +18,23 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-# What configs of encoder–decoders cannot say otherwise, where no part of theirs does.
-BASE = {
-    "positions": "learned",
-    "positions_after_padding": False,
-    "position_offset": 0,
-    "embedding_norm": False,
-    "tied_head": True,
-    "norm": "layer_norm",
-    "norm_epsilon": None,
-    "gated": False,
-    "use_bias": True,
-    "head_dim": None,
-    "query_scale": None,
-    "scales_output": False,
-    "moe_config": None,
-}
+BASE = usual_arguments(
+    EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
+)
 # Their names of attention in blocks, and ours.
 _ATTENTIONS = {
     "encoder": {"self_attn": "attention"},
     "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
 }
-_PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
 _BIAS = "final_logits_bias"
 
 
 def _stack(side):
     """Return the fields of `Family` that blocks of a side have of their own."""
-    names = _ATTENTIONS[side].items()
-    attention = {
-        f"{theirs}.{x}": (f"{ours}/{y}",) for theirs, ours in names for x, y in _PROJECTIONS.items()
-    }
-    norms = {f"{theirs}_layer_norm": f"{ours}_norm" for theirs, ours in names}
+    attention, norms = {}, {}
+    for theirs, ours in _ATTENTIONS[side].items():
+        attention |= paths.attention(f"{theirs}.{{}}_proj", *"qkv", "out", ours=ours)
+        norms[f"{theirs}_layer_norm"] = f"{ours}_norm"
     return {
         "block": f"{side}.layers.{{}}.",
         "path": f"transformer/{side}/block_{{}}/",
@@ -107,7 +93,7 @@ def _family(
             **(refused or {}),
         },
         stacks={f"{side}_layers": _stack(side) for side in _ATTENTIONS},
-        dense={"fc1": ("feed_forward/mapping",), "fc2": ("feed_forward/projection",)},
+        dense={"fc1": paths.MAPPING, "fc2": paths.PROJECTION},
         tables={
             "shared.weight": "source_embedding/table",
             "encoder.embed_positions.weight": "source_positions/table",

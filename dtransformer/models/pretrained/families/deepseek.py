@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import yarn_magnitude
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.experts import (
     Experts,
@@ -18,13 +19,7 @@ from dtransformer.models.pretrained.families.experts import (
     first_dense,
     next_tokens,
 )
-from dtransformer.models.pretrained.families.family import (
-    GATED,
-    PRE,
-    SHARED,
-    Family,
-    llama_parts_without,
-)
+from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 
 
 class _Latents:
@@ -122,11 +117,11 @@ _BOTH = {
         "self_attn.o_proj": ("attention/output",),
     },
     "norms": {
-        **PRE,
+        **paths.PRE,
         "self_attn.q_a_layernorm": "attention/query_latent_norm",
         "self_attn.kv_a_layernorm": "attention/latent_norm",
     },
-    "dense": {**GATED, **SHARED},
+    "dense": {**paths.GATED, **paths.SHARED},
     "is_interleaved": True,
     "left_out": next_tokens,
 }

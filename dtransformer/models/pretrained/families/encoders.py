@@ -8,29 +8,13 @@ References: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "Ro
 from collections.abc import Mapping
 
 from dtransformer.models.masked_lm import MaskedLM
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.family import SIZES, Family
+from dtransformer.models.pretrained.families.family import SIZES, Family, usual_arguments
 from dtransformer.models.pretrained.families.parts import AfterPadding, Field, hidden_act
 
-# What configs of encoders cannot say otherwise, where no part of theirs does.
-_PLAIN = {
-    "positions": "learned",
-    "norm": "layer_norm",
-    "gated": False,
-    "use_bias": True,
-    "embedding_scale": 1.0,
-    "post_layernorm_residual": True,
-    "tied_head": True,
-    "next_sentence": False,
-    "num_token_types": 0,
-    "position_offset": 0,
-    "window": None,
-    "block_pattern": None,
-    "moe_config": None,
-    "moe_every": 1,
-}
 _ENCODER = {
-    "base": _PLAIN,
+    "base": usual_arguments(MaskedLM, num_token_types=0),
     "network": MaskedLM,
     "special_ids": {"pad_id": "pad_token_id"},
 }
@@ -65,14 +49,10 @@ def _bert(architecture, parts, prefix, head, **others):
         ),
         ids={"pad_token_id": 0},
         block=f"{prefix}.encoder.layer.{{}}.",
-        attention={
-            **{f"attention.self.{x}": (f"attention/{x}",) for x in ("query", "key", "value")},
-            "attention.output.dense": ("attention/output",),
-        },
-        dense={
-            "intermediate.dense": ("feed_forward/mapping",),
-            "output.dense": ("feed_forward/projection",),
-        },
+        attention=paths.attention(
+            "attention.{}", "self.query", "self.key", "self.value", "output.dense"
+        ),
+        dense={"intermediate.dense": paths.MAPPING, "output.dense": paths.PROJECTION},
         norms={
             "attention.output.LayerNorm": "attention_norm",
             "output.LayerNorm": "feed_forward_norm",
@@ -119,7 +99,6 @@ ROBERTA = _bert(
     (AfterPadding(512, counts=True),),
     "roberta",
     {"lm_head.dense": "head/dense", "lm_head.layer_norm": "head/norm"},
-    fixed={"hidden_act": "gelu"},
     refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
     vectors={"lm_head.bias": "head/logits/bias"},
     copies=("lm_head.decoder.weight", "lm_head.decoder.bias"),
@@ -141,13 +120,8 @@ DISTILBERT = Family(
     refused={"tie_word_embeddings": True},
     ids={"pad_token_id": 0},
     block="distilbert.transformer.layer.{}.",
-    attention={
-        "attention.q_lin": ("attention/query",),
-        "attention.k_lin": ("attention/key",),
-        "attention.v_lin": ("attention/value",),
-        "attention.out_lin": ("attention/output",),
-    },
-    dense={"ffn.lin1": ("feed_forward/mapping",), "ffn.lin2": ("feed_forward/projection",)},
+    attention=paths.attention("attention.{}_lin", *"qkv", "out"),
+    dense={"ffn.lin1": paths.MAPPING, "ffn.lin2": paths.PROJECTION},
     norms={"sa_layer_norm": "attention_norm", "output_layer_norm": "feed_forward_norm"},
     tables={
         "distilbert.embeddings.word_embeddings.weight": "embedding/table",
@@ -202,7 +176,6 @@ MODERNBERT = Family(
         "gated": True,
         "use_bias": False,
         "post_layernorm_residual": False,
-        "hidden_act": "gelu",
     },
     refused={
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
@@ -211,14 +184,8 @@ MODERNBERT = Family(
     },
     ids={"pad_token_id": 50283},
     block="model.layers.{}.",
-    attention={
-        "attn.Wqkv": ("attention/query", "attention/key", "attention/value"),
-        "attn.Wo": ("attention/output",),
-    },
-    dense={
-        "mlp.Wi": ("feed_forward/gate", "feed_forward/mapping"),
-        "mlp.Wo": ("feed_forward/projection",),
-    },
+    attention={"attn.Wqkv": paths.QUERY_KEY_VALUE, "attn.Wo": paths.OUTPUT},
+    dense={"mlp.Wi": paths.GATE_MAPPING, "mlp.Wo": paths.PROJECTION},
     norms={"attn_norm": "attention_norm", "mlp_norm": "feed_forward_norm"},
     tables={"model.embeddings.tok_embeddings.weight": "embedding/table"},
     top={

@@ -4,6 +4,7 @@ What a row does not say is Llama's.
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 
@@ -25,40 +26,39 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
     kv_heads,
 )
+from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-# What configs of language models cannot say otherwise, where no part of theirs does.
-_FIXED = {
-    "embedding_scale": 1.0,
-    "head_bias": False,
-    "post_layernorm_residual": False,
-    "norm_placement": None,
-    "residual_scale": 1.0,
-    "logits_scale": 1.0,
-    "logits_soft_cap": None,
-    "query_scale": None,
-    "soft_cap": None,
-    "qk_norm": None,
-    "prefix": False,
-    "moe_config": None,
-    "block_pattern": None,
-    "positions": "rotary",
-    "norm": "rms_norm",
-    "gated": True,
-    "use_bias": False,
-    "qkv_bias": False,
-    "moe_every": 1,
-    "sinks": False,
-    "latent": None,
-    "qk_norm_after_rotary": False,
-    "position_offset": 0,
-}
 # What changes no result, or is written for all families alike.
 _FREE = {
     *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "implementation"),
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
-    *("trains_head_bias", "trains_padding"),
+    *("trains_head_bias", "trains_padding", "name"),
 }
+
+
+def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
+    """Return what configs cannot say otherwise, where no part of theirs does: a network's defaults.
+
+    Args:
+        network: its class.
+        *without: names of arguments that may be any.
+        **others: arguments that are others than by default.
+    """
+    given = inspect.signature(network.__init__).parameters.values()
+    usual = {x.name: x.default for x in given if x.default is not x.empty}
+    return {x: y for x, y in usual.items() if x not in {*_FREE, *without}} | others
+
+
+_LLAMA = usual_arguments(
+    CausalLM,
+    embedding_scale=1.0,
+    positions="rotary",
+    norm="rms_norm",
+    gated=True,
+    use_bias=False,
+    qkv_bias=False,
+)
 SIZES = (
     Field("hidden_size", "hidden_size"),
     Field("num_layers", "num_hidden_layers"),
@@ -83,42 +83,6 @@ def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
     return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
 
 
-# Their names of products within a block -> ours, whose tensors follow each other in theirs.
-ATTENTION = {
-    "self_attn.q_proj": ("attention/query",),
-    "self_attn.k_proj": ("attention/key",),
-    "self_attn.v_proj": ("attention/value",),
-    "self_attn.o_proj": ("attention/output",),
-}
-FUSED_ATTENTION = {
-    "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
-    "self_attn.o_proj": ("attention/output",),
-}
-GATED = {
-    "mlp.gate_proj": ("feed_forward/gate",),
-    "mlp.up_proj": ("feed_forward/mapping",),
-    "mlp.down_proj": ("feed_forward/projection",),
-}
-FUSED_GATED = {
-    "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/mapping"),
-    "mlp.down_proj": ("feed_forward/projection",),
-}
-SHARED = {
-    name.replace("mlp.", "mlp.shared_experts."): (own.replace("/", "/shared_experts/"),)
-    for name, (own,) in GATED.items()
-}
-# Their names of the tensors of experts: `{}` is the expert's number.
-EXPERTS = {
-    "mlp.experts.{}.gate_proj": "feed_forward/gate",
-    "mlp.experts.{}.up_proj": "feed_forward/mapping",
-    "mlp.experts.{}.down_proj": "feed_forward/projection",
-}
-PRE = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "self_attn.q_norm": "attention/query_norm",
-    "self_attn.k_norm": "attention/key_norm",
-}
 _TABLES = {"model.embed_tokens.weight": "embedding/table"}
 _TOP = {"model.norm": "blocks/final_norm", "lm_head": "head"}
 # Special tokens of texts: our arguments -> fields of published configs.
@@ -193,7 +157,7 @@ class Family:
     top: Mapping[str, str] = dataclasses.field(default_factory=lambda: _TOP)
     vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    base: Mapping = dataclasses.field(default_factory=lambda: _FIXED)
+    base: Mapping = dataclasses.field(default_factory=lambda: _LLAMA)
     usual_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
     network: type[TokenModel] = CausalLM
     special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)

@@ -4,8 +4,9 @@ References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 24
 "Gemma 3 technical report", arXiv 2503.19786.
 """
 
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
-from dtransformer.models.pretrained.families.family import PRE, Family
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parts import (
     Field,
     epsilon,
@@ -20,7 +21,7 @@ _REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 _HEADS = head_dim(256), Field("tied_head", "tie_word_embeddings", True)
 _NORMS = {
-    **PRE,
+    **paths.PRE,
     "post_attention_layernorm": "attention_output_norm",
     "pre_feedforward_layernorm": "feed_forward_norm",
     "post_feedforward_layernorm": "feed_forward_output_norm",

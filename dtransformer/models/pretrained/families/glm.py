@@ -4,13 +4,14 @@ References: Team GLM, 2024, "ChatGLM", arXiv 2406.12793; GLM-4.5 Team, 2025, "GL
 2508.06471.
 """
 
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.experts import (
     deepseek_experts,
     first_dense,
     next_tokens,
 )
-from dtransformer.models.pretrained.families.family import FUSED_GATED, GATED, SHARED, Family
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
 
 _PARTS = (
@@ -22,12 +23,12 @@ _PARTS = (
 )
 _IDS = {"pad_token_id": 151329, "eos_token_id": 151329}
 
-GLM = Family("GlmForCausalLM", parts=_PARTS, dense=FUSED_GATED, ids=_IDS, is_interleaved=True)
+GLM = Family("GlmForCausalLM", parts=_PARTS, dense=paths.FUSED_GATED, ids=_IDS, is_interleaved=True)
 GLM4 = Family(
     "Glm4ForCausalLM",
     parts=_PARTS,
     fixed={"norm_placement": "sandwich"},
-    dense=FUSED_GATED,
+    dense=paths.FUSED_GATED,
     ids=_IDS,
     norms={
         "input_layernorm": "attention_norm",
@@ -47,6 +48,6 @@ GLM4_MOE = Family(
         Field("qk_norm", "use_qk_norm", False, lambda x: "rms_norm" if x else None, bool),
         deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
     ),
-    dense={**GATED, **SHARED},
+    dense={**paths.GATED, **paths.SHARED},
     left_out=next_tokens,
 )

@@ -4,8 +4,9 @@ References: Radford et al., 2019, "Language models are unsupervised multitask le
 2022, "OPT", arXiv 2205.01068.
 """
 
-from dtransformer.models.pretrained.families.family import ATTENTION, SIZES, Family
-from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
+from dtransformer.models.pretrained.families import paths
+from dtransformer.models.pretrained.families.family import SIZES, Family
+from dtransformer.models.pretrained.families.parallel import CLASSIC
 from dtransformer.models.pretrained.families.parts import (
     Field,
     epsilon,
@@ -28,7 +29,7 @@ GPT2 = Family(
         hidden_act("activation_function", "gelu_new"),
     ),
     usual_parts=(),
-    fixed={**CLASSIC, "positions": "learned", "window": None},
+    fixed={**CLASSIC, "positions": "learned"},
     refused={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -36,8 +37,8 @@ GPT2 = Family(
     },
     ids={"bos_token_id": 50256, "eos_token_id": 50256},
     block="h.{}.",
-    attention={"attn.c_attn": FUSED, "attn.c_proj": ("attention/output",)},
-    dense={"mlp.c_fc": MAPPING, "mlp.c_proj": PROJECTION},
+    attention={"attn.c_attn": paths.QUERY_KEY_VALUE, "attn.c_proj": paths.OUTPUT},
+    dense={"mlp.c_fc": paths.MAPPING, "mlp.c_proj": paths.PROJECTION},
     is_transposed=False,  # GPT-2 has kernels as [inputs, outputs]
     norms={"ln_1": "attention_norm", "ln_2": "feed_forward_norm"},
     tables={"wte.weight": "embedding/table", "wpe.weight": "positions/table"},
@@ -62,8 +63,6 @@ OPT = Family(
         **CLASSIC,
         "positions": "learned",
         "position_offset": 2,
-        "window": None,
-        "norm_epsilon": None,  # 1e-5
         "embedding_dropout_rate": 0.0,
     },
     refused={
@@ -74,11 +73,8 @@ OPT = Family(
     },
     ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
     block="decoder.layers.{}.",
-    attention={
-        **{name: ours for name, ours in ATTENTION.items() if name != "self_attn.o_proj"},
-        "self_attn.out_proj": ("attention/output",),
-    },
-    dense={"fc1": MAPPING, "fc2": PROJECTION},
+    attention=paths.attention("self_attn.{}_proj", *"qkv", "out"),
+    dense={"fc1": paths.MAPPING, "fc2": paths.PROJECTION},
     norms={"self_attn_layer_norm": "attention_norm", "final_layer_norm": "feed_forward_norm"},
     tables={
         "decoder.embed_tokens.weight": "embedding/table",

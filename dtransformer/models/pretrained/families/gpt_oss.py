@@ -4,6 +4,7 @@ References: OpenAI, 2025, gpt-oss model card, arXiv 2508.10925; what it does not
 code. Files whose experts are MXFP4 are read, too (`quantized.py`), and saved as floats.
 """
 
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.experts import Experts
 from dtransformer.models.pretrained.families.family import Family, llama_parts_without
@@ -45,8 +46,8 @@ GPT_OSS = Family(
     router_bias="mlp.router.bias",
     experts={},
     stacked={
-        "mlp.experts.gate_up_proj": ("feed_forward/gate", "feed_forward/mapping"),
-        "mlp.experts.down_proj": ("feed_forward/projection",),
+        "mlp.experts.gate_up_proj": paths.GATE_MAPPING,
+        "mlp.experts.down_proj": paths.PROJECTION,
     },
     block_vectors={"self_attn.sinks": "attention/sinks"},
 )

@@ -9,9 +9,10 @@ arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5,
 Ministral 3 and HunYuan by their published code.
 """
 
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
-from dtransformer.models.pretrained.families.family import FUSED_ATTENTION, FUSED_GATED, Family
-from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
+from dtransformer.models.pretrained.families.family import Family
+from dtransformer.models.pretrained.families.parallel import parallel_residual
 from dtransformer.models.pretrained.families.parts import (
     Field,
     epsilon,
@@ -86,8 +87,8 @@ PHI3 = Family(
         Field("dropout_rate", "resid_pdrop", 0.0),
         Field("embedding_dropout_rate", "embd_pdrop", 0.0),
     ),
-    attention=FUSED_ATTENTION,
-    dense=FUSED_GATED,
+    attention=paths.FUSED_ATTENTION,
+    dense=paths.FUSED_GATED,
     ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
 )
 STARCODER2 = Family(
@@ -103,7 +104,7 @@ STARCODER2 = Family(
         Field("tied_head", "tie_word_embeddings", True),
     ),
     fixed={"norm": "layer_norm", "gated": False},
-    dense={"mlp.c_fc": ("feed_forward/mapping",), "mlp.c_proj": ("feed_forward/projection",)},
+    dense={"mlp.c_fc": paths.MAPPING, "mlp.c_proj": paths.PROJECTION},
     ids={"bos_token_id": 50256, "eos_token_id": 50256},
 )
 STABLELM = Family(
@@ -172,7 +173,7 @@ HUNYUAN = Family(
     },
     ids={**USUAL_IDS, "pad_token_id": 0},
 )
-_UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
+_UP = {"mlp.up_proj": paths.MAPPING, "mlp.down_proj": paths.PROJECTION}
 _RELU2 = hidden_act(usual="relu2")
 ARCEE = Family(
     "ArceeForCausalLM",

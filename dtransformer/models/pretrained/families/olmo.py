@@ -4,16 +4,17 @@ References: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656; Muennighoff e
 arXiv 2409.02060; LG AI Research, 2025, "EXAONE 4.0", arXiv 2507.11407; OLMo 3 by its published code.
 """
 
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
 from dtransformer.models.pretrained.families.experts import Experts
-from dtransformer.models.pretrained.families.family import PRE, Family
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
 
 _FIXED = {"qk_norm": "rms_norm_all_heads"}
 _EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
 _IDS = {"pad_token_id": 1, "eos_token_id": 50279}
 _NORMS = {
-    **PRE,
+    **paths.PRE,
     "post_attention_layernorm": "attention_norm",
     "post_feedforward_layernorm": "feed_forward_norm",
 }

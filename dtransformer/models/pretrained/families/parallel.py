@@ -9,8 +9,9 @@ code.
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks, every
-from dtransformer.models.pretrained.families.family import PRE, Family, llama_parts_without
+from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import (
     Field,
     differs,
@@ -18,19 +19,16 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-# What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
+# Layers of the first decoders: all have biases.
 CLASSIC = {
     "norm": "layer_norm",
     "gated": False,
     "use_bias": True,
     "qkv_bias": True,
-    "num_kv_heads": None,
-    "head_dim": None,
 }
-FUSED = ("attention/query", "attention/key", "attention/value")
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
 _TIED = Field("tied_head", "tie_word_embeddings", True)
-MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
+_DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
 _ONE_NORM = "parallel_one_norm"
 
 
@@ -59,8 +57,8 @@ GPT_NEOX = Family(
     fixed=CLASSIC,
     refused={"attention_bias": True, "is_decoder": False},
     ids={"bos_token_id": 0, "eos_token_id": 2},
-    attention={"attention.query_key_value": FUSED, "attention.dense": ("attention/output",)},
-    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    attention={"attention.query_key_value": paths.QUERY_KEY_VALUE, "attention.dense": paths.OUTPUT},
+    dense=_DENSE,
     is_grouped=True,
     block="gpt_neox.layers.{}.",
     tables={"gpt_neox.embed_in.weight": "embedding/table"},
@@ -81,11 +79,8 @@ PHI = Family(
     fixed={**CLASSIC, "norm_placement": _ONE_NORM, "head_bias": True},
     refused={"qk_layernorm": False},
     ids={"bos_token_id": 1, "eos_token_id": 2},
-    attention={
-        **{f"self_attn.{x[0]}_proj": (f"attention/{x}",) for x in ("query", "key", "value")},
-        "self_attn.dense": ("attention/output",),
-    },
-    dense={"mlp.fc1": MAPPING, "mlp.fc2": PROJECTION},
+    attention=paths.attention("self_attn.{}", "q_proj", "k_proj", "v_proj", "dense"),
+    dense={"mlp.fc1": paths.MAPPING, "mlp.fc2": paths.PROJECTION},
     top={"model.final_layernorm": "blocks/final_norm", "lm_head": "head"},
 )
 
@@ -154,7 +149,7 @@ class _FalconHeads:
 
 def _falcon_norms(arguments):
     has_two = arguments["norm_placement"] == "parallel"
-    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else PRE
+    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else paths.PRE
 
 
 FALCON = Family(
@@ -174,7 +169,7 @@ FALCON = Family(
         Field("max_length", "max_position_embeddings", 2048),
     ),
     usual_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
-    fixed={"norm": "layer_norm", "gated": False, "head_dim": None, "attention_dropout_rate": 0.0},
+    fixed={"norm": "layer_norm", "gated": False, "attention_dropout_rate": 0.0},
     # Dropout is of the sum of both there, and that of attention of ALiBi alone.
     refused={
         "alibi": False,
@@ -184,10 +179,10 @@ FALCON = Family(
     },
     ids={"bos_token_id": 11, "eos_token_id": 11},
     attention={
-        "self_attention.query_key_value": FUSED,
-        "self_attention.dense": ("attention/output",),
+        "self_attention.query_key_value": paths.QUERY_KEY_VALUE,
+        "self_attention.dense": paths.OUTPUT,
     },
-    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    dense=_DENSE,
     norms=_falcon_norms,
     is_grouped=True,
     block="transformer.h.{}.",

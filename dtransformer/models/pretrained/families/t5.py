@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dtransformer.errors import InputError, shown
 from dtransformer.models.base import first_given
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
+from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.bart import BASE
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
 from dtransformer.models.pretrained.families.parts import (
@@ -61,22 +62,20 @@ class _FeedForward:
 
 def _stack(side, *attentions):
     """Return the fields of `Family` that blocks of a side have, of attentions' names and ours."""
-    last, projections = len(attentions), {"q": "query", "k": "key", "v": "value", "o": "output"}
+    last, attention, norms = len(attentions), {}, {}
 
     def dense(arguments):
         gated = {"wi_0": "gate", "wi_1": "mapping"}
         names = {**(gated if arguments["gated"] else {"wi": "mapping"}), "wo": "projection"}
         return {f"{last}.DenseReluDense.{x}": (f"feed_forward/{y}",) for x, y in names.items()}
 
-    norms = {f"{i}.layer_norm": f"{ours}_norm" for i, (_, ours) in enumerate(attentions)}
+    for i, (theirs, ours) in enumerate(attentions):
+        attention |= paths.attention(f"{i}.{theirs}.{{}}", *"qkvo", ours=ours)
+        norms[f"{i}.layer_norm"] = f"{ours}_norm"
     return {
         "block": f"{side}.block.{{}}.layer.",
         "path": f"transformer/{side}/block_{{}}/",
-        "attention": {
-            f"{i}.{theirs}.{x}": (f"{ours}/{y}",)
-            for i, (theirs, ours) in enumerate(attentions)
-            for x, y in projections.items()
-        },
+        "attention": attention,
         "dense": dense,
         "norms": {**norms, f"{last}.layer_norm": "feed_forward_norm"},
     }
