@@ -118,5 +118,8 @@ def from_last(tensors, name: str):
     if group.size == 1:
         return tensors
     root = placement.stage_of(placement.last_chunk)
-    flat = transport.broadcast_together(tf.nest.flatten(tensors), root, group, name)
+    flat = [
+        transport.broadcast(x, root, group, f"{name}_{number}")
+        for number, x in enumerate(tf.nest.flatten(tensors))
+    ]
     return tf.nest.pack_sequence_as(tensors, flat)
