@@ -83,7 +83,7 @@ class WarmupDecay(WarmupSchedule):
         """
         return 1.0 - done
 
-    def later(self, step):
+    def later(self, step: tf.Tensor) -> tf.Tensor | float:
         begin = self.total_steps - self.decay_steps
         done = ops.clip((step - begin) / self.decay_steps, 0.0, 1.0)
         span = self.peak_learning_rate - self.final_learning_rate
@@ -117,7 +117,7 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     [0.25, 0.5, 1.0, 0.5, 0.25]
     """
 
-    def later(self, step):
+    def later(self, step: tf.Tensor) -> tf.Tensor | float:
         decay = ops.sqrt(max(self.warmup_steps, 1) / (step + 1.0))
         return self.peak_learning_rate * ops.minimum(decay, 1.0)
 
@@ -185,7 +185,7 @@ class WarmupCosine(WarmupDecay):
 
     restarts = 0
 
-    def left(self, done):
+    def left(self, done: tf.Tensor) -> tf.Tensor:
         waves = done * (self.restarts + 1)
         place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
         return 0.5 * (1.0 + ops.cos(math.pi * place))
@@ -264,7 +264,7 @@ class WarmupStableDecay(WarmupDecay):
             raise InputError(f"decay must be 'linear' or 'sqrt', received {decay!r}")
         self.decay = decay
 
-    def left(self, done):
+    def left(self, done: tf.Tensor) -> tf.Tensor:
         return 1.0 - (ops.sqrt(done) if self.decay == "sqrt" else done)
 
 

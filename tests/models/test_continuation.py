@@ -238,7 +238,7 @@ def test_an_error_of_the_callback_ends_it():
         (([[5, 23]],), "prompt 0 has the id 23, which is not in the vocabulary of 23"),
         (([[0.5]],), "prompts must be an int tensor"),
         ((5 * [[[1]]],), "prompts must be an int tensor"),
-        ((PROMPTS, 0), "max_new_tokens must be at least 1"),
+        ((PROMPTS, 0), "max_new_tokens must be an integer of at least 1"),
         (
             (PROMPTS, 11),
             "17 positions are asked for, but the learned positions end at max_length=16",

@@ -58,7 +58,8 @@ def checked_value(kind: type, name: str, value):
     Raises:
         ValueError: it is not allowed; names the field, what is allowed, and what came.
     """
-    kept = {list: tuple, dict: dict}.get(type(value), lambda x: x)(value)
+    kept = tuple(value) if isinstance(value, list) else value
+    kept = dict(kept) if isinstance(kept, dict) else kept
     try:
         checks_of(kind)[name].validate_python(kept)
     except pydantic.ValidationError as error:
