@@ -174,7 +174,8 @@ def _told_what_fits(config):
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        job.print_once(text_of(plan_of_run(config, fixed={})), sys.stderr)
+        if job.is_chief():
+            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
             "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
             "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
@@ -233,7 +234,8 @@ def _prepare(config, folder, resumes):
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
-    job.print_once("\n".join(task.told()))
+    if job.is_chief():
+        print("\n".join(task.told()), flush=True)
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
     job.print_once(f"Batches: {len(batches['train']):,} an epoch")
