@@ -116,7 +116,7 @@ OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 160
 # Of code in the package: without docstrings, comments and blank lines. What is new pays for itself by
 # what goes; 32,000 is what it is to come down to.
-BUDGET = 31_733
+BUDGET = 31_746
 
 
 # What is imported.

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers import elementwise
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, implementation_for
 from dtransformer.layers.attention_inputs import (
@@ -11,7 +12,7 @@ from dtransformer.layers.attention_inputs import (
     check_mask,
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
-from dtransformer.layers.base import StreamLayer, check_rate, check_size, register
+from dtransformer.layers.base import StreamLayer, check_rate, register
 from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_position
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
@@ -133,13 +134,13 @@ class MultiHeadAttention(StreamLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.num_heads = check_size("num_heads", num_heads)
+        self.hidden_size = check_int("hidden_size", hidden_size)
+        self.num_heads = check_int("num_heads", num_heads)
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
-        self.head_dim = check_size("head_dim", head_dim or hidden_size // num_heads)
+        self.head_dim = check_int("head_dim", head_dim or hidden_size // num_heads)
         self.value_dim = self.head_dim
-        self.num_kv_heads = check_size("num_kv_heads", num_kv_heads or num_heads)
+        self.num_kv_heads = check_int("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.use_bias = use_bias
@@ -148,8 +149,8 @@ class MultiHeadAttention(StreamLayer):
         self.rotary_scaling = rotary_scaling
         self.set_rotary(self.head_dim)
         self.causal, self.alibi = causal, alibi
-        self.window = None if window is None else check_size("window", window)
-        self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
+        self.window = None if window is None else check_int("window", window)
+        self.relative_max_distance = check_int("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
         self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks

@@ -5,7 +5,8 @@ import typing
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.errors import check_int
+from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -148,7 +149,7 @@ class AttentionMask(Layer):
 
     def __init__(self, window: int | None = None, **kwargs):
         super().__init__(**kwargs)
-        self.window = None if window is None else check_size("window", window)
+        self.window = None if window is None else check_int("window", window)
 
     def call(self, input_mask: tf.Tensor) -> tf.Tensor:
         mask = tf.cast(same_segment(input_mask, input_mask), self.compute_dtype)

@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import check_int
 from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
@@ -223,11 +222,6 @@ def check_rate(name: str, rate: float) -> float:
     if not is_number or not 0 <= rate < 1:
         raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
     return float(rate)
-
-
-def check_size(name: str, size: int, least: int = 1) -> int:
-    """Check a size: an int of at least `least`."""
-    return check_int(name, size, least)
 
 
 def check_divisible(**sizes: int):

@@ -13,9 +13,10 @@ from dtransformer.block_forms import (
     ends_with_norm,
     has_experts,
 )
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating, given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.base import StreamLayer, check_size
+from dtransformer.layers.base import StreamLayer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
@@ -134,7 +135,7 @@ class BlockStack(StreamLayer):
             if key in layer_arguments
         }
         super().__init__(**own)
-        check_size("moe_every", moe_every)
+        check_int("moe_every", moe_every)
         left_out = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
         self.arguments = {name: x for name, x in given.items() if name not in left_out}
         self.arguments |= layer_arguments

@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.base import Layer, register
 from dtransformer.layers.elementwise import check_soft_cap, soft_capped
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -123,8 +124,8 @@ class VocabEmbedding(_VocabLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.vocab_size = check_size("vocab_size", vocab_size)
-        self.embedding_size = check_size("embedding_size", embedding_size)
+        self.vocab_size = check_int("vocab_size", vocab_size)
+        self.embedding_size = check_int("embedding_size", embedding_size)
         self.initializer = initializer
 
     def build(self, input_shape: tuple | None = None) -> None:
@@ -197,7 +198,7 @@ class VocabHead(_VocabLayer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.vocab_size = check_size("vocab_size", vocab_size)
+        self.vocab_size = check_int("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
         self.scale, self.soft_cap = scale, check_soft_cap(soft_cap)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.activations import gated_product, get_activation, needs_gate
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import StreamLayer, check_divisible, check_rate, check_size, register
+from dtransformer.layers.base import StreamLayer, check_divisible, check_rate, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
@@ -61,14 +62,14 @@ class FeedForward(StreamLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.hidden_size = check_int("hidden_size", hidden_size)
         self.takes(hidden_size)
-        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.ffn_hidden_size = check_int("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
         if needs_gate(self.activation) and not gated:
             raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
-        if check_size("expert_num", expert_num) != 1:
+        if check_int("expert_num", expert_num) != 1:
             raise ValueError(
                 f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
             )

@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_inputs import check_inputs
 from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
-from dtransformer.layers.base import StreamLayer, check_divisible, check_size, register
+from dtransformer.layers.base import StreamLayer, check_divisible, register
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -60,7 +61,7 @@ class FixedSparsePattern:
 
     def __post_init__(self):
         for name in ("seq_length", "block_size", "num_patterns"):
-            check_size(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         if self.seq_length % self.window:
             raise ValueError(
                 f"a window of {NUM_LOCAL_BLOCKS} · block_size={self.window} positions must divide "
@@ -73,7 +74,7 @@ class FixedSparsePattern:
             )
         if self.global_size is None:
             object.__setattr__(self, "global_size", self.block_size)
-        if check_size("global_size", self.global_size) > self.block_size:
+        if check_int("global_size", self.global_size) > self.block_size:
             raise ValueError(
                 f"global_size={self.global_size} must be at most block_size={self.block_size}"
             )
@@ -104,11 +105,8 @@ class FixedSparsePattern:
 
     def picture(self, pattern: int = 0) -> str:
         """Return a pattern as text, by blocks: ■ for own windows, □ for global ones, . for none."""
-        size = self.block_size
-        seen = self.mask(pattern).reshape(
-            self.seq_length // size, size, self.seq_length // size, size
-        )
-        seen = seen.any((1, 3))
+        size, number = self.block_size, self.seq_length // self.block_size
+        seen = self.mask(pattern).reshape(number, size, number, size).any((1, 3))
         lines = []
         for row, columns in enumerate(seen):
             marks = [
@@ -180,8 +178,8 @@ class FixedSparseAttention(StreamLayer):
         given = given_arguments(locals())
         super().__init__(**kwargs)
         self.arguments = given
-        self.num_heads = check_size("num_heads", num_heads)
-        self.size_per_head = check_size("size_per_head", size_per_head)
+        self.num_heads = check_int("num_heads", num_heads)
+        self.size_per_head = check_int("size_per_head", size_per_head)
         check_divisible(num_heads=num_heads)
         self.pattern = FixedSparsePattern(
             seq_length, block_size, num_different_global_patterns, global_size

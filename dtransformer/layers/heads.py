@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.activations import get_activation
 from dtransformer.layers.arguments import given_arguments
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.base import Layer, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
@@ -90,7 +91,7 @@ class LabelHead(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.num_labels, self.use_bias = check_size("num_labels", num_labels), use_bias
+        self.num_labels, self.use_bias = check_int("num_labels", num_labels), use_bias
         self.hidden_act, self.hidden_bias, self.dropout_rate = hidden_act, hidden_bias, dropout_rate
         self.norm, self.norm_epsilon = norm, norm_epsilon
         own = {"parallel": None, "dtype": self.dtype_policy}
@@ -284,7 +285,7 @@ class MaskedLMHead(Layer):
         given = given_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
-        check_size("hidden_size", hidden_size)
+        check_int("hidden_size", hidden_size)
         self.arguments = given
         self.takes(hidden_size)
         self.activation = get_activation(hidden_act)

@@ -3,8 +3,9 @@
 import tensorflow as tf
 
 from dtransformer.block_forms import Latent
+from dtransformer.errors import check_int
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.base import check_size, register
+from dtransformer.layers.base import register
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import RMSNorm
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
@@ -67,7 +68,7 @@ class LatentAttention(MultiHeadAttention):
         sizes = self.sizes = Latent.of(latent)
         self.latent = dict(vars(sizes))
         for name in [x for x in self.latent if x != "query_rank" or sizes.query_rank is not None]:
-            check_size(name, self.latent[name])
+            check_int(name, self.latent[name])
         if max(sizes.rotary_dim, sizes.value_dim) > self.head_dim:
             raise ValueError(
                 f"{sizes} has features of heads that are more than head_dim={head_dim}"

@@ -3,8 +3,9 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.layers.base import Layer, check_divisible, register
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
@@ -46,7 +47,7 @@ class Linear(Layer):
         self.supports_masking = True
         if parallel not in _KINDS:
             raise ValueError(f"parallel must be 'column', 'row' or None, got {parallel!r}")
-        self.units = check_size("units", units)
+        self.units = check_int("units", units)
         self.use_bias = use_bias
         self.parallel = parallel
         self.kernel_initializer = kernel_initializer

@@ -3,7 +3,8 @@
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import Layer, check_rate, check_size, register
+from dtransformer.errors import check_int
+from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.cross_entropy import label_values, token_nll
 
@@ -55,7 +56,7 @@ class CrossEntropyLoss(Layer):
         super().__init__(autocast=False, **kwargs)
         self.label_smoothing = check_rate("label_smoothing", label_smoothing)
         self.ignore_id = ignore_id
-        self.vocab_size = None if vocab_size is None else check_size("vocab_size", vocab_size)
+        self.vocab_size = None if vocab_size is None else check_int("vocab_size", vocab_size)
         self.z_loss = check_rate("z_loss", z_loss)
 
     def call(

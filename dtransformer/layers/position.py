@@ -4,8 +4,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import StreamLayer, check_size, register
+from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
@@ -54,10 +55,10 @@ class PositionEmbedding(StreamLayer):
         super().__init__(**kwargs)
         if kind not in POSITION_KINDS:
             raise ValueError(f"positions must be one of {', '.join(POSITION_KINDS)}, got {kind!r}")
-        self.max_length = check_size("max_length", max_length)
+        self.max_length = check_int("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
-        self.offset = check_size("offset", offset, least=0)
+        self.offset = check_int("offset", offset, least=0)
 
     def build(self, input_shape: tuple) -> None:
         if self.kind == "learned":
@@ -169,7 +170,7 @@ class TokenTypeEmbedding(StreamLayer):
         self, num_types: int, initializer: str | keras.initializers.Initializer = "normal", **kwargs
     ):
         super().__init__(**kwargs)
-        self.num_types = check_size("num_types", num_types)
+        self.num_types = check_int("num_types", num_types)
         self.initializer = initializer
 
     def build(self, input_shape: tuple, *args) -> None:

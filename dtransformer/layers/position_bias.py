@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.errors import check_int
+from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
@@ -144,8 +145,8 @@ class RelativePositionTable(Layer):
 
     def __init__(self, num_heads: int, num_ranges: int = 32, **kwargs):
         super().__init__(**kwargs)
-        self.num_heads = check_size("num_heads", num_heads)
-        self.num_ranges = check_size("num_ranges", num_ranges, least=4)
+        self.num_heads = check_int("num_heads", num_heads)
+        self.num_ranges = check_int("num_ranges", num_ranges, least=4)
 
     def build(self, input_shape: tuple | None = None) -> None:
         shape, axes = (self.num_ranges, self.num_heads), (None, "heads")

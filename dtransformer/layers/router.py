@@ -4,8 +4,9 @@ import typing
 
 import tensorflow as tf
 
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import as_moe_config
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
 from dtransformer.parallel.ops.feature_reductions import add_bias
@@ -72,7 +73,7 @@ class Router(DrawsMasks, Layer):
         super().__init__(**kwargs)
         self.config = self.moe_config = as_moe_config(moe_config)
         check_moe_config(self.config)
-        check_size("expert_num", self.config.expert_num)
+        check_int("expert_num", self.config.expert_num)
         self.kernel_initializer = kernel_initializer
         self.bias = self.logits_bias = None
 

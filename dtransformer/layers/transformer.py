@@ -5,7 +5,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.errors import check_int
+from dtransformer.layers.base import Layer, register
 from dtransformer.layers.block import check_stages
 from dtransformer.layers.decoder import TransformerDecoder
 from dtransformer.layers.encoder import TransformerEncoder
@@ -64,9 +65,9 @@ class Transformer(Layer):
         **layer_arguments,
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
-        check_size("encoder_layers", encoder_layers, least=0)
-        check_size("decoder_layers", decoder_layers, least=0)
-        check_size("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
+        check_int("encoder_layers", encoder_layers, least=0)
+        check_int("decoder_layers", decoder_layers, least=0)
+        check_int("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
         of_both = {
             "hidden_size": hidden_size,
             "num_heads": num_heads,

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import (
     KeepsSettings,
     as_config,
@@ -13,7 +14,7 @@ from dtransformer.layers.arguments import (
     checked,
     settings_of,
 )
-from dtransformer.layers.base import check_rate, check_size
+from dtransformer.layers.base import check_rate
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.norm import make_norm
@@ -277,7 +278,7 @@ def completed(arguments: dict) -> dict:
     """
     found = dict(arguments)
     for name in filter(found.__contains__, _SIZES):
-        check_size(name, found[name])
+        check_int(name, found[name])
     for name in _RATES:
         found[name] = check_rate(name, first_given(found[name], found["dropout_rate"]))
     found["ffn_hidden_size"] = first_given(found["ffn_hidden_size"], 4 * found["hidden_size"])

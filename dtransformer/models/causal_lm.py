@@ -6,9 +6,10 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.block_forms import check_pattern
+from dtransformer.errors import check_int
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.base import check_size, register
+from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.generation.continuation import Continuation, as_prompts
@@ -178,7 +179,7 @@ class CausalLM(OneStackModel):
         options, kind = self.arguments, self.arguments["positions"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = None
-        length = check_size("max_length", options["max_length"])
+        length = check_int("max_length", options["max_length"])
         if kind not in ("rotary", "alibi"):
             self.positions = self._make_positions(length, "positions")
         self.dropout = self._make_embedding_dropout("dropout")
@@ -270,7 +271,7 @@ class CausalLM(OneStackModel):
             ValueError: an option is out of range, a prompt is empty, beams are asked for together
                 with a temperature or `on_tokens`, or there are not enough learned positions.
         """
-        check_size("max_new_tokens", max_new_tokens)
+        check_int("max_new_tokens", max_new_tokens)
         self.build()
         source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
         options = options_of(self, options, source.shape[1])

@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import check_rate, check_size
+from dtransformer.errors import check_int
+from dtransformer.layers.base import check_rate
 from dtransformer.layers.low_rank import TakesLowRank
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
@@ -71,7 +72,7 @@ def add_lora(
     >>> [weight.name for weight in network.trainable_variables][:2]
     ['query_kernel_lora_a', 'query_kernel_lora_b']
     """
-    check_size("rank", rank)
+    check_int("rank", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
     if kind not in KINDS:
