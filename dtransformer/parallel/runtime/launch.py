@@ -20,6 +20,7 @@ from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.config.topology import Topology
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
 from dtransformer.parallel.runtime.process_groups import exchange_json
 from dtransformer.parallel.watchdog.links import own_host
@@ -139,7 +140,8 @@ def start_horovod() -> types.ModuleType | None:
             "hosts' memory: install one that has it, drive the GPUs of a host from one process "
             "(init(local_devices=...)), or set DTRANSFORMER_LOGICAL_GPUS to try layouts on a card"
         )
-    hvd.init()
+    with job.activity.polling_threads():
+        hvd.init()
     leave_at_exit(hvd)
     return hvd
 

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-import os
+import pathlib
 import statistics
 import threading
 import time
@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dtransformer import _compat
 from dtransformer.parallel.watchdog.activity import Activity, say_ranks
 
-# Of a core: a process that takes less waits for others. Horovod's own thread takes 0.1 ms each time
-# that it asks what there is to send.
-_COMPUTES, _COMPUTES_TO_ASK = 0.03, 0.1e-3
+_COMPUTES = 0.03  # of a core: a process that takes less waits for others
 _SECONDS_TO_GUESS = 5.0
 _WITHOUT_GUESS = ("saving", "step")  # a disk takes no cores, and a step has a time of its own
 _OF_THE_PROGRAM = ("outside", "callbacks")
@@ -26,14 +24,23 @@ class ActivityTracker:
     def __init__(self):
         self._begin = time.monotonic()
         self._kind, self._step, self._longest = "outside", 0, 0.0
-        self._cpu_at = self._begin, time.process_time()
+        self._polling = set()  # a file for each thread that asks all the time what there is to do
+        self._cpu_at = self._begin, self._computed()
         self._last_computed = self._begin
         self._own_seconds = collections.deque(maxlen=_STEPS)
         self._waits = {}  # number of a thread -> (since when, in what)
         self._has_own_functions = False  # of the program, with collectives
         self._call = (None, self._begin)  # of a function of TensorFlow, and since when
-        asks_every = float(os.environ.get("HOROVOD_CYCLE_TIME") or 1.0) / 1000
-        self._computes = _COMPUTES + _COMPUTES_TO_ASK / max(asks_every, 1e-3)
+
+    @contextlib.contextmanager
+    def polling_threads(self) -> Iterator[None]:
+        """Say that threads which the `with` block starts compute nothing of this rank's own.
+
+        Horovod's asks every millisecond what there is to send: that takes 6 to 25 % of a core.
+        """
+        before = _threads()
+        yield
+        self._polling |= _threads() - before
 
     @contextlib.contextmanager
     def doing(self, kind: str, step: int | None = None) -> Iterator[None]:
@@ -95,12 +102,12 @@ class ActivityTracker:
 
     def activity(self) -> Activity:
         """Return what this rank does now. To be called about every second."""
-        now, cpu = time.monotonic(), time.process_time()
+        now = time.monotonic()
         before, cpu_before = self._cpu_at
         if now - before >= 0.5:
-            if cpu - cpu_before >= self._computes * (now - before):
+            self._cpu_at = now, self._computed()
+            if self._cpu_at[1] - cpu_before >= _COMPUTES * (now - before):
                 self._last_computed = now
-            self._cpu_at = now, cpu
         since, collective, is_guess = self._wait(now)
         return Activity(
             self._kind,
@@ -113,6 +120,10 @@ class ActivityTracker:
             now - since,
             is_guess,
         )
+
+    def _computed(self):
+        """Return the seconds that this process has computed, without what asks and watches."""
+        return time.process_time() - time.thread_time() - sum(map(_seconds, self._polling))
 
     def _wait(self, now):
         """Return since when this rank waits, in what, and whether that is a guess."""
@@ -132,3 +143,16 @@ class ActivityTracker:
         if not may_wait or now - since < _SECONDS_TO_GUESS:
             return now, "", False
         return since, f"a function of TensorFlow ({call[1]})", True
+
+
+def _threads():
+    """Return for each of this process' threads its file of scheduling figures (proc(5)), on Linux."""
+    return set(pathlib.Path("/proc/self/task").glob("*/schedstat"))
+
+
+def _seconds(schedstat):
+    """Return the seconds that a thread has computed."""
+    try:
+        return int(schedstat.read_text().split()[0]) / 1e9
+    except OSError:  # it has ended
+        return 0.0

@@ -1,6 +1,8 @@
 """Promise: a rank tells what it does, and in what it waits."""
 
+import contextlib
 import threading
+import time
 
 import pytest
 
@@ -40,3 +42,24 @@ def test_an_error_ends_a_wait():
     with pytest.raises(OSError), recorder.waiting("the barrier", [1]):
         raise OSError
     assert recorder.activity().waits_in == ""
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_thread_that_asks_all_the_time_is_no_work(is_told):
+    """Horovod's may take a quarter of a core on a busy machine, while its rank waits for others."""
+    recorder, ends = ActivityTracker(), threading.Event()
+
+    def ask():
+        while not ends.wait(1e-3):
+            sum(range(10_000))
+
+    with recorder.polling_threads() if is_told else contextlib.nullcontext():
+        thread = threading.Thread(target=ask)
+        thread.start()
+    idle = []
+    for _ in range(3):
+        time.sleep(0.55)
+        idle.append(recorder.activity().idle_seconds)
+    ends.set()
+    thread.join()
+    assert (idle[-1] > 1.0) == is_told, idle
