@@ -8,7 +8,7 @@ Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `publish
 
 Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
 (on `shard_manifest`), `token_shards` reads them. Batches are all `indexed_batches`
-(on `mixture`): of packed rows (`packed_documents`) those of `language_model`,
+(on `mixture`): of packed rows those of `language_model`,
 `masked_language_model` and `span_corruption`; of their own `next_sentences` and
 `instructions`. Where a run stands, `epochs` says for all.
 

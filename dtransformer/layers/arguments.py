@@ -177,7 +177,7 @@ def as_moe_config(value: MoEConfig | dict) -> MoEConfig:
     """Return a copy of a `MoEConfig`, or one of a dict of its fields.
 
     Raises:
-        TypeError: it is neither, or a field is unknown or of the wrong type.
+        TypeError: it is neither, or a field is unknown.
         ValueError: a field has a value that is not allowed.
     """
     if isinstance(value, dict):

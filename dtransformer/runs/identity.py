@@ -1,7 +1,7 @@
 """`run.json`: what belongs to a run, as checksums. It is written once, when the run begins.
 
     {"run": {"version": 1, "id": "9f86d081…",
-             "files": {"config.yaml": SHA-256, "tokenizer/vocab.txt": SHA-256, …},
+             "files": {"config.yaml": SHA-256, "tokenizer/tokenizer.json": SHA-256, …},
              "data": {"train": SHA-256 of the records, "dev": …}},
      "sha256": SHA-256 of what is under "run"}
 

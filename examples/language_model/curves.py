@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders that train.py wrote")
+    parser.add_argument(
+        "runs", nargs="+", type=pathlib.Path, help="run folders, of dtransformer train"
+    )
     parser.add_argument("--out", default="curves.png")
     parser.add_argument("--smooth", type=int, default=20, help="steps of which the mean is shown")
     args = parser.parse_args()
