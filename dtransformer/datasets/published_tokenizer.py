@@ -1,6 +1,7 @@
 """Bases of tokenizers, and of published ones, whatever their files are."""
 
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,10 +111,12 @@ class BaseTokenizer:
     @functools.cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
         """The ids that the model has before a text, and after it."""
-        whole, own = (self._library.encode("a", add_special_tokens=x).ids for x in (True, False))
-        places = range(len(whole) + 1)
-        first = next(x for x in places if whole[x : x + len(own)] == own)
-        return whole[:first], whole[first + len(own) :]
+        texts = itertools.chain("a", self._library.get_vocab())  # of which some have tokens
+        found = next(
+            one for one in map(self._library.encode, texts) if 0 in one.special_tokens_mask
+        )
+        mask = found.special_tokens_mask
+        return found.ids[: mask.index(0)], found.ids[len(mask) - mask[::-1].index(0) :]
 
     def _with_ends(self, row):
         """Return the ids of a text with those of its ends, where it has them not already."""

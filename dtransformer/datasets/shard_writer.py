@@ -115,6 +115,9 @@ def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int
 
 def _encode(tokenizer, texts):
     """Return ids [n] and the number of each text's ids."""
+    if hasattr(tokenizer, "encode_to_numpy"):  # no tensor, before which `init` has to be called
+        ids, row_splits = tokenizer.encode_to_numpy(texts)
+        return ids, np.diff(row_splits)
     rows = tokenizer.encode(texts)
     if isinstance(rows, tf.RaggedTensor):
         return rows.flat_values.numpy(), rows.row_lengths().numpy()

@@ -167,6 +167,9 @@ class SubwordTokenizer(BaseTokenizer):
         )
         return library
 
+    def _id_of(self, token):
+        return None  # a word has the piece with its space: that which a text is encoded to
+
     def _texts(self, rows):
         rows = [[one for one in row if one not in (_PAD, _START, _END)] for row in rows]
         texts = self._library.decode_batch(rows, skip_special_tokens=False)

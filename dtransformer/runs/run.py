@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import types
+import warnings
 from collections.abc import Iterable
 
 import keras
@@ -303,6 +304,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
+        callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")
@@ -332,6 +334,14 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
+
+
+def _tell_profile(path, first):
+    """Say where the profile is, or that there is none."""
+    if any(path.rglob("*.xplane.pb")):
+        print(f"The profile is in {path}: tensorboard --logdir {path}", flush=True)
+    else:
+        warnings.warn(f"--profile: training ended before step {first}", stacklevel=2)
 
 
 def _when(act, *events):

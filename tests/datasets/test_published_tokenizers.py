@@ -87,6 +87,22 @@ def test_special_ids(gpt2):
     assert tokenizer.decode([[50, 1, 51]]) == tokenizer.decode([[50]])
 
 
+def test_ends_of_a_vocabulary_without_small_letters(tmp_path):
+    own = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate("<>ACGT")}, []))
+    own.add_special_tokens(["<", ">"])
+    own.post_processor = tokenizers.processors.TemplateProcessing(
+        single="< $A >", special_tokens=[("<", 0), (">", 1)]
+    )
+    own.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(
+        write(tmp_path, tokenizer_config={"bos_token": "<", "eos_token": ">"})
+    )
+    assert tokenizer.encode(["ACGT", ""], add_special_ids=True).to_list() == [
+        [0, 2, 3, 4, 5, 1],
+        [0, 1],
+    ]
+
+
 def test_ids_and_texts_of_sentencepiece(llama):
     tokenizer = load_tokenizer(llama)
     own = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))

@@ -117,6 +117,11 @@ def test_decoding_stops_at_the_end_and_takes_any_container(tokenizer):
     assert "list" in refused(tokenizer.encode, "one string")
 
 
+def test_a_text_that_ends_others_is_a_word(tokenizer):
+    for text in (".", "l", "jardin"):
+        assert [tokenizer.ids_of_stop(text)] == tokenizer.encode([text]).to_list()
+
+
 def test_lower_case():
     tokenizer = SubwordTokenizer.train(SENTENCES, 130, lower_case=True)
     assert tokenizer.decode(tokenizer.encode(["L'ÉTÉ DIT"])) == ["l'été dit"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import dtransformer
@@ -200,6 +201,15 @@ def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
 def test_the_message_says_what_is_allowed(cls, field, value, allowed):
     with pytest.raises(ValueError, match=allowed):
         cls(**{field: value})
+
+
+def test_numbers_of_numpy_are_kept_as_pythons():
+    config = MoEConfig(capacity_factor=np.float32(1.5))
+    assert type(config.capacity_factor) is float and config.capacity_factor == 1.5
+    assert (
+        type(dtransformer.TransformerOpParallelConfig(data_parallel=np.int64(2)).data_parallel)
+        is int
+    )
 
 
 def test_a_list_of_parts_is_kept_as_a_tuple():

@@ -32,6 +32,11 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
     assert load_config(tmp_path / "saved.yaml") == config
 
 
+def test_words_of_older_runs_are_read(tmp_path):
+    (tmp_path / "old.yaml").write_text("training:\n  jit_compile: 'true'\n")
+    assert load_config(tmp_path / "old.yaml").training.jit_compile is True
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -46,9 +46,12 @@ class Hosts:
 
         def answer(host):
             shell = ["sh"] if is_here(host) else [*self._ssh, host, "sh"]
-            options = {"capture_output": True, "text": True, "timeout": _SECONDS}
+            # What ssh leaves behind for the next connection keeps its standard error open.
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             try:
-                done = subprocess.run(shell, input=command, check=False, **options)
+                done = subprocess.run(
+                    shell, input=command, check=False, timeout=_SECONDS, **streams
+                )
             except subprocess.TimeoutExpired:
                 return None
             except OSError as error:

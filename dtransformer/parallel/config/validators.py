@@ -5,6 +5,7 @@ import re
 import typing
 from typing import Annotated, Literal
 
+import numpy as np
 import pydantic
 from pydantic import AfterValidator, Field
 
@@ -58,7 +59,8 @@ def checked_value(kind: type, name: str, value):
     Raises:
         ValueError: it is not allowed; names the field, what is allowed, and what came.
     """
-    kept = tuple(value) if isinstance(value, list) else value
+    value = value.item() if isinstance(value, np.generic) else value
+    kept = tuple(value) if isinstance(value, (list, range)) else value
     kept = dict(kept) if isinstance(kept, dict) else kept
     try:
         checks_of(kind)[name].validate_python(kept)

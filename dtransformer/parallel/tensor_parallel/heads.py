@@ -8,6 +8,7 @@ from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.ops.split_backward import is_split
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 
 Weight = tf.Tensor | keras.Variable
@@ -43,7 +44,12 @@ def project_to_heads(
     y = matmul(x, tf.concat([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1))
     if biases[0] is not None:
         y = add_bias(y, tf.concat([tf.cast(bias, x.dtype) for bias in biases], axis=0))
-    return tf.split(_heads_first(y), [kernel.shape[1] for kernel in kernels], axis=1)
+    heads = [kernel.shape[1] for kernel in kernels]
+    if len(set(heads)) > 1:
+        return tf.split(_heads_first(y), heads, axis=1)
+    b, s, _, d = static_or_dynamic_shape(y)
+    y = tf.reshape(y, [b, s, len(heads), heads[0], d])
+    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))  # which copies no more
 
 
 def _heads_first(x):

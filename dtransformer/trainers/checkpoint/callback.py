@@ -1,6 +1,6 @@
 """The callback that saves checkpoints while `fit` trains."""
 
-import numbers
+import contextlib
 import os
 import pathlib
 import time
@@ -219,7 +219,10 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._is_due, step = False, self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
-        metrics = {name: x for name, x in logs.items() if isinstance(x, numbers.Real)}
+        metrics = {}
+        for name, value in logs.items():
+            with contextlib.suppress(TypeError, ValueError):  # of what is no number
+                metrics[name] = float(value)
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
                 f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "

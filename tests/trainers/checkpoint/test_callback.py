@@ -27,7 +27,8 @@ class TestCallback:
     def test_the_best_is_kept_besides(self, tmp_path):
         class Score(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None):
-                logs["val_bleu"] = [3.0, 9.0, 5.0, float("nan"), 4.0][epoch]
+                score = [3.0, 9.0, 5.0, float("nan"), 4.0][epoch]
+                logs["val_bleu"] = keras.ops.convert_to_tensor(score)
 
         saving = ModelCheckpoint(tmp_path, keep=1, monitor="val_bleu")
         new_trainer().fit(dataset(2), epochs=5, verbose=0, callbacks=[Score(), saving])

@@ -59,6 +59,10 @@ def _sinusoids(arguments):
 _LENGTH = Field("max_length", "max_position_embeddings", 1024)
 
 
+def _both(argument, field):
+    return Field(argument, f"encoder_{field}", also=(f"decoder_{field}",), needs_also=True)
+
+
 def _family(
     architecture,
     fixed,
@@ -74,8 +78,8 @@ def _family(
         architecture,
         parts=(
             Field("hidden_size", "d_model"),
-            Field("num_heads", "encoder_attention_heads", also=("decoder_attention_heads",)),
-            Field("ffn_hidden_size", "encoder_ffn_dim", also=("decoder_ffn_dim",)),
+            _both("num_heads", "attention_heads"),
+            _both("ffn_hidden_size", "ffn_dim"),
             Field("encoder_layers", "encoder_layers"),
             Field("decoder_layers", "decoder_layers"),
             Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),

@@ -52,6 +52,7 @@ class Field:
         takes_null: whether null is a value of its own, and not the usual one.
         own: a function of a network's arguments that returns what None means there; null by default.
         also: names of fields that say the same, where they are there.
+        needs_also: whether they have to be there.
     """
 
     argument: str
@@ -63,6 +64,7 @@ class Field:
     takes_null: bool = False
     own: Callable[[Mapping], Any] = lambda arguments: None
     also: tuple[str, ...] = ()
+    needs_also: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -80,7 +82,7 @@ class Field:
         if not is_said and self.usual is not _REQUIRED:
             value = self.usual(config) if callable(self.usual) else self.usual
         for field in self.also:
-            other = first_given(config.get(field), value)
+            other = config[field] if self.needs_also else first_given(config.get(field), value)
             if other != value:
                 raise InputError(
                     f"{self.field}={shown(value)} and {field}={shown(other)} differ: they are one here"
