@@ -95,8 +95,9 @@ def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF
         options: list of further arguments of harness/rank.py.
         seconds_of_a_run: after which a rank ends.
     """
-    # After meshes of each rank's own devices, one over several ranks waits for ever.
-    runs = sorted(runs, key=lambda run: not run.layout.joins_ranks)
+    # DTensor numbers collectives by how many a process has compiled: a mesh waits for ever where its
+    # ranks were of other meshes before, those of stages or of their own devices, which compile others.
+    runs = sorted(runs, key=lambda run: (not run.layout.joins_ranks, run.layout.stages))
     while left := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
         arguments = ["-m", "harness.rank", folder, *(run.name for run in left)]
         arguments += ["--seconds", seconds_of_a_run, *options]
