@@ -37,8 +37,8 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
-        first = [{"role": "system", "content": arguments.system}]
-        first = first if arguments.system is not None else []
+        has_system = arguments.system is not None  # an empty one switches a template's own off
+        first = [{"role": "system", "content": arguments.system}] if has_system else []
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
         prompts = list(map(tokenizer.chat, turns))
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}

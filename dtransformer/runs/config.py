@@ -137,10 +137,8 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     section, name = key.split(".")
     owner = getattr(config, section)
     field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
-    if key == "training.jit_compile":  # runs were saved with the words as texts once
-        value = (
-            {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-        )
+    if key == "training.jit_compile" and value in ("true", "false"):  # as runs were saved once
+        value = value == "true"
     try:
         is_degree = section == "parallel" and key != _NO_DEGREE
         if is_degree and type(value) is int and value > _MAX_DEGREE:
