@@ -1,7 +1,5 @@
 """The layouts that are held to one process' numbers: those of the quick suite, and the others."""
 
-import re
-
 # Every pair of techniques that can be together is in one of these (test_layout_pairs.py).
 # More layouts: python benchmarks/parity.py, with --layouts '*+shard?', '*pp*', '*cp*' and '*ep*'
 QUICK = """
@@ -89,12 +87,30 @@ LONG = """
     tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_v2@4x1+shard2+recompute
     bert/mp2pp2m2-1f1b@4x1 lamb/dp2pp2m2-1f1b@4x1+whole2 moe/dp4ep2@4x1+shard2
 """.split()
-# Steps as on GPUs (harness/gpu_branch.py): some of the quick suite's, in the long one all that have
-# one device a rank. Those that go so in the quick suite go as on CPUs in the long one.
+# Steps as on GPUs (harness/gpu_branch.py): some of the quick suite's; in the long one each network and
+# each layout of two ranks once, as layouts do not know networks, and these of four. Those that go so in
+# the quick suite go as on CPUs in the long one.
 _IS_GPU = "+gpu"
+_GPU_OF_FOUR = """
+    sgd/dp2mp2@4x1+rows+sp+whole2+recompute bert/mp2pp2m2-gpipe@4x1+rows+sp
+    lamb/dp2pp2m2-zb_h1@4x1+whole1 tied/dp2pp2m2-1f1b@4x1+shard1 moe/dp4ep4@4x1
+    long_causal/cp4@4x1+ring deep_dropout/pp4m4-zb_h1@4x1
+""".split()
+
+
+def _as_on_gpus(runs):
+    """Yield the runs of which the network or the layout has not been there yet."""
+    seen = set()
+    for run in runs:
+        network, layout = run.removesuffix(_IS_GPU).split("/")
+        parts = {network.removesuffix(".used"), layout}
+        if parts - seen and "@2x1" in layout:
+            yield run.removesuffix(_IS_GPU) + _IS_GPU
+            seen |= parts
+
+
 LONG += [run.removesuffix(_IS_GPU) for run in QUICK if run.endswith(_IS_GPU)]
-LONG += [
-    run + _IS_GPU for run in [*QUICK, *LONG] if re.search(r"@\dx1", run) and _IS_GPU not in run
-]
+LONG += [run + _IS_GPU for run in _GPU_OF_FOUR]
+LONG += _as_on_gpus(sorted([*QUICK, *LONG], key=lambda run: _IS_GPU not in run))
 LONG = sorted(set(LONG) - set(QUICK), key=LONG.index)
 RUNS = [*QUICK, *LONG]
