@@ -4,6 +4,9 @@ import dataclasses
 import itertools
 import re
 
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.topology import Topology
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -66,21 +69,9 @@ class Layout:
         return max(4, self.stages * self.chunks)
 
     @property
-    def joins_ranks(self):
-        """Whether a mesh has devices of several ranks."""
-        replica = self.model * self.context
-        spans_data = self.level == 3 and replica > 1  # weights are sharded over all axes
-        return replica * (self.data if spans_data else self.experts) > self.devices
-
-    def start(self):
-        """Join the job under this layout."""
-        import keras  # the tables are read without it
-
-        import dtransformer
-        from harness.gpu_branch import take_gpu_branch
-
-        keras.config.set_dtype_policy(self.policy)
-        config = dtransformer.TransformerOpParallelConfig(
+    def config(self):
+        """The `TransformerOpParallelConfig` of it."""
+        return TransformerOpParallelConfig(
             data_parallel=self.data,
             model_parallel=self.model,
             context_parallel=self.context,
@@ -97,7 +88,27 @@ class Layout:
             pipeline_chunks=self.chunks,
             recompute=self.recompute,
         )
-        dtransformer.init(config, local_devices=self.devices)
+
+    @property
+    def ranks_of_mesh(self):
+        """The number of ranks whose devices a mesh has."""
+        topology = Topology.from_config(self.config, self.ranks, self.devices)
+        return len(topology.model_parallel_group(0))
+
+    @property
+    def joins_ranks(self):
+        """Whether a mesh has devices of several ranks."""
+        return self.ranks_of_mesh > 1
+
+    def start(self):
+        """Join the job under this layout."""
+        import keras  # the tables are read without it
+
+        import dtransformer
+        from harness.gpu_branch import take_gpu_branch
+
+        keras.config.set_dtype_policy(self.policy)
+        dtransformer.init(self.config, local_devices=self.devices)
         take_gpu_branch(self.as_on_gpus)
 
 

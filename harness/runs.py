@@ -95,9 +95,8 @@ def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF
         options: list of further arguments of harness/rank.py.
         seconds_of_a_run: after which a rank ends.
     """
-    # DTensor numbers collectives by how many a process has compiled: a mesh waits for ever where its
-    # ranks were of other meshes before, those of stages or of their own devices, which compile others.
-    runs = sorted(runs, key=lambda run: (not run.layout.joins_ranks, run.layout.stages))
+    # `init` refuses a mesh whose ranks were in smaller ones before.
+    runs = sorted(runs, key=lambda run: -run.layout.ranks_of_mesh)
     while left := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
         arguments = ["-m", "harness.rank", folder, *(run.name for run in left)]
         arguments += ["--seconds", seconds_of_a_run, *options]

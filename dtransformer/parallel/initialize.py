@@ -145,8 +145,8 @@ def init(
         TypeError: the config is none.
         ValueError: an argument is not allowed, the config's degrees do not multiply to the number
             of devices, its fields do not work together, or ranks have different configs.
-        RuntimeError: there are several ranks and Horovod is not installed, or this
-            host has fewer GPUs than its ranks ask for.
+        RuntimeError: there are several ranks and Horovod is not installed, this host has fewer
+            GPUs than its ranks ask for, or ranks of a mesh were in different ones before.
 
     Example:
 
@@ -170,6 +170,7 @@ def init(
     config = fitting(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
+    _check_meshes(topology)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
@@ -188,7 +189,8 @@ def init(
     groups = ProcessGroups(rank, size, hvd, before.groups)
     seed = before.seed if seed is None else seed
     own = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
-    job.become(job.Job(*own, is_joined=True, gates=before.gates, watchdog=watchdog))
+    kept = {"gates": before.gates, "meshes_before": job.current().meshes_before}
+    job.become(job.Job(*own, is_joined=True, watchdog=watchdog, **kept))
     with job.waiting("dtransformer.init", range(size)):
         _join_layout(topology, rank, addresses)
     return topology
@@ -211,12 +213,26 @@ def _join_layout(topology, rank, addresses):
             job.agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
 
 
+def _check_meshes(topology):
+    """Refuse a mesh whose ranks were in different ones before.
+
+    DTensor numbers collectives by how many a process has compiled: its ranks would wait for ever.
+    """
+    ranks, before = len(topology.model_parallel_group(0)), job.current().meshes_before
+    if ranks > 1 and any(number % ranks for number in before):
+        raise RuntimeError(
+            f"this layout has meshes of {ranks} ranks, which were in meshes of {min(before)} before and "
+            f"have compiled other collectives there: start the ranks anew for it"
+        )
+
+
 def _leave_layout():
     """Stop the mesh, where there is one, once every rank is done with it."""
     if job.mesh() is not None:
         job.barrier()
         stop_mesh()
-        job.become(dataclasses.replace(job.current(), mesh=None))
+        meshes = job.current().meshes_before | {job.model_parallel_group().size}
+        job.become(dataclasses.replace(job.current(), mesh=None, meshes_before=meshes))
 
 
 def shutdown() -> None:
@@ -230,4 +246,4 @@ def shutdown() -> None:
         job.watchdog().leave()
         leave_at_exit(job.current().hvd)
     stop_horovod(job.current().hvd)
-    job.become(job.Job(seed=job.seed()))
+    job.become(job.Job(seed=job.seed(), meshes_before=job.current().meshes_before))

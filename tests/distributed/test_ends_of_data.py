@@ -1,4 +1,4 @@
-"""Data that end where nobody knew, on data ranks; sums after a layout that is refused."""
+"""Data that end where nobody knew, on data ranks; layouts that are refused after others."""
 
 import keras
 import numpy as np
@@ -53,3 +53,9 @@ def test_sums_go_on_after_a_layout_that_is_refused():
     group = job.data_parallel_group()
     total = transport.all_reduce(tf.constant(2.0), "Sum", group, "after_a_refusal")
     assert float(total) == 4
+
+
+@on_ranks("dp2mp2@2x2")
+def test_a_mesh_of_ranks_that_were_in_smaller_ones_is_refused():
+    with pytest.raises(RuntimeError, match="meshes of 2 ranks, which were in meshes of 1 before"):
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))

@@ -34,6 +34,7 @@ class Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
+    meshes_before: frozenset[int] = frozenset()  # how many ranks each had
     gates: StopBarriers = dataclasses.field(default_factory=StopBarriers)
     watchdog: Watchdog | None = None
 
