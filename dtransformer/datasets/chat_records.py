@@ -4,17 +4,18 @@ The text before an answer, as the template begins it, and the text through it ar
 to be beginnings of the whole, so that what is between them is the answer, its end mark included.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
-from dtransformer.datasets.records import Record, Turns, messages_of, text_of
+from dtransformer.datasets.indexed_batches import IGNORED
+from dtransformer.datasets.records import Record, Turns, messages_of, text_of, tools_of
 from dtransformer.errors import InputError
 
 Span = tuple[int, int]
-IGNORED = -100  # a label that no loss counts
 _MARKS = "train", "weight"  # of messages, which templates do not see
 
 
@@ -44,13 +45,15 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     Raises:
         InputError: the record is of no kind that is known, or has nothing to learn; says where.
     """
+    tools = tools_of(record, place)
     if "messages" in record:
-        return conversation(messages_of(record["messages"], place), template, train_on, place)
+        messages = messages_of(record["messages"], place)
+        return conversation(messages, template, train_on, place, tools)
     if isinstance(record.get("prompt"), list):
         prompt = messages_of(record["prompt"], f"{place}, prompt")
         prompt = [{**message, "train": False} for message in prompt]
         completion = messages_of(record.get("completion"), f"{place}, completion")
-        return conversation([*prompt, *completion], template, train_on, place)
+        return conversation([*prompt, *completion], template, train_on, place, tools)
     if "completion" in record:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         if not completion:
@@ -64,9 +67,18 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
 
 
 def conversation(
-    messages: Turns, template: ChatTemplate | None, train_on: str, place: str
+    messages: Turns,
+    template: ChatTemplate | None,
+    train_on: str,
+    place: str,
+    tools: Sequence | None = None,
 ) -> Rendered:
-    """Return the text of messages, and what of it is learnt; arguments as of `rendered`.
+    """Return the text of messages, and what of it is learnt.
+
+    Args:
+        messages: them, as of `messages_of`.
+        template, train_on, place: as of `rendered`.
+        tools: what answers may call, as of `tools_of`.
 
     Example:
 
@@ -79,7 +91,8 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    whole = template.render(seen)
+    render = functools.partial(template.render, tools=tools)
+    whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)
     answers = [number for number, turn in enumerate(seen) if turn["role"] == "assistant"]
@@ -89,7 +102,7 @@ def conversation(
         )
     answers = answers[-1:] if train_on == "last_assistant" else answers
     spans = [
-        _span(seen, number, whole, template, f"{place}, message {number + 1}")
+        _span(seen, number, whole, render, f"{place}, message {number + 1}")
         for number in answers
         if messages[number].get("train", True) and messages[number].get("weight", 1)
     ]
@@ -98,18 +111,18 @@ def conversation(
     return Rendered(whole, spans, False)
 
 
-def _span(messages, number, whole, template, place):
+def _span(messages, number, whole, render, place):
     """Return where the answer of a number is in the whole text."""
-    before = template.render(messages[:number], add_generation_prompt=True)
+    before = render(messages[:number], add_generation_prompt=True)
     if not whole.startswith(before):
         # Some templates begin an answer that they ask for with more than one that is there.
-        before = template.render(messages[:number])
+        before = render(messages[:number])
         if not whole.startswith(before):
             raise InputError(
                 f"{place}: the template renders what comes before it in another way than in the whole "
                 "conversation, so that it is not known which part is the answer: give another template"
             )
-    through = template.render(messages[: number + 1])
+    through = render(messages[: number + 1])
     if whole.startswith(through) and len(through) > len(before):
         return len(before), len(through)
     # What an answer at the end has, and one in the middle has not, as the thoughts of Qwen3's.
@@ -133,14 +146,16 @@ def _span(messages, number, whole, template, place):
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
     """Return the ids of tokens that have characters of a span, `IGNORED` elsewhere; int32 [n].
 
+    White space that a tokenizer leaves out of a token's place was before its end.
+
     Example:
 
-    >>> labels_of([7, 8, 9], [(0, 2), (2, 4), (4, 4)], [(3, 4)]).tolist()
-    [-100, 8, -100]
+    >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 7)]).tolist()
+    [-100, 8, 9, -100]
     """
     found = np.array(ids, np.int32)
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
-    is_learnt = np.zeros(len(found), bool)
+    starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(found), bool)
     for start, end in spans:
-        is_learnt |= (starts < end) & (ends > start) & (ends > starts)
+        is_learnt |= (starts < end) & (ends > start)
     return np.where(is_learnt, found, np.int32(IGNORED))

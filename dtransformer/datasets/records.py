@@ -2,9 +2,11 @@
 
 A record is a dict. `text` alone is a text; `messages` a conversation; `prompt` and `completion` a text
 and how it goes on, or conversations; `chosen` and `rejected` two answers, with a `prompt` or without.
-ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
+ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output`, `history` become messages, of
+which a `system` beside them is the first. `tools` are what a conversation's answers may call.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ from dtransformer.datasets.documents import objects, placed_values, read_documen
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import FilePath
+from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import check_whole
 
 Record = dict[str, Any]
@@ -31,7 +34,8 @@ def read_records(
         path: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Parquet or Arrow, which need
             pyarrow; else text, of which each document between blank lines is a record. Text and JSON
             may be packed, `.gz`.
-        fields: dict of our names of fields and the file's, where they differ.
+        fields: dict of our names of fields and the file's, where they differ. A column of the file
+            that is taken under another name, or whose name another one gets, is not read as its own.
         target: a file of lines that those of `path` become: records of `prompt` and `completion`.
 
     Raises:
@@ -45,7 +49,8 @@ def read_records(
     >>> list(read_records("a.jsonl", names))
     [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
     """
-    name, theirs = str(path).lower(), {own: key for key, own in (fields or {}).items()}
+    name, fields = str(path).lower(), fields or {}
+    taken = {*fields, *fields.values()}
     if target is not None:
         pairs = zip(*read_pairs(path, target))
         found = (
@@ -59,24 +64,41 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
-    for place, value in objects(found, theirs):
-        yield place, _own_form({theirs.get(key, key): x for key, x in value.items()}, place)
+    for place, value in objects(found, fields.values()):
+        record = {key: x for key, x in value.items() if key not in taken}
+        yield place, _own_form(record | {own: value[key] for own, key in fields.items()}, place)
 
 
 def _own_form(record, place):
     """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
     if isinstance(record.get("conversations"), list) and "messages" not in record:
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
-        rest = {k: x for k, x in record.items() if k != "conversations"}
-        return {**rest, "messages": messages}
-    if "instruction" in record and "output" in record:
-        parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-        messages = [{"role": "user", "content": "\n".join(parts)}]
-        if record.get("system"):
-            messages.insert(0, {"role": "system", "content": text_of(record, "system", place)})
-        answer = {"role": "assistant", "content": text_of(record, "output", place)}
-        return {"messages": [*messages, answer]}
-    return record
+        record = {k: x for k, x in record.items() if k != "conversations"}
+    elif "instruction" in record and "output" in record:
+        messages = _of_alpaca(record, place)
+        record = {key: record[key] for key in ("system", "tools") if key in record}
+    elif isinstance(record.get("messages"), list):
+        messages = record["messages"]
+    else:
+        return record
+    if record.get("system"):
+        if any(isinstance(turn, dict) and turn.get("role") in ROLES[:2] for turn in messages):
+            raise InputError(f"{place}: system is beside messages that have one: give one of them")
+        text = text_of(record, "system", place)
+        messages = [{"role": "system", "content": text}, *messages]
+    return {**{k: x for k, x in record.items() if k != "system"}, "messages": messages}
+
+
+def _of_alpaca(record, place):
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(x, list) and len(x) == 2 for x in history):
+        raise InputError(
+            f"{place}: history is {shown(history)}, expected a list of [question, answer]"
+        )
+    parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
+    turns = [*history, ["\n".join(parts), text_of(record, "output", place)]]
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": next(roles), "content": text} for turn in turns for text in turn]
 
 
 def _of_sharegpt(turn, place):
@@ -140,10 +162,25 @@ def messages_of(value: Any, place: str) -> Turns:
     return value
 
 
+def tools_of(record: Record, place: str) -> list[dict] | None:
+    """Return the tools of a record: a list of objects, or the JSON text of one; None for none.
+
+    Raises:
+        InputError: they are something else; says where.
+    """
+    tools = record.get("tools") or None
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{place}, tools") or None
+    if not isinstance(tools, list | None) or not all(isinstance(x, dict) for x in tools or ()):
+        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
+    return tools
+
+
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
     """Return the prompt, the chosen and the rejected answer of a record, texts or messages.
 
-    Where there is no prompt, it is the messages that both begin with.
+    Where there is no prompt, it is the messages that both begin with; one that both begin with is
+    taken once.
 
     Raises:
         InputError: one is missing or of another kind; says where.
@@ -166,6 +203,11 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         prompt = messages_of(prompt, f"{place}, prompt")
         same = len(prompt)
         if chosen[:same] != prompt or rejected[:same] != prompt:
+            if any(side[0]["role"] in (*ROLES[:2], "user") for side in (chosen, rejected)):
+                raise InputError(
+                    f"{place}: chosen and rejected begin with other messages than prompt: leave prompt "
+                    "out where they begin with it themselves"
+                )
             return prompt, chosen, rejected
         if same == min(len(chosen), len(rejected)):
             raise InputError(f"{place}: chosen or rejected has nothing after the prompt")
