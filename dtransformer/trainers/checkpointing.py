@@ -81,8 +81,12 @@ class Checkpointing(keras.Model):
         """
         if str(path).endswith(_MODEL):
             save = super().save
+            given = {"replicas": replicas, "assets": assets, "metrics": metrics}
+            kwargs |= {name: value for name, value in given.items() if value}  # which Keras refuses
             self._write(path, _MODEL, overwrite, lambda fresh: save(fresh, **kwargs))
             return
+        if kwargs:
+            raise TypeError(f"save() of a checkpoint has no options {', '.join(kwargs)}")
         self._assert_compile_called("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
@@ -138,7 +142,7 @@ class Checkpointing(keras.Model):
 
         Returns:
             A `dtransformer.trainers.checkpoint.reader.Restored`: `step`, `position`,
-            `manifest`, and what did not fit. To go on in the middle of an epoch, use
+            `checkpoint`, and what did not fit. To go on in the middle of an epoch, use
             `fit(resume=path)`.
 
         Raises:
