@@ -322,7 +322,6 @@ def export(trainer: keras.Model, first, filepath, input_signature, **kwargs) -> 
     is_whole = job.mesh() is None and job.stage()[1] == 1
     is_whole &= not any(isinstance(variable, ShardedVariable) for variable in network.variables)
     is_whole &= not any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network))
-    trainer.wait_until_saved()  # by a thread that asks for this job, not for that of one process
     weights = None if is_whole else network.get_weights()
 
     def write():
