@@ -4,6 +4,7 @@ The text before an answer, as the template begins it, and the text through it ar
 to be beginnings of the whole, so that what is between them is the answer, its end mark included.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
 from dtransformer.datasets.records import Record, Turns, messages_of, text_of
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.json_file import parse_json
 
 Span = tuple[int, int]
 IGNORED = -100  # a label that no loss counts
@@ -44,13 +46,15 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     Raises:
         InputError: the record is of no kind that is known, or has nothing to learn; says where.
     """
+    tools = tools_of(record, place)
     if "messages" in record:
-        return conversation(messages_of(record["messages"], place), template, train_on, place)
+        turns = messages_of(record["messages"], place)
+        return conversation(turns, template, train_on, place, tools)
     if isinstance(record.get("prompt"), list):
         prompt = messages_of(record["prompt"], f"{place}, prompt")
         prompt = [{**message, "train": False} for message in prompt]
         completion = messages_of(record.get("completion"), f"{place}, completion")
-        return conversation([*prompt, *completion], template, train_on, place)
+        return conversation([*prompt, *completion], template, train_on, place, tools)
     if "completion" in record:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         if not completion:
@@ -63,10 +67,32 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     return Rendered(text, [(0, len(text))], True)
 
 
+def tools_of(record: Record, place: str) -> list | None:
+    """Return what a record says that the model may call, for its template; None where nothing.
+
+    Raises:
+        InputError: it is no list of objects, nor the JSON of one; says where.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, f"{place}, tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
+    return tools
+
+
 def conversation(
-    messages: Turns, template: ChatTemplate | None, train_on: str, place: str
+    messages: Turns,
+    template: ChatTemplate | None,
+    train_on: str,
+    place: str,
+    tools: Sequence | None = None,
 ) -> Rendered:
     """Return the text of messages, and what of it is learnt; arguments as of `rendered`.
+
+    `tools` are as of `ChatTemplate.render`.
 
     Example:
 
@@ -79,7 +105,8 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    whole = template.render(seen)
+    render = functools.partial(template.render, tools=tools)
+    whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)
     answers = [number for number, turn in enumerate(seen) if turn["role"] == "assistant"]
@@ -89,7 +116,7 @@ def conversation(
         )
     answers = answers[-1:] if train_on == "last_assistant" else answers
     spans = [
-        _span(seen, number, whole, template, f"{place}, message {number + 1}")
+        _span(seen, number, whole, render, f"{place}, message {number + 1}")
         for number in answers
         if messages[number].get("train", True) and messages[number].get("weight", 1)
     ]
@@ -98,18 +125,18 @@ def conversation(
     return Rendered(whole, spans, False)
 
 
-def _span(messages, number, whole, template, place):
+def _span(messages, number, whole, render, place):
     """Return where the answer of a number is in the whole text."""
-    before = template.render(messages[:number], add_generation_prompt=True)
+    before = render(messages[:number], add_generation_prompt=True)
     if not whole.startswith(before):
         # Some templates begin an answer that they ask for with more than one that is there.
-        before = template.render(messages[:number])
+        before = render(messages[:number])
         if not whole.startswith(before):
             raise InputError(
                 f"{place}: the template renders what comes before it in another way than in the whole "
                 "conversation, so that it is not known which part is the answer: give another template"
             )
-    through = template.render(messages[: number + 1])
+    through = render(messages[: number + 1])
     if whole.startswith(through) and len(through) > len(before):
         return len(before), len(through)
     # What an answer at the end has, and one in the middle has not, as the thoughts of Qwen3's.
@@ -142,5 +169,5 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
     is_learnt = np.zeros(len(found), bool)
     for start, end in spans:
-        is_learnt |= (starts < end) & (ends > start) & (ends > starts)
+        is_learnt |= (starts < end) & (ends > start)  # white space may have no characters
     return np.where(is_learnt, found, np.int32(IGNORED))

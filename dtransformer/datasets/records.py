@@ -45,7 +45,7 @@ def read_records(
     >>> list(read_records("a.jsonl", names))
     [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
     """
-    name, theirs = str(path).lower(), {own: key for key, own in (fields or {}).items()}
+    name, fields = str(path).lower(), dict(fields or {})
     if target is not None:
         pairs = zip(*read_pairs(path, target))
         found = (
@@ -59,24 +59,50 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
-    for place, value in objects(found, theirs):
-        yield place, _own_form({theirs.get(key, key): x for key, x in value.items()}, place)
+    named = {*fields, *fields.values()}
+    for place, value in objects(found, fields.values()):
+        rest = {key: x for key, x in value.items() if key not in named}
+        yield place, _own_form({**rest, **{own: value[key] for own, key in fields.items()}}, place)
+
+
+_BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
 
 
 def _own_form(record, place):
     """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
-    if isinstance(record.get("conversations"), list) and "messages" not in record:
+    messages = record.get("messages")
+    if messages is None and isinstance(record.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
-        rest = {k: x for k, x in record.items() if k != "conversations"}
-        return {**rest, "messages": messages}
-    if "instruction" in record and "output" in record:
+    elif messages is None and "instruction" in record and "output" in record:
         parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-        messages = [{"role": "user", "content": "\n".join(parts)}]
-        if record.get("system"):
-            messages.insert(0, {"role": "system", "content": text_of(record, "system", place)})
-        answer = {"role": "assistant", "content": text_of(record, "output", place)}
-        return {"messages": [*messages, answer]}
-    return record
+        answer = text_of(record, "output", place)
+        messages = _turns([*_history(record, place), ("\n".join(parts), answer)])
+    if not isinstance(messages, list):
+        return record
+    if record.get("system"):
+        if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
+            raise InputError(f"{place}: has a message of the system, and system: leave one out")
+        messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
+    rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
+    return {**rest, "messages": messages}
+
+
+def _turns(pairs):
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair)
+    ]
+
+
+def _history(record, place):
+    """Return Alpaca's earlier turns, pairs of what was asked and answered."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise InputError(f"{place}: history is {shown(history)}, expected pairs of texts")
+    return history
 
 
 def _of_sharegpt(turn, place):
@@ -166,6 +192,11 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         prompt = messages_of(prompt, f"{place}, prompt")
         same = len(prompt)
         if chosen[:same] != prompt or rejected[:same] != prompt:
+            if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
+                raise InputError(
+                    f"{place}: chosen and rejected begin with other messages than the prompt: leave it "
+                    "out, so that it is what both begin with"
+                )
             return prompt, chosen, rejected
         if same == min(len(chosen), len(rejected)):
             raise InputError(f"{place}: chosen or rejected has nothing after the prompt")

@@ -4,7 +4,7 @@ import sys
 
 import keras
 
-from dtransformer.datasets.chat_records import Rendered, conversation
+from dtransformer.datasets.chat_records import Rendered, conversation, tools_of
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import preferred
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
@@ -23,18 +23,18 @@ class PairTask(ChatRecords):
         for place, record in records:
             prompt, *answers = preferred(record, place)
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place))
+                found.append(self._rendered(prompt, answer, place, tools_of(record, place)))
                 places.append(place)
         rows = self.encode_rendered(found, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _rendered(self, prompt, answer, place):
+    def _rendered(self, prompt, answer, place, tools):
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
         before = [{**turn, "train": False} for turn in prompt]
-        return conversation([*before, *answer], self.template, "assistant", place)
+        return conversation([*before, *answer], self.template, "assistant", place, tools)
 
     def target(self, record, place) -> list[float]:
         """Return the two numbers that the loss gets of a record."""
