@@ -164,7 +164,8 @@ def layout_plan(config: RunConfig) -> Plan | None:
         given |= {"optimizer_shard": int(config.parallel.optimizer_shard)}
         fixed = {name: value for name, value in given.items() if name not in _FREE}
         with contextlib.suppress(InputError):
-            cluster = Cluster(this_device(per_host), number, per_host * local_devices)
+            own = {"devices_per_node": per_host * local_devices, "local_devices": local_devices}
+            cluster = Cluster(this_device(per_host), number, **own)
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
 
@@ -175,12 +176,13 @@ def _told_what_fits(config):
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        if job.is_chief():
-            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
+        with contextlib.suppress(InputError):  # of a GPU that no table has
+            if job.is_chief():
+                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
-            "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
-            "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
-            "or give a smaller batch_size"
+            "the memory of a device is full: the planner's table for these ranks, which rank 0 prints, "
+            "has layouts that fit, and parallel: auto takes the first of them; or give a smaller "
+            "batch_size"
         ) from error
 
 
