@@ -81,7 +81,7 @@ def _own_form(record, place):
         return record
     if record.get("system"):
         if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
-            raise InputError(f"{place}: has a message of the system, and system: leave one out")
+            raise InputError(f"{place}: has system, and a turn of the system: leave one out")
         messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
     rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
     return {**rest, "messages": messages}
