@@ -67,8 +67,8 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     return Rendered(text, [(0, len(text))], True)
 
 
-def tools_of(record: Record, place: str) -> list | None:
-    """Return what a record says that the model may call, for its template; None where nothing.
+def tools_of(record: Record, place: str) -> list:
+    """Return what a record says that the model may call, for its template.
 
     Raises:
         InputError: it is no list of objects, nor the JSON of one; says where.
@@ -77,18 +77,14 @@ def tools_of(record: Record, place: str) -> list | None:
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, f"{place}, tools")
     if not tools:
-        return None
+        return []
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
         raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
     return tools
 
 
 def conversation(
-    messages: Turns,
-    template: ChatTemplate | None,
-    train_on: str,
-    place: str,
-    tools: Sequence | None = None,
+    messages: Turns, template: ChatTemplate | None, train_on: str, place: str, tools: Sequence = ()
 ) -> Rendered:
     """Return the text of messages, and what of it is learnt; arguments as of `rendered`.
 
@@ -105,7 +101,7 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    render = functools.partial(template.render, tools=tools)
+    render = functools.partial(template.render, tools=tools or None)
     whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)

@@ -61,19 +61,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _quoted(dumper, text):
-    style = None if is_plain(text) else '"'
+    try:
+        style = None if _scalar(text, "") == text else '"'
+    except _Refused:
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _quoted)
-
-
-def is_plain(text: str) -> bool:
-    """Return whether a plain scalar stands for the text itself."""
-    try:
-        return _scalar(text, "") == text
-    except _Refused:
-        return False
 
 
 def yaml_text(content: object) -> str:

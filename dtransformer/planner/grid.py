@@ -1,5 +1,6 @@
 """All layouts of a number of devices that there are: every divisor of everything."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -68,19 +69,15 @@ def _levels(levels, local_devices, job, axes):
     found, is_whole = [], job.optimizer in WHOLE
     for level in levels:
         on_mesh = axes["context"] * axes["model"] * axes["expert"] > 1
-        options = {"local_devices": local_devices, "mesh_spans_data": level == 3 and on_mesh}
-        try:
-            topology = Topology(**axes, **options)
-        except ValueError:
-            continue
-        on_mesh |= local_devices > 1
-        if is_whole and (level == 3 or (level == 0 and on_mesh)):
-            continue  # they compute with full weights
-        others = axes["data"] // topology.mesh_data
-        if topology.mesh_spans_data:
-            others = axes["data"] * axes["context"]
-        if level == 0 or others > 1 or (is_whole and on_mesh):
-            found.append(level)
+        spans = level == 3 and on_mesh
+        with contextlib.suppress(ValueError):
+            topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
+            on_mesh |= local_devices > 1
+            shares = axes["context"] if spans else 1 / topology.mesh_data
+            is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
+            # They compute with full weights.
+            is_refused = is_whole and (level == 3 or (level == 0 and on_mesh))
+            found += [level] * (is_used and not is_refused)
     return found
 
 

@@ -300,14 +300,13 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         >>> with trainer.averaged_weights():
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
-        if self.optimizer_step is None:  # nothing was trained
-            yield
-            return
-        self.optimizer_step.take_averages(exchanges=True)
+        step = self.optimizer_step  # None where nothing was trained
+        exchange = lambda: step and step.take_averages(exchanges=True)
+        exchange()
         try:
             yield
         finally:
-            self.optimizer_step.take_averages(exchanges=True)
+            exchange()
 
     def training_state(self) -> TrainingState:
         """Return what checkpoints save and restore; network and optimizer are built for it."""

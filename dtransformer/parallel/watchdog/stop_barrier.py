@@ -40,11 +40,6 @@ class StopBarrier:
             self._passed += 1
             return True
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this rank is to stop."""
-        return self._holds
-
 
 class StopBarriers:
     """The `StopBarrier` of this rank for each purpose, a str."""
