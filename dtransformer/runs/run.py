@@ -293,7 +293,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     callbacks += limits(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
-        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
+        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
         swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
         callbacks.append(_when(swap, "on_epoch_end"))
