@@ -12,6 +12,8 @@ import pathlib
 import re
 import typing
 
+import yaml
+
 from dtransformer.cli.options import make_parser
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.runs import config, options, preview
@@ -103,7 +105,7 @@ def keys():
         yield f"\n### `{name}`{of}\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
         default, one_of = owner(), choices(owner)
         for field in dataclasses.fields(owner):
-            value = config.yaml.safe_dump(getattr(default, field.name)).split("\n")[0]
+            value = yaml.safe_dump(getattr(default, field.name)).split("\n")[0]
             text = told.get(field.name) or one_of[field.name]
             yield f"| `{config.key_of(field.name)}` | `{value}` | {cell(text)} |"
 

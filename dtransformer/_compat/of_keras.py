@@ -15,7 +15,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters import array_slicing, tf_dataset_adapter
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
 _BEFORE = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
@@ -250,6 +250,16 @@ class _OfOne(list):
 # `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
 # are trained with before Keras does. Unnecessary if Keras exported it.
 train_validation_split = array_slicing.train_validation_split
+
+
+def with_class_weights(dataset: tf.data.Dataset, class_weight: dict) -> tf.data.Dataset:
+    """Return a dataset of (inputs, labels) with the sample weights that `fit(class_weight=...)` gives.
+
+    Keras maps a dataset itself, which then forgets what cardinality it was told; unnecessary if it
+    took that of the dataset that it is given.
+    """
+    weigh = tf_dataset_adapter.make_class_weight_map_fn(class_weight)
+    return dataset.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def told_as_it_is(call: Callable) -> Callable:

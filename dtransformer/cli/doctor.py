@@ -15,6 +15,7 @@ from dtransformer.cli.install_horovod import (
     horovodrun,
     install_horovod,
 )
+from dtransformer.nvidia_driver import gpu_names
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
@@ -101,7 +102,12 @@ def _horovod():
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
     launcher = horovodrun()
     return [
-        check("horovod", True, f"{version}, built with {found}"),
+        check(
+            "horovod",
+            "nccl" in found.lower() or not gpu_names(),
+            f"{version}, built with {found}",
+            COMMAND,
+        ),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 

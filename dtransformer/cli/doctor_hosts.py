@@ -10,6 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -46,9 +47,9 @@ def _examine(host, own, ssh_options):
     here = is_here(host)
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -"
     command = ["sh", "-c", shell] if here else [*ssh_command(ssh_options), host, shell]
-    with _started(command) as process:
+    with _started(command) as (process, errors):
         began = time.time()
-        found, error = _answer(process)
+        found, error = _answer(process, errors)
         if found is None:
             mend = "ssh without a password, and the same folder and Python there"
             return [check(f"{host}: ssh", False, error or "does not answer", mend)]
@@ -120,20 +121,23 @@ def _interface(address):
 
 @contextlib.contextmanager
 def _started(command):
-    """Start a host's Python with the probe; end it afterwards."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen(command, text=True, **pipes)
+    """Start a host's Python with the probe; give it and its standard error, a file, and end it."""
+    errors = tempfile.TemporaryFile(
+        "w+"
+    )  # ssh's master of persistent connections keeps a pipe open
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    process = subprocess.Popen(command, text=True, stderr=errors, **pipes)
     try:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(pathlib.Path(host_probe.__file__).read_text("utf-8"))
             process.stdin.close()
-        yield process
+        yield process, errors
     finally:
         process.kill()
         process.wait()
 
 
-def _answer(process):
+def _answer(process, errors):
     """Return what the probe has printed; or None, and why."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -141,4 +145,6 @@ def _answer(process):
     with contextlib.suppress(ValueError):
         return json.loads(line), None
     process.kill()
-    return None, " ".join(process.stderr.read().split())[-150:]
+    process.wait()
+    errors.seek(0)
+    return None, " ".join(errors.read().split())[-150:]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
-from dtransformer.datasets.indexed_batches import IGNORED
-from dtransformer.datasets.records import Record, Turns, messages_of, text_of, tools_of
-from dtransformer.errors import InputError
+from dtransformer.datasets.records import Record, Turns, messages_of, text_of
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.json_file import parse_json
 
 Span = tuple[int, int]
 _MARKS = "train", "weight"  # of messages, which templates do not see
@@ -47,8 +47,8 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     """
     tools = tools_of(record, place)
     if "messages" in record:
-        messages = messages_of(record["messages"], place)
-        return conversation(messages, template, train_on, place, tools)
+        turns = messages_of(record["messages"], place)
+        return conversation(turns, template, train_on, place, tools)
     if isinstance(record.get("prompt"), list):
         prompt = messages_of(record["prompt"], f"{place}, prompt")
         prompt = [{**message, "train": False} for message in prompt]
@@ -66,12 +66,24 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     return Rendered(text, [(0, len(text))], True)
 
 
+def tools_of(record: Record, place: str) -> list:
+    """Return what a record says that the model may call, for its template.
+
+    Raises:
+        InputError: it is no list of objects, nor the JSON of one; says where.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, f"{place}, tools")
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
+    return tools
+
+
 def conversation(
-    messages: Turns,
-    template: ChatTemplate | None,
-    train_on: str,
-    place: str,
-    tools: Sequence | None = None,
+    messages: Turns, template: ChatTemplate | None, train_on: str, place: str, tools: Sequence = ()
 ) -> Rendered:
     """Return the text of messages, and what of it is learnt.
 
@@ -79,6 +91,8 @@ def conversation(
         messages: them, as of `messages_of`.
         template, train_on, place: as of `rendered`.
         tools: what answers may call, as of `tools_of`.
+
+    `tools` are as of `ChatTemplate.render`.
 
     Example:
 
@@ -91,7 +105,7 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    render = functools.partial(template.render, tools=tools)
+    render = functools.partial(template.render, tools=tools or None)
     whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)
@@ -157,5 +171,5 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
     starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(found), bool)
     for start, end in spans:
-        is_learnt |= (starts < end) & (ends > start)
+        is_learnt |= (starts < end) & (ends > start)  # white space may have no characters
     return np.where(is_learnt, found, np.int32(IGNORED))

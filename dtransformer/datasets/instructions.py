@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
-from dtransformer.datasets.language_model import TOKENS_AT_END, check_length, first_id
+from dtransformer.datasets.language_model import TOKENS_AT_END, first_id
 from dtransformer.datasets.record_batches import (
     EncodedRecords,
     RecordBatches,
@@ -13,7 +13,7 @@ from dtransformer.datasets.record_batches import (
     prepared_lengths,
 )
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 
 class InstructionBatches(RecordBatches):
@@ -75,7 +75,7 @@ class InstructionBatches(RecordBatches):
         prefix: bool = False,
         **options,
     ):
-        check_length(length, 2)
+        check_int("length", length, 2)
         start = first_id(shards, ("start", "cls")) if add_start else None
         end = first_id(shards, ("end", "sep")) if add_end else None
         rows = [[_learnt(shards, x, start, end)] for x in range(len(shards))]

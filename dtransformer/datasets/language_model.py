@@ -7,7 +7,7 @@ import numpy as np
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import check_int
 
 
 class TokenStream:
@@ -98,7 +98,7 @@ class PackedDocuments(IndexedBatches):
         add_end: bool = True,
         **options,
     ):
-        check_length(length)
+        check_int("length", length)
         begin = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
         end = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
         self._stream = TokenStream(shards, begin, end)
@@ -139,16 +139,6 @@ class PackedDocuments(IndexedBatches):
         if not (self._shuffle and self._training):
             return 0
         return int(np.random.default_rng([self._seed, epoch]).integers(self._stream.length))
-
-
-def check_length(length: int, least: int = 1) -> None:
-    """Check the number of tokens of a row.
-
-    Raises:
-        InputError: it is less than the least.
-    """
-    if length < least:
-        raise InputError(f"length={length} has to be at least {least}")
 
 
 def first_id(shards: TokenShards, names: tuple[str, ...]) -> int | None:

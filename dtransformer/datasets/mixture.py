@@ -63,9 +63,6 @@ def _mixed(x):
     return x ^ x >> np.uint64(32)
 
 
-MODES = "once", "repeat", "first_ends"
-
-
 def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "once") -> np.ndarray:
     """Return the number of the source of each record of an epoch, int32 [n].
 
@@ -96,7 +93,10 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
         part = alive[_balanced(own, number)]
         counts = np.bincount(part, minlength=len(sizes))
         if (counts > left).any():  # the last record of a source came before its turn
-            part = np.concatenate([part[part == x][: left[x]] for x in alive])
+            turns = np.zeros(len(part), np.int64)
+            for x in alive:
+                turns[part == x] = np.arange(counts[x])
+            part = part[turns < left[part]]
             counts = np.bincount(part, minlength=len(sizes))
         order.append(part)
         left -= counts

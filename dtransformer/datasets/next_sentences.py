@@ -3,10 +3,10 @@
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
-from dtransformer.datasets.language_model import check_length, first_id
+from dtransformer.datasets.language_model import first_id
 from dtransformer.datasets.masked_language_model import Masking, row_generator
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 FOLLOWS, IS_RANDOM = 0, 1
 _NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
@@ -64,7 +64,7 @@ class NextSentenceBatches(IndexedBatches):
         mask_id: int | None = None,
         **options,
     ):
-        check_length(length, _NUM_SPECIAL + 2)
+        check_int("length", length, _NUM_SPECIAL + 2)
         if not shards.has_parts or len(shards) < 2:
             raise InputError(
                 f"{shards.folder}: next sentences need two documents or more, whose sentences are "

@@ -49,8 +49,7 @@ def read_records(
     >>> list(read_records("a.jsonl", names))
     [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
     """
-    name, fields = str(path).lower(), fields or {}
-    taken = {*fields, *fields.values()}
+    name, fields = str(path).lower(), dict(fields or {})
     if target is not None:
         pairs = zip(*read_pairs(path, target))
         found = (
@@ -64,41 +63,50 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
+    named = {*fields, *fields.values()}
     for place, value in objects(found, fields.values()):
-        record = {key: x for key, x in value.items() if key not in taken}
-        yield place, _own_form(record | {own: value[key] for own, key in fields.items()}, place)
+        rest = {key: x for key, x in value.items() if key not in named}
+        yield place, _own_form({**rest, **{own: value[key] for own, key in fields.items()}}, place)
+
+
+_BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
 
 
 def _own_form(record, place):
     """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
-    if isinstance(record.get("conversations"), list) and "messages" not in record:
+    messages = record.get("messages")
+    if messages is None and isinstance(record.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
-        record = {k: x for k, x in record.items() if k != "conversations"}
-    elif "instruction" in record and "output" in record:
-        messages = _of_alpaca(record, place)
-        record = {key: record[key] for key in ("system", "tools") if key in record}
-    elif isinstance(record.get("messages"), list):
-        messages = record["messages"]
-    else:
+    elif messages is None and "instruction" in record and "output" in record:
+        parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
+        answer = text_of(record, "output", place)
+        messages = _turns([*_history(record, place), ("\n".join(parts), answer)])
+    if not isinstance(messages, list):
         return record
     if record.get("system"):
-        if any(isinstance(turn, dict) and turn.get("role") in ROLES[:2] for turn in messages):
-            raise InputError(f"{place}: system is beside messages that have one: give one of them")
-        text = text_of(record, "system", place)
-        messages = [{"role": "system", "content": text}, *messages]
-    return {**{k: x for k, x in record.items() if k != "system"}, "messages": messages}
+        if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
+            raise InputError(f"{place}: has system, and a turn of the system: leave one out")
+        messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
+    rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
+    return {**rest, "messages": messages}
 
 
-def _of_alpaca(record, place):
+def _turns(pairs):
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair)
+    ]
+
+
+def _history(record, place):
+    """Return Alpaca's earlier turns, pairs of what was asked and answered."""
     history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(x, list) and len(x) == 2 for x in history):
-        raise InputError(
-            f"{place}: history is {shown(history)}, expected a list of [question, answer]"
-        )
-    parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-    turns = [*history, ["\n".join(parts), text_of(record, "output", place)]]
-    roles = itertools.cycle(("user", "assistant"))
-    return [{"role": next(roles), "content": text} for turn in turns for text in turn]
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise InputError(f"{place}: history is {shown(history)}, expected pairs of texts")
+    return history
 
 
 def _of_sharegpt(turn, place):
@@ -203,10 +211,10 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         prompt = messages_of(prompt, f"{place}, prompt")
         same = len(prompt)
         if chosen[:same] != prompt or rejected[:same] != prompt:
-            if any(side[0]["role"] in (*ROLES[:2], "user") for side in (chosen, rejected)):
+            if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
                 raise InputError(
-                    f"{place}: chosen and rejected begin with other messages than prompt: leave prompt "
-                    "out where they begin with it themselves"
+                    f"{place}: chosen and rejected begin with other messages than the prompt: leave it "
+                    "out, so that it is what both begin with"
                 )
             return prompt, chosen, rejected
         if same == min(len(chosen), len(rejected)):

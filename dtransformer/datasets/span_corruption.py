@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example
-from dtransformer.datasets.language_model import PackedDocuments, check_length, first_id
+from dtransformer.datasets.language_model import PackedDocuments, first_id
 from dtransformer.datasets.masked_language_model import row_generator
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 
 class SpanCorruptionBatches(PackedDocuments):
@@ -66,7 +66,7 @@ class SpanCorruptionBatches(PackedDocuments):
         start_id: int | None = None,
         **options,
     ):
-        check_length(length, 4)
+        check_int("length", length, 4)
         if not 0 < rate < 1 or mean_span < 1:
             raise InputError(
                 f"rate={rate} has to be between 0 and 1, and mean_span={mean_span} at least 1"

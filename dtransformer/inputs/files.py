@@ -39,7 +39,11 @@ def _free_on_machine():
 def _free_in_container():
     try:
         limit, used = ((_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
-        return max(int(limit) - int(used), 0)
+        lines = (_GROUP / "memory.stat").read_text().splitlines()
+        # Pages of files, which make room for others.
+        of_files = "active_file ", "inactive_file "
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(of_files))
+        return max(int(limit) - int(used) + cached, 0)
     except (OSError, ValueError):  # none, or "max"
         return _UNKNOWN
 

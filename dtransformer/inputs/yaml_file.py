@@ -13,9 +13,9 @@ from dtransformer.errors import InputError, one_line, shown
 from dtransformer.inputs.files import FilePath, read_bytes
 from dtransformer.inputs.text import decode
 
-MAX_BYTES = 2**16
+MAX_BYTES = 2**20
 MAX_DEPTH = 8
-MAX_NODES = 2000
+MAX_NODES = 100_000
 _MAX_DIGITS = 18
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
@@ -54,6 +54,34 @@ def parse_yaml(text: str, name: FilePath) -> object:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
     except (yaml.YAMLError, _Refused, UnicodeError) as error:
         raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that this reading takes for something else, such as 1e5."""
+
+
+def _quoted(dumper, text):
+    try:
+        style = None if _scalar(text, "") == text else '"'
+    except _Refused:
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted)
+
+
+def yaml_text(content: object) -> str:
+    """Return YAML that `parse_yaml` makes the same content of; tuples become lists.
+
+    Example:
+
+    >>> print(yaml_text({"labels": ["1e5", "yes"]}), end="")
+    labels:
+    - "1e5"
+    - 'yes'
+    """
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:

@@ -1,7 +1,7 @@
 """Arguments of layers and models are what their type hints say, and in the ranges of their names.
 
-Settings of a layer after it is made, rules, recompute, low-rank additions and origin, are kept by
-configs, so that `from_config` and `.keras` files have them.
+Settings of a layer after it is made, rules, recompute, low-rank additions, origin and names of labels,
+are kept by configs, so that `from_config` and `.keras` files have them.
 """
 
 import dataclasses
@@ -108,6 +108,8 @@ _SETTINGS = {
     "low_rank": ("low_rank", _of_factors, _of_factors),
     "origin": ("origin", list, tuple),
     "generation": ("generation_rules", dict, dict),
+    "labels": ("label_names", list, tuple),
+    "problem": ("problem_type", str, str),
 }
 
 

@@ -252,7 +252,7 @@ def spread_evenly(
 ) -> None:
     """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
 
-    Several chunks of a single stage are there to be compiled soon; see `pipeline.alike_chunks`.
+    Several chunks of a single stage are there to be compiled soon; see `shared_chunks`.
 
     Args:
         network: the block.

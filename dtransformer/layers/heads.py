@@ -100,13 +100,14 @@ class LabelHead(Layer):
         self.pooler = self.pooler_norm = None
         if norm is not None:
             self.pooler_norm = make_norm(norm, norm_epsilon, dtype=own["dtype"], name="norm")
+        if hidden_act is not None:  # of the inputs' size, which build knows
+            self.pooler = Linear(1, hidden_bias, name="pooler", **own)
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         h = inputs_shape[-1]
         self.takes(h)
-        if self.hidden_act is not None:
-            own = {"parallel": None, "dtype": self.dtype_policy, "name": "pooler"}
-            self.pooler = Linear(h, self.hidden_bias, **own)
+        if self.pooler is not None:
+            self.pooler.units = h
             self.pooler.build((None, h))
         if self.pooler_norm is not None:
             self.pooler_norm.build((None, h))
@@ -131,6 +132,8 @@ class SequenceHead(LabelHead):
     Args:
         num_labels: number of logits; 1 for a number, such as a reward.
         pooling: `"first"`, `"mean"` or `"last"` of the positions that a mask has.
+        pad_id: id of tokens that a network with this head leaves out of pooling, though its blocks
+            attend to them: where padding is the end token, too. None for none.
         **kwargs: other arguments of `LabelHead`.
 
     Call arguments:
@@ -150,9 +153,11 @@ class SequenceHead(LabelHead):
     TensorShape([2, 3])
     """
 
-    def __init__(self, num_labels: int, pooling: str = "first", **kwargs):
+    def __init__(
+        self, num_labels: int, pooling: str = "first", pad_id: int | None = None, **kwargs
+    ):
         super().__init__(num_labels, **kwargs)
-        self.pooling = check_pooling(pooling)
+        self.pooling, self.pad_id = check_pooling(pooling), pad_id
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False

@@ -74,13 +74,17 @@ class PositionEmbedding(StreamLayer):
         self, inputs: tf.Tensor, start: int | tf.Tensor = 0, segments: tf.Tensor | None = None
     ) -> tf.Tensor:
         check_floating("inputs", inputs)
-        too_long = (inputs.shape[1] or 0) > self.max_length and segments is None
-        if self.kind == "learned" and too_long:
+        length = static_or_dynamic_shape(inputs)[1]
+        ends = self.kind == "learned" and segments is None
+        if ends and (inputs.shape[1] or 0) > self.max_length:
             raise ValueError(
                 f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
                 f"max_length={self.max_length}"
             )
-        positions = tf.range(static_or_dynamic_shape(inputs)[1])
+        positions = tf.range(length)
+        if ends and inputs.shape[1] is None:
+            # A slice of too few is an error, whose sizes are on the host; `gather` on a GPU tells none.
+            positions = tf.slice(tf.range(self.max_length), [0], [length], "up_to_max_length")
         by_rows = segments is not None or getattr(start, "shape", None) not in (None, ())
         if by_rows and segments is None:
             positions = tf.maximum(start[:, None] + positions, 0)

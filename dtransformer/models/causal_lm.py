@@ -199,7 +199,7 @@ class CausalLM(OneStackModel):
         named = self.named_inputs(inputs)
         ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
         mask, start = mask_of(named), 0
-        if self.arguments["position_offset"] and mask is not None:
+        if self.arguments["position_offset"] and mask is not None and segments is None:
             start = start_after_padding(tf.cast(mask, "int32"), 0)
         x, table = self.embed(ids, start, segments, training)
         segments = segments_of(segments, mask)
@@ -209,7 +209,7 @@ class CausalLM(OneStackModel):
             segments = tf.ones_like(ids)
         mask = None if segments is None else Segments(segments, segments, prefix)
         x = self.blocks(x, mask, training=training)
-        return self.labels(x, mask, training) if self.has_task_head else self.head(x, table)
+        return self.labels(x, ids, mask, training) if self.has_task_head else self.head(x, table)
 
     def _prefix_of(self, inputs):
         """Return which tokens are of a prefix, bool [b, s]; None where there is none."""
@@ -269,8 +269,11 @@ class CausalLM(OneStackModel):
         Raises:
             TypeError: there is no such option.
             ValueError: an option is out of range, a prompt is empty, beams are asked for together
-                with a temperature or `on_tokens`, or there are not enough learned positions.
+                with a temperature or `on_tokens`, there are not enough learned positions, or the
+                network has a task's head.
         """
+        if self.has_task_head:
+            raise ValueError(f"a {type(self.head).__name__} gives labels: generate needs tokens")
         check_int("max_new_tokens", max_new_tokens)
         self.build()
         source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)

@@ -205,7 +205,7 @@ class MaskedLM(OneStackModel):
             mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
         if self.has_task_head:
-            return self.labels(x, mask, training)
+            return self.labels(x, ids, mask, training)
         logits = self.head(x, table)
         if self.sentence_head is None:
             return logits

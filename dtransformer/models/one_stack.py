@@ -1,9 +1,12 @@
 """Networks of one stack of blocks: what they have in common, and heads of tasks in place of theirs."""
 
+import functools
+
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.arguments import KEY, set_on
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
@@ -18,17 +21,23 @@ class OneStackModel(TokenModel):
         """Whether it labels sequences or tokens; see `with_task_head`."""
         return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
 
-    def labels(self, x: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool) -> tf.Tensor:
+    def labels(
+        self, x: tf.Tensor, ids: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool
+    ) -> tf.Tensor:
         """Return what the head of a task makes of the last block's results [b, s, h].
 
         Args:
             x: the results.
+            ids: int tensor [b, s] of the tokens.
             mask: what the blocks were given; positions of segment 0 are padding.
             training: whether dropout applies.
         """
         mask = mask.queries if isinstance(mask, Segments) else mask
-        mask = None if mask is None else tf.cast(mask, "bool")
-        return self.head(x, mask, training=training)
+        pad_id = getattr(self.head, "pad_id", None)
+        masks = [] if mask is None else [tf.cast(mask, "bool")]
+        masks += [] if pad_id is None else [ids != pad_id]
+        own = [functools.reduce(tf.logical_and, masks)] if masks else []
+        return self.head(x, *own, training=training)
 
     def logits_vocab_size(self) -> int:
         return self.head.num_labels if self.has_task_head else self.vocab_size
@@ -40,6 +49,23 @@ class OneStackModel(TokenModel):
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
         own = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
         return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
+
+    def get_config(self):
+        config = super().get_config()
+        if self.has_task_head:
+            config["task_head"] = keras.saving.serialize_keras_object(self.head)
+            config["task_head"].pop("build_config", None)  # the network builds it
+        return config
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        head, settings = config.pop("task_head", None), config.pop(KEY, None)
+        network = super().from_config(config)
+        if head is not None:
+            with_task_head(network, keras.saving.deserialize_keras_object(head))
+        set_on(network, settings)  # which count the layers with those of the head
+        return network
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in the stack of blocks.

@@ -162,7 +162,6 @@ def init(
         check_int("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     before = job.current()
-    _leave_layout()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     local_size = hvd.local_size() if hvd else 1
@@ -171,6 +170,7 @@ def init(
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
     _check_meshes(topology)
+    _leave_layout()
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
@@ -189,8 +189,8 @@ def init(
     groups = ProcessGroups(rank, size, hvd, before.groups)
     seed = before.seed if seed is None else seed
     own = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
-    kept = {"gates": before.gates, "meshes_before": job.current().meshes_before}
-    job.become(job.Job(*own, is_joined=True, watchdog=watchdog, **kept))
+    kept = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
+    job.become(job.Job(*own, is_joined=True, **kept))
     with job.waiting("dtransformer.init", range(size)):
         _join_layout(topology, rank, addresses)
     return topology
@@ -200,9 +200,12 @@ def _join_layout(topology, rank, addresses):
     """Start the mesh, and make the groups of the layout."""
     groups, config = job.current().groups, get_parallel_config()
     everyone = range(topology.num_ranks)
+    mesh = start_mesh(topology, rank, addresses, device_type())
+    ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
     joined = dataclasses.replace(
         job.current(),
-        mesh=start_mesh(topology, rank, addresses, device_type()),
+        mesh=mesh,
+        meshes=job.current().meshes | ranks,
         model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
         data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
@@ -218,7 +221,7 @@ def _check_meshes(topology):
 
     DTensor numbers collectives by how many a process has compiled: its ranks would wait for ever.
     """
-    ranks, before = len(topology.model_parallel_group(0)), job.current().meshes_before
+    ranks, before = len(topology.model_parallel_group(0)), job.current().meshes
     if ranks > 1 and any(number % ranks for number in before):
         raise RuntimeError(
             f"this layout has meshes of {ranks} ranks, which were in meshes of {min(before)} before and "
@@ -231,8 +234,7 @@ def _leave_layout():
     if job.mesh() is not None:
         job.barrier()
         stop_mesh()
-        meshes = job.current().meshes_before | {job.model_parallel_group().size}
-        job.become(dataclasses.replace(job.current(), mesh=None, meshes_before=meshes))
+        job.become(dataclasses.replace(job.current(), mesh=None))
 
 
 def shutdown() -> None:
@@ -246,4 +248,4 @@ def shutdown() -> None:
         job.watchdog().leave()
         leave_at_exit(job.current().hvd)
     stop_horovod(job.current().hvd)
-    job.become(job.Job(seed=job.seed(), meshes_before=job.current().meshes_before))
+    job.become(job.Job(seed=job.seed(), meshes=job.current().meshes))

@@ -143,6 +143,7 @@ class Cluster:
         devices_per_node: how many a node has; the device's own by default.
         usable_share: share of a device's memory that training may take; the rest is the
             framework's, NCCL's buffers (`formulas.NCCL_BYTES`) and fragmentation (docs/gpus.md).
+        local_devices: how many each rank drives.
 
     Raises:
         InputError: a number is not a positive integer, or nodes are not full.
@@ -152,6 +153,7 @@ class Cluster:
     num_devices: int
     devices_per_node: int | None = None
     usable_share: float = 0.92
+    local_devices: int = 1
 
     def __post_init__(self):
         check_int("num_devices", self.num_devices)

@@ -1,5 +1,6 @@
 """All layouts of a number of devices that there are: every divisor of everything."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -8,11 +9,11 @@ import numpy as np
 
 from dtransformer.errors import InputError, nearest, refusing, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.parallel.config.topology import divisors
+from dtransformer.parallel.config.topology import Topology, divisors
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.job import Job
+from dtransformer.planner.job import WHOLE, Job
 from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, number_of
 from dtransformer.planner.shape import ModelShape
 
@@ -28,20 +29,20 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
         InputError: a fixed field is none of the config's, or no layout has it.
     """
     fixed, others = _fixed_columns(job)
-    parts = _parts(model, cluster, job.global_batch, fixed)
+    parts = _parts(model, cluster, job, fixed)
     if not parts:
         raise InputError(_why_none(model, cluster, job, fixed))
     layouts = Layouts.joined(parts)
-    supported = _is_supported(layouts, others)
+    supported = _is_supported(layouts, others, cluster.local_devices)
     if not supported.any():
         raise InputError(f"no layout is trained so: {supported_error(layouts.config(0, others))}")
     return layouts[supported]
 
 
-def _parts(model, cluster, batch, fixed):
+def _parts(model, cluster, job, fixed):
     """Return the layouts that the columns that are fixed leave, in parts of the same degrees."""
     allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
-    devices, parts = cluster.num_devices, []
+    devices, batch, parts = cluster.num_devices, job.global_batch, []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
         if crosses or not allowed("model", [t]) or _does_not_divide(model, t):
@@ -55,21 +56,41 @@ def _parts(model, cluster, batch, fixed):
                 continue
             experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
             for e in allowed("expert", experts):
-                parts.append(
-                    _options(model, allowed, t=t, p=p, c=c, e=e, data=data, batch=batch // data)
-                )
+                axes = {"stage": p, "data": data, "context": c, "model": t, "expert": e}
+                levels = _levels(allowed("level", range(4)), cluster.local_devices, job, axes)
+                sizes = {"t": t, "p": p, "c": c, "e": e, "data": data, "batch": batch // data}
+                sizes["local"] = cluster.local_devices
+                parts.append(_options(model, allowed, levels, **sizes))
     return [part for part in parts if part is not None]
 
 
+def _levels(levels, local_devices, job, axes):
+    """Return the levels of optimizer sharding that `Topology` and the optimizer take."""
+    found, is_whole = [], job.optimizer in WHOLE
+    for level in levels:
+        on_mesh = axes["context"] * axes["model"] * axes["expert"] > 1
+        spans = level == 3 and on_mesh
+        with contextlib.suppress(ValueError):
+            topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
+            on_mesh |= local_devices > 1
+            shares = axes["context"] if spans else 1 / topology.mesh_data
+            is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
+            # They compute with full weights.
+            is_refused = is_whole and (level == 3 or (level == 0 and on_mesh))
+            found += [level] * (is_used and not is_refused)
+    return found
+
+
 def _does_not_divide(model, t):
-    return model.num_heads % t or model.num_kv_heads % t or model.ffn_hidden_size % t
+    inner = model.ffn_hidden_size, model.expert_hidden_size or t
+    return model.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
 
 
 def _no_context(model, c):
     return c > 1 and any(kind.length % c for kind in model.kinds)
 
 
-def _options(model, allowed, *, t, p, c, e, data, batch):
+def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
     """Return the layouts of some degrees: micro-batches, schedules, recompute, levels."""
     rows = []
     numbers = [m for m in divisors(batch) if m >= p]
@@ -83,7 +104,6 @@ def _options(model, allowed, *, t, p, c, e, data, batch):
                 continue  # without a meaning, or uneven
             some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
             rows += itertools.product(allowed("micro_batches", some), [v], [name])
-    levels = allowed("level", range(4) if data * c > 1 else [0])
     recomputes = allowed("recompute", range(len(RECOMPUTES)))
     sequences = allowed("sequence", [0, 1] if t > 1 else [0])
     others = list(itertools.product(recomputes, levels, sequences))
@@ -94,7 +114,7 @@ def _options(model, allowed, *, t, p, c, e, data, batch):
     return Layouts.of(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
         chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
-        rows=allowed("rows", [1]) or 0,
+        rows=allowed("rows", [1]) or 0, local=local,
     )  # fmt: skip
 
 
@@ -116,7 +136,7 @@ def _fixed_columns(job):
     return columns, others
 
 
-def _is_supported(layouts, others):
+def _is_supported(layouts, others, local_devices):
     """Return a mask of the layouts that the trainer takes, by its own check.
 
     What it refuses depends on which techniques meet, not on how large their degrees are: one
@@ -127,14 +147,15 @@ def _is_supported(layouts, others):
     columns = [np.minimum(getattr(layouts, name), size) for name, size in most.items()]
     key = np.ravel_multi_index(columns, [size + 1 for size in most.values()])
     _, firsts, places = np.unique(key, return_index=True, return_inverse=True)
-    answers = [supported_error(layouts.config(first, others)) is None for first in firsts]
+    refused = lambda first: supported_error(layouts.config(first, others), local_devices)
+    answers = [refused(first) is None for first in firsts]
     return np.array(answers)[places]
 
 
-def supported_error(config: TransformerOpParallelConfig) -> str | None:
+def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1) -> str | None:
     """Return why the trainer would refuse a config; None where it takes it."""
     try:
-        check_supported(config)
+        check_supported(config, local_devices)
     except ValueError as error:
         return re.sub(r"\s+", " ", str(error))
     return None
@@ -174,7 +195,7 @@ def _why_none(model, cluster, job, fixed):
         told = f"global_batch={batch} is not divisible by {word(*shares)}"
         return f"{told}: give a multiple of {number(*shares)}"
     rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    without = [names[x] for x in fixed if _parts(model, cluster, batch, rest(x))]
+    without = [names[x] for x in fixed if _parts(model, cluster, job, rest(x))]
     if without:
         return (
             f"no layout of {devices} devices with global_batch={batch} has all of "

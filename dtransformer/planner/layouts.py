@@ -11,6 +11,7 @@ from dtransformer.parallel.config.config import (
     TransformerRecomputeConfig,
 )
 from dtransformer.parallel.schedules.schedules import SCHEDULES
+from dtransformer.planner.clusters import Cluster
 
 RECOMPUTES = ("none", "attention", "full")
 SCHEDULE_NAMES = tuple(SCHEDULES)
@@ -37,6 +38,7 @@ class Layouts:
         level: of `optimizer_shard`.
         sequence: 1 where the residual stream is sharded over the model axis.
         rows: 1 where tables of embeddings are sharded over the model axis.
+        local: number of devices of each rank.
     """
 
     model: np.ndarray
@@ -52,6 +54,7 @@ class Layouts:
     level: np.ndarray
     sequence: np.ndarray
     rows: np.ndarray
+    local: np.ndarray
 
     @classmethod
     def of(cls, **columns) -> "Layouts":
@@ -95,6 +98,22 @@ class Layouts:
     def devices(self):
         """The number of devices of each."""
         return self.model * self.stage * self.context * self.data
+
+    @property
+    def mesh_data(self):
+        """The data shards of a mesh, as `Topology` has them, but at level 3."""
+        return np.maximum(self.local // (self.model * self.context), self.expert)
+
+    @property
+    def is_on_mesh(self):
+        """Whether a rank computes on a mesh."""
+        return self.model * self.context * self.mesh_data > 1
+
+    @property
+    def sharing(self):
+        """Over how many ranks what is not sharded on a mesh is at levels 1 to 3."""
+        spans = (self.level >= 3) & (self.model * self.context * self.expert > 1)
+        return np.where(spans, self.data * self.context, self.data // self.mesh_data)
 
     @property
     def shards_experts(self):
@@ -147,19 +166,19 @@ class Layouts:
         return " · ".join(words)
 
 
-def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: int) -> Layouts:
+def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster) -> Layouts:
     """Return the one layout of a config.
 
     Args:
         config: a `TransformerOpParallelConfig`.
         global_batch: sequences of a step.
-        devices: number of devices.
+        cluster: the `Cluster`.
 
     Raises:
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
     with refusing(kinds=ValueError):
-        config = config.resolve(devices)
+        config = config.resolve(cluster.num_devices)
     parts = config.data_parallel * config.micro_batch_num
     if global_batch % parts:
         raise InputError(
@@ -167,6 +186,7 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: i
             f"· micro_batch_num={config.micro_batch_num}: give a multiple of {parts}"
         )
     columns = {column: number_of(name, getattr(config, name)) for name, column in COLUMNS.items()}
+    columns["local"] = cluster.local_devices
     return Layouts.of(micro_batch=global_batch // parts, **columns)
 
 

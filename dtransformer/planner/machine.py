@@ -112,4 +112,5 @@ def this_cluster(device: Device | None = None, local_devices: int = 1) -> Cluste
         local_devices: number of devices of each rank.
     """
     per_host = ranks_per_host() * local_devices
-    return Cluster(device or this_device(), num_ranks() * local_devices, per_host)
+    devices = num_ranks() * local_devices
+    return Cluster(device or this_device(), devices, per_host, local_devices=local_devices)

@@ -100,9 +100,10 @@ def memory_of(
 
 def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes):
     t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
-    shared = layouts.data * layouts.context  # who have the same weights
+    shared = layouts.sharing
     parameters = parameters_of_stage(model, layouts, stage)
-    weights, gradients, states = system.bytes_a_parameter(layouts.level, t > 1)
+    weights, gradients, states = system.bytes_a_parameter(layouts.level, layouts.is_on_mesh)
+    of_mesh = np.where(layouts.level >= 3, layouts.expert, 1)  # who have the same experts are fewer
     trained = parameters_of_stage(model, layouts, stage, is_trained=True)
     masters = states - system.state_bytes  # of frozen weights, too
     found = dict.fromkeys(("weights", "gradients", "states"), 0.0)
@@ -113,8 +114,8 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
         of_all = trained if is_trained else parameters
         of_experts = experts_of_stage(model, layouts, stage, is_trained)
         dense = state_bytes(of_all - of_experts, shared, layouts.level, *sizes)
-        experts = state_bytes(of_experts, shared / layouts.expert, layouts.level, *sizes)
-        for kind, x, y in zip(found, dense, experts):  # who have the same experts are fewer
+        experts = state_bytes(of_experts, shared / of_mesh, layouts.level, *sizes)
+        for kind, x, y in zip(found, dense, experts):
             found[kind] = found[kind] + x + y
     found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)

@@ -11,6 +11,7 @@ from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost, evaluate
 from dtransformer.planner.grid import grid_of
+from dtransformer.planner.models import named
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
 
@@ -136,7 +137,8 @@ def yaml_of(plan: Plan) -> str:
     """Return the first layout as the YAML of a run's config, to train with."""
     model, job, ranks = plan.model, plan.job, plan.cluster.num_devices
     content = {"parallel": fields_of(plan.best.config)}
-    if model.name in ARCHITECTURES:
+    is_published = model.name in ARCHITECTURES and job.precision != "bfloat16"
+    if is_published and model == named(model.name, sequence_length=model.sequence_length):
         content = {
             "task": _TASKS[ARCHITECTURES[model.name].network],
             "data": {"length": model.sequence_length},

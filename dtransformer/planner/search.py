@@ -117,8 +117,9 @@ def _what_would_fit(model, cluster, job):
     for times in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
         if number <= cluster.devices_per_node:
             per_node = min(cluster.device.devices_per_node, number * times)
-        larger = dataclasses.replace(cluster, num_devices=number * times, devices_per_node=per_node)
+        sizes = {"num_devices": number * times, "devices_per_node": per_node}
         with contextlib.suppress(InputError):
+            larger = dataclasses.replace(cluster, **sizes)
             memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
             if (memory.total <= larger.memory_bytes).any():
                 return f"no layout of {number} devices fits; with {number * times} devices there is one"
@@ -142,7 +143,7 @@ def cost(
     Raises:
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
-    layouts = layout_of(config, job.global_batch, cluster.num_devices)
+    layouts = layout_of(config, job.global_batch, cluster)
     job = dataclasses.replace(
         job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
     )

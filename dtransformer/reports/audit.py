@@ -23,8 +23,6 @@ _OPERATIONS = {
     "CollectiveReduceScatterV2": "reduce-scatter",
     "CollectiveGatherV2": "all-gather",
     "CollectiveAllToAllV2": "all-to-all",
-    "CollectiveAllToAllV3": "all-to-all",
-    "CollectiveReduceV3": "all-reduce",
     "HorovodAllreduce": "all-reduce",
     "HorovodGroupedAllreduce": "all-reduce",
     "HorovodAllgather": "all-gather",

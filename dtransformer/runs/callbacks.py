@@ -150,13 +150,14 @@ class LogSink(keras.callbacks.Callback):
         self._end()
 
 
-def _wandb(project, path, config, resumes):
+def _wandb(project, path, config, run_key, resumes):
     module = importlib.import_module("wandb")
-    run = module.init(project=project, name=path.name, dir=str(path), config=config)
+    same = {"id": run_key, "resume": "allow"}  # of a run that goes on, too
+    run = module.init(project=project, name=path.name, dir=str(path), config=config, **same)
     return LogSink(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
-def _mlflow(experiment, path, config, resumes):
+def _mlflow(experiment, path, config, *also):
     module = importlib.import_module("mlflow")
     module.set_experiment(experiment)
     module.start_run(run_name=path.name)
@@ -188,14 +189,15 @@ def check_logs(config: RunConfig) -> None:
             check_installed(package, f"logs.{key}: they")
 
 
-def log_callbacks(config: RunConfig, path: pathlib.Path, resumes: bool) -> list:
+def log_callbacks(config: RunConfig, path: pathlib.Path, run_key: str, resumes: bool) -> list:
     """Return the callbacks of the logs that a config asks for.
 
     Args:
         config: the run's config, whose options the services get.
         path: the run's folder.
+        run_key: of its `RunIdentity`.
         resumes: whether what is there is gone on with.
     """
     options = {key: config.option(key) for key in config.keys()}
     asked = [(make, getattr(config.logs, key)) for key, (make, _) in _LOGS.items()]
-    return [make(value, path, options, resumes) for make, value in asked if value]
+    return [make(value, path, options, run_key, resumes) for make, value in asked if value]

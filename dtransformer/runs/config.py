@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pydantic
-import yaml
 
 from dtransformer.errors import InputError, nearest, shown
 from dtransformer.inputs.json_file import problem
-from dtransformer.inputs.yaml_file import parse_setting, read_yaml
+from dtransformer.inputs.yaml_file import parse_setting, read_yaml, yaml_text
 from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
@@ -113,8 +112,7 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
         name: {key_of(field): value for field, value in dataclasses.asdict(section).items()}
         for name, section in config.sections().items()
     }
-    text = yaml.safe_dump({"task": config.task, **content}, sort_keys=False, allow_unicode=True)
-    write_text_atomically(path, text)
+    write_text_atomically(path, yaml_text({"task": config.task, **content}))
 
 
 def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:

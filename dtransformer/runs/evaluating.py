@@ -4,10 +4,11 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterable
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside
+from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.machine import num_ranks
@@ -36,7 +37,7 @@ def evaluate_run(
     config = check_run(folder)
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
     start_job(config)
-    task = load_run(folder, trained=False)
+    task = load_run(folder, config.training.precision, trained=False)
     if not hasattr(task.config.data, "dev"):
         raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
     if data:
@@ -44,7 +45,10 @@ def evaluate_run(
     task.needed("data", "dev")
     # What is printed is −log p itself.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
-    task.folder = beside(folder, ".evaluated")
+    made = from_chief(
+        lambda: tempfile.mkdtemp(".evaluated", folder.name, folder.parent), "evaluate"
+    )
+    task.folder = pathlib.Path(made)
     try:
         task.read("dev")
         trainer = make_trainer(task, 1)

@@ -88,8 +88,8 @@ def check_positions(network: TokenModel, length: int) -> None:
     has_table = arguments.get("positions", "learned") == "learned"
     if has_table and arguments.get("max_length", length) < length:
         raise InputError(
-            f"data.length is {length}, and the model has {arguments['max_length']} positions: give "
-            "at most as many"
+            f"data.length makes rows of {length} tokens, and the model has {arguments['max_length']} "
+            "positions: give less"
         )
 
 

@@ -123,7 +123,7 @@ Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
 class RecordData:
     """Records: files of examples, their form, and how they are put into rows."""
 
-    train: Sources = ()  # .jsonl, .json, .parquet, .arrow or text, each packed as .gz or not
+    train: Sources = ()  # .jsonl, .json, .parquet, .arrow or text; JSON and text may be packed, .gz
     dev: Sources = ()  # held-out records
     fields: Names = dataclasses.field(default_factory=dict)  # our name: the key in the files
     length: Count = 512  # most tokens of a record, and those of a row

@@ -14,7 +14,7 @@ import yaml
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import this_device
-from dtransformer.planner.report import fit_line
+from dtransformer.planner.report import fields_of, fit_line
 from dtransformer.planner.search import cost, plan
 from dtransformer.runs.automatic import batch_of_run, shape_of_run
 from dtransformer.runs.config import RunConfig, key_of, load_config
@@ -65,14 +65,16 @@ def _planned(config):
     """Return the lines of what a step takes, by the planner, on devices such as this host's."""
     parallel, training = config.parallel, config.training
     degrees = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel)
-    number = math.prod(degrees) * (parallel.data_parallel or 1)
+    local = training.local_devices
+    number = max(math.prod(degrees) * (parallel.data_parallel or 1), local)
     device = this_device(number)
-    cluster = Cluster(device, number * training.local_devices)
+    cluster = Cluster(device, number, local_devices=local)
     length, rows = batch_of_run(config, number)
     model = shape_of_run(config, length)
     job = Job(rows, training.precision, training.optimizer, averages=bool(training.ema))
     if training.layout == "auto":
-        found = plan(model, cluster, job).best
+        fixed = fields_of(parallel)
+        found = plan(model, cluster, dataclasses.replace(job, fixed=fixed)).best
     else:
         found = cost(model, cluster, job, parallel)
     return (

@@ -152,19 +152,19 @@ def layout_plan(config: RunConfig) -> Plan | None:
     not fit the ranks that are left. What the planner then finds nothing for goes by the rule of
     `parallel.config.elastic_config`.
     """
-    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    local, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
         return plan_of_run(config)
-    number = num_ranks() * local_devices
+    number = num_ranks() * local
     try:
-        config.parallel.resolve(number, local_devices)
+        config.parallel.resolve(number, local)
     except ValueError:
         # The optimizer may not be one that can update shards.
         given = fields_of(config.parallel)
         given |= {"optimizer_shard": int(config.parallel.optimizer_shard)}
         fixed = {name: value for name, value in given.items() if name not in _FREE}
         with contextlib.suppress(InputError):
-            cluster = Cluster(this_device(per_host), number, per_host * local_devices)
+            cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
 
@@ -175,12 +175,12 @@ def _told_what_fits(config):
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        if job.is_chief():
-            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
+        with contextlib.suppress(InputError):  # of a GPU that no table has
+            if job.is_chief():
+                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
-            "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
-            "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
-            "or give a smaller batch_size"
+            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
+            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
         ) from error
 
 
@@ -293,7 +293,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     callbacks += limits(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
-        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
+        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
         swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
         callbacks.append(_when(swap, "on_epoch_end"))

@@ -81,8 +81,12 @@ class Checkpointing(keras.Model):
         """
         if str(path).endswith(_MODEL):
             save = super().save
+            given = {"replicas": replicas, "assets": assets, "metrics": metrics}
+            kwargs |= {name: value for name, value in given.items() if value}  # which Keras refuses
             self._write(path, _MODEL, overwrite, lambda fresh: save(fresh, **kwargs))
             return
+        if kwargs:
+            raise TypeError(f"save() of a checkpoint has no options {', '.join(kwargs)}")
         self._assert_compile_called("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
@@ -138,7 +142,7 @@ class Checkpointing(keras.Model):
 
         Returns:
             A `dtransformer.trainers.checkpoint.reader.Restored`: `step`, `position`,
-            `manifest`, and what did not fit. To go on in the middle of an epoch, use
+            `checkpoint`, and what did not fit. To go on in the middle of an epoch, use
             `fit(resume=path)`.
 
         Raises:
@@ -318,7 +322,6 @@ def export(trainer: keras.Model, first, filepath, input_signature, **kwargs) -> 
     is_whole = job.mesh() is None and job.stage()[1] == 1
     is_whole &= not any(isinstance(variable, ShardedVariable) for variable in network.variables)
     is_whole &= not any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network))
-    trainer.wait_until_saved()  # by a thread that asks for this job, not for that of one process
     weights = None if is_whole else network.get_weights()
 
     def write():

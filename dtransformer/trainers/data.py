@@ -278,11 +278,13 @@ def rows_of(batch: object, i: int | tf.Tensor, number: int) -> object:
     """Return the i-th of a number of parts of nested tensors [b, ...], where None stays None.
 
     The first part has the first rows. Where b cannot be divided, some have a row more than others.
+    Batches are in the host's memory; a GPU gets its rows of them.
     """
 
     def take(x):
         rows = number_of_rows(x)
-        return x[rows * i // number : rows * (i + 1) // number]
+        with tf.device("CPU:0"):
+            return x[rows * i // number : rows * (i + 1) // number]
 
     return keras.tree.map_structure(lambda x: None if x is None else take(x), batch)
 

@@ -105,9 +105,12 @@ class FitLoop(StepFunctions):
                 (x, y, sample_weight), validation_split
             )
         first, data = self._take_data(x, shard, batch_size)
+        if class_weight is not None and isinstance(data, tf.data.Dataset):
+            data, class_weight = _compat.with_class_weights(data, class_weight), None
         validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             of_validation, validation_data = peek(as_data(validation_data))
+            check_batches(validation_data)
             if not isinstance(validation_data, tf.data.Dataset):
                 check_rows_of_ranks(of_validation, validation_shard)
         if isinstance(data, tf.data.Dataset):
@@ -176,7 +179,7 @@ class FitLoop(StepFunctions):
                 first, data = None, as_data(x)
                 self._is_unchecked = isinstance(data, tf.data.Dataset)
             else:
-                first, data = self._take_data(x, shard, batch_size)
+                first, data = self._take_data(x, shard, batch_size, trains=False)
             self._prepare(first)
             return super().evaluate(
                 data,

@@ -160,8 +160,8 @@ class Reporting(keras.Model):
         Raises:
             ValueError: there is no pipeline, or no step was run yet, or none was measured.
         """
-        if job.stage()[1] == 1:
-            raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")
+        if job.stage()[1] == 1 or self._engine is None:
+            raise ValueError("no step of a pipeline was run: train with pipeline_stage=2 or more")
         return self._engine.timeline(path)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -182,12 +182,13 @@ def resumed_data(
     size = int(data.cardinality())
     if size == tf.data.UNKNOWN_CARDINALITY and not steps_per_epoch:
         size = int(data.reduce(np.int64(0), lambda count, *_: count + 1))
-    num_batches, starts = steps_per_epoch or size, iter([position["batch"]])
-    if steps_per_epoch:
-        first = position["epoch"] * num_batches + position["batch"]
-        later = (epoch * num_batches for epoch in itertools.count(position["epoch"] + 1))
-        starts = (start % size if size > 0 else start for start in itertools.chain([first], later))
-        data = data.repeat() if size > 0 else data
+    num_batches, starts = steps_per_epoch or size, [position["batch"]]
+    if steps_per_epoch:  # Keras begins anew after the first epoch, and then goes on
+        before = position["epoch"] * num_batches
+        starts = [before + position["batch"], before + num_batches]
+        if size > 0:
+            data, starts = data.repeat(), [start % size for start in starts]
+    starts = iter(starts)
 
     def remaining(_):
         start = tf.numpy_function(lambda: np.int64(next(starts, 0)), [], tf.int64)
@@ -195,7 +196,8 @@ def resumed_data(
 
     dataset = tf.data.Dataset.range(1).flat_map(remaining).prefetch(tf.data.AUTOTUNE)
     dataset = without_autotuning(dataset)
-    return _compat.with_cardinality(dataset, num_batches), num_batches
+    cardinality = sys.maxsize if steps_per_epoch else num_batches
+    return _compat.with_cardinality(dataset, cardinality), num_batches
 
 
 def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:

@@ -22,19 +22,16 @@ class Step:
         optimizer_step: its `ShardedOptimizer`.
         metrics: the `StepMetrics`.
         compiler: the `StepCompiler`.
-        metrics_built: is called when the metrics have got their states, with the first batch.
 
     Attributes:
         expert_loads: the `ExpertLoads` of the steps since the epoch began.
     """
 
-    def __init__(
-        self, forward, engine, optimizer, optimizer_step, metrics, compiler, metrics_built
-    ):
+    def __init__(self, forward, engine, optimizer, optimizer_step, metrics, compiler):
         self._forward, self._states, self._engine = forward, forward.states, engine
         self._adds_up = forward.parts.adds_up
         self._optimizer, self._optimizer_step = optimizer, optimizer_step
-        self.metrics, self._metrics_built = metrics, metrics_built
+        self.metrics = metrics
         self.expert_loads = ExpertLoads()
         self._forward_backward = engine.forward_backward
         number = get_parallel_config().micro_batch_num
@@ -81,7 +78,6 @@ class Step:
         if not self.metrics.is_built:
             like = self._engine.example_outputs() if outputs is None else outputs[0]
             self.metrics.build(labels, like)
-            self._metrics_built()
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):

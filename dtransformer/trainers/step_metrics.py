@@ -18,15 +18,16 @@ class StepMetrics:
         loss, accuracy: `keras.metrics.Mean`s, which Keras resets at the start of an epoch.
         compiled: Keras' container of the user's metrics; None where there are none.
         objective: the `Objective`, which says what a batch weighs in an epoch's mean.
+        built: a function that is called when metrics have got states, with the first batch.
 
     Attributes:
         names: those that Keras' lists have of the logs of `update`, once it was traced: not the
             accuracy where other metrics were asked for.
     """
 
-    def __init__(self, loss, accuracy, compiled, objective):
+    def __init__(self, loss, accuracy, compiled, objective, built):
         self._loss, self._accuracy, self._compiled = loss, accuracy, compiled
-        self._objective = objective
+        self._objective, self._built = objective, built
         self._of_outputs = {}  # the losses of the outputs, where there are several
         self.names = ()
 
@@ -56,6 +57,7 @@ class StepMetrics:
             if not all(metric.variables for metric in self._compiled.metrics):
                 self._compiled.update_state(*row)  # F1Score's, and others', begin with a batch
                 self._compiled.reset_state()
+        self._built()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
         """Count a batch, of a step that is skipped, too; return the logs, means of the epoch so far.
@@ -67,6 +69,11 @@ class StepMetrics:
             labels, outputs, sample_weight: of this rank; None where no metric sees them. Outputs
                 come with their masks, see `ForwardStep.kept`.
         """
+        of_outputs = {x: f"{x.removeprefix('loss/')}_loss" for x in totals if x.startswith("loss/")}
+        if self._of_outputs.keys() != of_outputs.keys():
+            with tf.init_scope():
+                self._of_outputs = {x: keras.metrics.Mean(name=y) for x, y in of_outputs.items()}
+            self._built()
         rows = self._objective.rows(counts)
         weight = totals["counted"] if self._objective.is_of_tokens else rows  # Keras': rows
         logs = {"loss": self._mean(self._loss, loss, weight)}
@@ -74,13 +81,8 @@ class StepMetrics:
             counted = totals["counted"]
             right = tf.math.divide_no_nan(totals["right"], counted)
             logs["accuracy"] = self._mean(self._accuracy, right, counted)
-        for name, total in totals.items():
-            if name.startswith("loss/"):
-                name = f"{name.removeprefix('loss/')}_loss"
-                if name not in self._of_outputs:
-                    with tf.init_scope():
-                        self._of_outputs[name] = keras.metrics.Mean(name=name)
-                logs[name] = self._mean(self._of_outputs[name], total, rows)
+        for name, mean in self._of_outputs.items():
+            logs[mean.name] = self._mean(mean, totals[name], rows)
         self.names = set(logs)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)

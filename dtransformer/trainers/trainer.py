@@ -243,15 +243,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         check_trained_alike(self)
         initial_broadcast(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
-        metrics = StepMetrics(
-            self._loss_tracker, self._accuracy_tracker, self._compile_metrics, self.objective
-        )
+        trackers = self._loss_tracker, self._accuracy_tracker, self._compile_metrics
+        metrics = StepMetrics(*trackers, self.objective, self._metrics_built)
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
         initial_broadcast([], states)
         self._step = Step(
-            *(step, self._engine, self.optimizer, self.optimizer_step, metrics),
-            compiler=self._compiler,
-            metrics_built=self._metrics_built,
+            *(step, self._engine, self.optimizer, self.optimizer_step, metrics, self._compiler)
         )
 
     def _start_engine(self, first=None):
@@ -260,16 +257,17 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if first is not None and hasattr(self.network, "named_inputs"):  # one of ours
             self.network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
         sees_outputs = self.compiled and self._compile_metrics is not None
-        if self._engine is None:
+        is_first = self._engine is None
+        if is_first:
             self._states = LayerStates()
         step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
-        if self._engine is None:
+        if is_first:
             self._first = element_specs(first)
             self._engine = make_engine(step, self._compiler.jit_forward)
         self._engine.build(first)
         self._weights = self._weights or compile_checks.weights_now(self.network)
         compile_checks.check_weights_unchanged(self.network, self._weights)
-        if job.mesh() is not None:
+        if is_first and job.mesh() is not None:
             check_rules(self.network)
         return step
 
@@ -302,11 +300,13 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         >>> with trainer.averaged_weights():
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
-        self.optimizer_step.take_averages(exchanges=True)
+        step = self.optimizer_step  # None where nothing was trained
+        exchange = lambda: step and step.take_averages(exchanges=True)
+        exchange()
         try:
             yield
         finally:
-            self.optimizer_step.take_averages(exchanges=True)
+            exchange()
 
     def training_state(self) -> TrainingState:
         """Return what checkpoints save and restore; network and optimizer are built for it."""
@@ -315,6 +315,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._start_optimizer()
         metrics = [self._loss_tracker, self._accuracy_tracker, self._compile_metrics]
         metrics += layer_metrics(self.network)
+        if self._step is not None:
+            metrics += self._step.metrics.of_outputs
         return TrainingState(
             network=self.network,
             optimizer=self.optimizer,

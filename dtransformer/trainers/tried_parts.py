@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.errors import one_line
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
 from dtransformer.parallel.recompute.recompute import StateScope
@@ -25,6 +26,7 @@ from dtransformer.parallel.runtime import job
 MEAN, SUM = "mean", "sum"
 _ROWS = 4
 _TYPE_OF_SEEDS = "uint32"
+_POSITIONS = 16  # at most, of what losses are tried with
 _MOST_ELEMENTS = 2**24  # of the weights of a layer that is tried
 
 
@@ -67,8 +69,7 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
         outputs, calls, adding = _calls(network, inputs, layers, _ROWS)
         _, of_half, _ = _calls(network, inputs, layers, _ROWS // 2)
     except Exception as error:
-        why = str(error).strip().splitlines()[0][:80]
-        return {}, [f"{network.name} (not tried: {why})"], []
+        return {}, [f"{network.name} (not tried: {one_line(str(error), 80)})"], []
     rules, differing, of_rows = {}, [], []
     for layer in layers:
         if layer not in of_half or not (layer in adding or own_states(layer)):
@@ -235,7 +236,15 @@ def _is_own_loss(loss):
 def _losses_that_differ(objective, outputs, labels):
     """Return the names of the losses that are not the mean of those of two halves of random rows."""
     draw, differing = np.random.default_rng(0), []
+    lengths = {x.shape[1] for x in tf.nest.flatten(outputs) if len(x.shape) > 2}
+
+    def of_few_positions(x):
+        shape = list(x.shape)
+        shape[1:2] = [min(n, _POSITIONS) if n in lengths else n for n in shape[1:2]]
+        return tf.TensorSpec(shape, x.dtype)
+
     labels = tf.nest.map_structure(tf.convert_to_tensor, labels)
+    labels, outputs = tf.nest.map_structure(of_few_positions, (labels, outputs))
     outputs = tf.nest.map_structure(lambda x: _probabilities(x.shape, draw), outputs)
     for ignored in (0, -100):  # what labels that do not count are, most often
         own = tf.nest.map_structure(lambda x: _drawn_labels(x, ignored, draw), labels)

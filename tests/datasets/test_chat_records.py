@@ -332,6 +332,62 @@ def test_a_prompt_that_conversations_begin_with_is_taken_once():
     prompt, chosen, rejected = preferred(record, "a.jsonl:1")
     assert prompt == [turn("user", "Q")]
     assert (chosen, rejected) == ([turn("assistant", "A")], [turn("assistant", "B")])
-    other = {**record, "prompt": "Another?"}
-    with pytest.raises(InputError, match="a.jsonl:1: chosen and rejected begin with other messages"):
-        preferred(other, "a.jsonl:1")
+
+
+def read(tmp_path, record, fields=None):
+    (tmp_path / "r.jsonl").write_text(json.dumps(record))
+    ((_, found),) = read_records(tmp_path / "r.jsonl", fields)
+    return found
+
+
+def test_fields_that_are_named_come_before_columns_of_our_names(tmp_path):
+    found = read(tmp_path, {"sentiment": "POS", "text": "x", "label": 7}, {"label": "sentiment"})
+    assert found == {"label": "POS", "text": "x"}
+    found = read(tmp_path, {"s": "a"}, {"query": "s", "positive": "s"})
+    assert found == {"query": "a", "positive": "a"}
+
+
+@pytest.mark.parametrize("record", [
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    {"instruction": "q", "output": "a"},
+])  # fmt: skip
+def test_what_the_system_is_told_is_the_first_message(record, tmp_path):
+    found = read(tmp_path, {**record, "system": "s", "tools": []})
+    assert [(x["role"], x["content"]) for x in found["messages"]] == [
+        ("system", "s"), ("user", "q"), ("assistant", "a"),
+    ]  # fmt: skip
+    assert found["tools"] == []
+    found["system"] = "again"
+    with pytest.raises(InputError, match="leave one out"):
+        read(tmp_path, found)
+
+
+def test_earlier_turns_of_alpaca(tmp_path):
+    record = {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]]}
+    assert [x["content"] for x in read(tmp_path, record)["messages"]] == ["p", "b", "q", "a"]
+    with pytest.raises(InputError, match="history is .*, expected pairs"):
+        read(tmp_path, {**record, "history": ["p"]})
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_templates_are_given_the_tools(as_text):
+    template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
+    tools = [{"name": "add"}]
+    record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
+    found = rendered(record, template, "assistant", "here")
+    assert found.text.startswith("<add>")
+    assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
+    with pytest.raises(InputError, match="tools are .*, expected a list of objects"):
+        rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
+
+
+def test_white_space_without_characters_is_learnt():
+    assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
+
+
+def test_a_prompt_that_chosen_does_not_begin_with():
+    chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    chosen += [{"role": "assistant", "content": "a"}]
+    with pytest.raises(InputError, match="begin with other messages than the prompt"):
+        preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")

@@ -259,7 +259,7 @@ def test_sentinels_of_the_tokenizer(shards):
     "kind, options, told",
     [
         ("masked", {"rate": 0.0}, "rate=0.0"),
-        ("pairs", {"length": 4}, "length=4 has to be at least 5"),
+        ("pairs", {"length": 4}, "length must be an integer of at least 5, got 4"),
         ("pairs", {"rate": 1.5}, "rate=1.5"),
         ("pairs", {"batch_size": 10**6}, "150 documents make"),
         ("spans", {"mean_span": 0.5}, "mean_span=0.5"),

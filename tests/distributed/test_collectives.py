@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.tolerances import PARITY_LOSS
-from tests.distributed.tasks.collectives import CHECKS
+from tests.distributed.tasks.collectives.checks import CHECKS, is_quick
 from tests.shared_runs import each
 
 TASKS = "tests.distributed.tasks.collectives:"
@@ -18,7 +18,11 @@ def checks(num_ranks):
     "num_ranks, name",
     [
         pytest.param(
-            size, name, marks=[pytest.mark.runs(checks(size)), *[pytest.mark.long] * (size == 3)]
+            *(size, name),
+            marks=[
+                pytest.mark.runs(checks(size)),
+                *[pytest.mark.long] * (not is_quick(name, size)),
+            ],
         )
         for size in (2, 3, 4)
         for name, (sizes, _) in CHECKS.items()

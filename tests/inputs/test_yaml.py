@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtransformer.inputs.yaml_file import MAX_BYTES, parse_yaml
+from dtransformer.inputs.yaml_file import MAX_BYTES, parse_yaml, yaml_text
 from dtransformer.runs.config import load_config, save_config
 from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
 
@@ -61,7 +61,7 @@ def growing(levels):
         ("a: .nan", "finite"),
         ("a: -.INF", "finite"),
         ("[" * 10_000, "levels"),
-        ("[" + "1," * 5000 + "]", "values"),
+        ("[" + "1," * 110_000 + "]", "values"),
         ("1: a", "keys are texts"),
         ("? [a]\n: b", "keys are texts"),
         ("a: 1\n---\nb: 2", "several documents"),
@@ -107,3 +107,8 @@ def test_any_option_is_taken_or_refused(tmp_path, key, value):
     if config is not None:
         save_config(config, tmp_path / "saved.yaml")
         assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("text", ["1e5", "010", ".inf", "9" * 30, "null", "yes", "a: b", ""])
+def test_texts_that_look_like_numbers_are_quoted(text):
+    assert parse_yaml(yaml_text({"labels": [text]}), "x") == {"labels": [text]}

@@ -1,13 +1,17 @@
 """Promise: task heads compute what NumPy does in float64, and padding changes nothing."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dtransformer.layers import PoolingHead, SequenceHead, TokenHead
+from dtransformer.models import CausalLM, MaskedLM, add_lora
+from dtransformer.models.one_stack import with_task_head
 from tests.tolerances import LAYERS
 
 RNG = np.random.default_rng(0)
+SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}
 X = RNG.normal(size=(3, 5, 8))
 # Padding at the end, at the beginning, and a row that has no token at all.
 MASK = np.array([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
@@ -71,6 +75,45 @@ def test_configs_make_them_again():
     for head in (sequence, TokenHead(3, norm="layer_norm")):
         again = type(head).from_config(head.get_config())
         assert again.get_config() == head.get_config()
+
+
+def test_a_network_without_padding_takes_any_head():
+    for head, shape in (
+        (SequenceHead(3, "last"), (2, 3)),
+        (TokenHead(3), (2, 5, 3)),
+        (PoolingHead("last"), (2, 8)),
+    ):
+        network = with_task_head(CausalLM(20, pad_id=None, **SIZES), head)
+        assert network(np.ones((2, 5), "int32")).shape == shape
+
+
+def test_padding_that_is_the_end_token_is_left_out_of_pooling():
+    network = with_task_head(CausalLM(20, pad_id=None, **SIZES), SequenceHead(3, "last", pad_id=3))
+    ids = np.array([[5, 6, 7, 3, 3]])
+    for inputs in (ids, {"tokens": ids, "attention_mask": np.array([[1, 1, 1, 1, 0]])}):
+        np.testing.assert_allclose(network(inputs), network(ids[:, :3]), atol=LAYERS["float32"])
+
+
+def test_files_of_keras_have_the_head_of_a_task(tmp_path):
+    """With its labels, and with adapters of its kernels."""
+    network = MaskedLM(20, **SIZES, next_sentence=True)
+    network.build()
+    head = SequenceHead(3, hidden_act="tanh", dropout_rate=0.1)
+    head.label_names = ("bad", "fair", "good")
+    add_lora(with_task_head(network, head), rank=2, targets=["*query_kernel", "head/*kernel"])
+    for factor in network.trainable_variables:
+        factor.assign_add(np.ones(factor.shape))
+    network.save(tmp_path / "network.keras")
+    again = keras.saving.load_model(tmp_path / "network.keras")
+    ids = np.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(again(ids), network(ids))
+    assert again.head.label_names == head.label_names and again.sentence_head is None
+
+
+def test_labels_are_no_next_tokens():
+    network = with_task_head(CausalLM(20, **SIZES), TokenHead(3))
+    with pytest.raises(ValueError, match="a TokenHead gives labels: generate needs tokens"):
+        network.generate([[5, 6]], 3)
 
 
 def test_what_is_wrong_is_told():

@@ -329,6 +329,23 @@ def test_learned_positions_end():
     small_model("sinusoidal")(random_ids(length=13))
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+def test_learned_positions_end_where_the_length_is_open(offset):
+    """A compiled function for any length fails, too: gathering beyond a table may not."""
+    model = small_model(position_offset=offset)
+    model.build()
+    compiled = tf.function(
+        lambda ids: model({"tokens": ids, "attention_mask": tf.ones_like(ids)}),
+        input_signature=[tf.TensorSpec([None, None], "int32")],
+        jit_compile=True,
+    )
+    ids = random_ids(length=12)
+    expected = model({"tokens": ids, "attention_mask": np.ones_like(ids)})
+    np.testing.assert_allclose(compiled(ids), expected, rtol=0, atol=1e-5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"size\[0\] in \[0, 12\], but got 13"):
+        compiled(random_ids(length=13))
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [

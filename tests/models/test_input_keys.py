@@ -122,3 +122,12 @@ def test_prompts_with_their_mask():
     pairs = NETWORKS["pairs"]()
     with pytest.raises(ValueError, match="attention_mask is not 0 where the source has pad_id=0"):
         pairs.generate({"input_ids": IDS, "attention_mask": MASK}, 3)
+
+
+def test_packed_texts_with_a_mask_have_their_own_positions():
+    """Where positions begin after padding, too: segments begin anew, whatever the mask says."""
+    network = CausalLM(20, num_layers=1, pad_id=None, position_offset=2, **SIZES)
+    segments = np.array([[1, 1, 1, 2, 2, 2]] * 4)
+    packed = network({"tokens": IDS, "segments": segments, "attention_mask": np.ones_like(IDS)})
+    for half in (slice(0, 3), slice(3, 6)):
+        np.testing.assert_allclose(packed[:, half], network(IDS[:, half]), rtol=0, atol=1e-5)

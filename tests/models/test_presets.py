@@ -1,8 +1,12 @@
 """Presets have the published numbers of parameters; none of their weights is made."""
 
+import pathlib
+
 import pytest
 import tensorflow as tf
+import yaml
 
+import dtransformer
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models import from_preset
 from dtransformer.planner import from_network, named
@@ -160,3 +164,15 @@ def test_arguments_replace_those_of_a_preset():
 def test_a_preset_that_does_not_exist():
     with pytest.raises(ValueError, match="no model 'gpt5': did you mean gpt"):
         from_preset("gpt5")
+
+
+def test_tables_have_each_key_once():
+    """YAML takes the last one, and says nothing of the others."""
+    for path in pathlib.Path(dtransformer.__file__).parent.rglob("*.yaml"):
+        nodes = [yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, yaml.MappingNode):
+                keys = [key.value for key, _ in node.value]
+                assert sorted({*keys}) == sorted(keys), path
+                nodes += [value for _, value in node.value]

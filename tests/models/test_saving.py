@@ -17,6 +17,7 @@ from dtransformer.models import (
     load_lora,
     save_lora,
     save_pretrained,
+    weight_shapes,
 )
 from tests.models.pretrained.test_wrong_folders import GPT_2, LLAMA
 
@@ -159,3 +160,12 @@ def test_beside_a_folder_whose_parent_takes_none_it_is_inside(tmp_path, monkeypa
         second = write_into("/proc/self/cwd", write("2"))
     assert second.is_relative_to(first)
     assert [(one / "n").read_text() for one in (first, second)] == ["1", "2"]
+
+
+def test_adapters_are_read_as_the_own_family_s_alone(folder, tmp_path, monkeypatch):
+    """Other families' forms need the shapes of all weights once more, each."""
+    save_lora(adapted(folder), tmp_path / "mine")
+    network, counted, of_network = from_pretrained(folder), [], weight_shapes.of_network
+    monkeypatch.setattr(weight_shapes, "of_network", lambda *x: counted.append(x) or of_network(*x))
+    load_lora(network, tmp_path / "mine")
+    assert len(counted) == 3

@@ -1,6 +1,7 @@
 """The job of one process: what init gives, refuses, and derives seeds from."""
 
 import sys
+import threading
 
 import pytest
 
@@ -48,6 +49,31 @@ def test_init_makes_the_config_the_global_one():
     )
     assert dtransformer.get_parallel_config() == expected
     assert config.data_parallel is None, "the config itself stays as it was"
+
+
+def test_a_thread_is_alone_by_itself():
+    dtransformer.init(seed=7)
+    sizes = []
+    with job.alone():
+        assert job.current() is not job._job and job.seed() == 7
+        other = threading.Thread(target=lambda: sizes.append(job.current() is job._job))
+        other.start()
+        other.join()
+    assert sizes == [True] and job.current() is job._job
+
+
+def test_a_layout_that_is_refused_leaves_the_job_as_it_was():
+    dtransformer.init(TransformerOpParallelConfig(model_parallel=2), local_devices=2)
+    mesh = job.mesh()
+    with pytest.raises(ValueError, match="model_parallel"):
+        dtransformer.init(TransformerOpParallelConfig(model_parallel=3), local_devices=2)
+    assert job.mesh() is mesh and mesh is not None
+
+
+def test_gradients_that_no_level_shards_are_not_added_up_as_shards():
+    config = TransformerOpParallelConfig(gradient_accumulation_shard=True, optimizer_shard=1)
+    with pytest.raises(ValueError, match="does not work with optimizer_shard=1.*=2 or 3"):
+        validators.check_supported(config)
 
 
 def test_init_without_a_seed_keeps_the_one_that_was_set():
@@ -110,6 +136,7 @@ def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
         {"context_parallel": 2, "model_parallel": 2},
         {"context_parallel": 2, "sequence_parallel": True},
         {"pipeline_stage": 2, "micro_batch_num": 4},
+        {"pipeline_stage": 2, "micro_batch_num": 4, "optimizer_shard": True},
         {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 2},
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
@@ -127,7 +154,9 @@ def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True}], ids=str
+    "fields",
+    [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True, "optimizer_shard": 2}],
+    ids=str,
 )
 def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     (name, value), *_ = fields.items()

@@ -15,6 +15,7 @@ from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.planner import (
@@ -679,3 +680,45 @@ def test_precision_is_a_property_of_the_device():
             InputError, match="v100-32 has no bfloat16: give precision mixed_float16"
         ):
             refused()
+
+
+def test_states_are_sharded_over_ranks_of_different_meshes():
+    model, job = named("llama2_7b", sequence_length=32768), Job(1)
+    kept = lambda **fields: cost(
+        model, cluster(8, "h100"), job, TransformerOpParallelConfig(**fields)
+    )
+    one = kept(context_parallel=8).bytes_by_kind
+    assert kept(context_parallel=8, optimizer_shard=2).bytes_by_kind["states"] == one["states"]
+    assert kept(context_parallel=8, optimizer_shard=3).bytes_by_kind["states"] < one["states"] / 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layouts_are_those_that_ranks_of_several_devices_take(ranks):
+    devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
+    layouts = grid_of(named("llama2_7b"), devices, Job(16))
+    for number in range(0, len(layouts), 97):
+        topology = Topology.from_config(layouts.config(number), ranks, 8)
+        if layouts.level[number]:
+            assert max(len(topology.data_parallel_group(0)), topology.mesh_spans_data * 2) > 1
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lamb", "muon"])
+def test_optimizers_of_full_weights_are_given_whole_ones(optimizer):
+    found = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
+    for config in (one.config for one in found.costs):
+        is_whole = config.optimizer_shard in (1, 2)
+        assert (config.optimizer_shard_partition == "whole") == is_whole
+        assert config.optimizer_shard != 3 and (is_whole or config.model_parallel == 1)
+
+
+def test_no_layout_of_a_part_of_a_node():
+    assert "no layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why
+
+
+def test_a_model_that_was_changed_is_no_preset():
+    content = lambda model, **job: yaml.safe_load(
+        report.yaml_of(plan(model, cluster(8, "h100"), Job(64, **job)))
+    )
+    assert content(named("llama2_7b"))["model"] == {"preset": "llama2_7b"}
+    assert content(named("llama2_7b", num_layers=48)).keys() == {"parallel"}
+    assert content(named("llama2_7b"), precision="bfloat16").keys() == {"parallel"}

@@ -28,13 +28,14 @@ def services(monkeypatch):
 
 def test_services_get_numbers_and_options(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.wandb=mine", "logs.mlflow=ours"])
-    for one in log_callbacks(config, tmp_path / "run", resumes=False):
+    for one in log_callbacks(config, tmp_path / "run", "key", resumes=False):
         one.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
         one.on_train_batch_end(0, {"loss": 2})
         one.on_epoch_end(0, {"val_loss": 1})
         one.write("evaluation", {"val_loss": 1})
         one.on_train_end()
     options = next(options for name, _, options in services if name == "init")
+    assert options["id"] == "key" and options["resume"] == "allow"
     assert options["project"] == "mine" and options["config"]["training.epochs"] == 1
     calls = [(name, args) for name, args, _ in services]
     for name in ("log", "log_metrics"):

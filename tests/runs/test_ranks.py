@@ -52,4 +52,6 @@ def test_losses_are_those_of_one_process(name, place):
     expected = command(place, name, f"runs/{name}-1", 1, [])
     for layout, settings in LAYOUTS.items():
         found = command(place, name, f"runs/{name}-{layout}", 2, settings)
-        np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS, err_msg=f"{name}, {layout}")
+        # Small losses are differences of large logits.
+        tolerances = {"rtol": PARITY_LOSS, "atol": 1e-6}
+        np.testing.assert_allclose(found, expected, **tolerances, err_msg=f"{name}, {layout}")

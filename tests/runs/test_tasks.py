@@ -21,6 +21,8 @@ from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
 from dtransformer.runs.tasks.classification import label_name
+from dtransformer.runs.tasks.embedding import Embedding
+from dtransformer.runs.tasks.reward import Reward
 from tests.runs.small_records import CONFIGS, write, write_config
 
 OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
@@ -297,3 +299,18 @@ def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
     made.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
     np.testing.assert_allclose(kernel.numpy(), 1 - decay, rtol=1e-6)
     np.testing.assert_array_equal(bias.numpy(), 1)
+
+
+def test_what_tasks_of_pairs_do_not_read_is_an_error():
+    with pytest.raises(InputError, match="here: negative is not read"):
+        Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
+    with pytest.raises(InputError, match="here: margin is 'high', expected a number"):
+        Reward.target(None, {"margin": "high"}, "here")
+
+
+def test_targets_have_a_position_for_the_start_token(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    length = load_config(write_config("seq2seq", place)).data.length
+    settings = ["--set", "model.positions=learned", "--set", f"model.max_length={length}"]
+    train("seq2seq", place, "--run", "runs/short", *settings, code=2)
+    assert f"makes rows of {length + 1} tokens" in capsys.readouterr().err

@@ -293,3 +293,43 @@ def test_batches_of_a_generator_that_are_no_arrays(kind):
         history = model.fit(((x, y) for _ in range(3)), verbose=0).history
         losses.append(history["loss"][0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_rest_of_rows_is_evaluated_in_a_pipeline():
+    x, y = points()
+    x, y = x[:9], y[:9]
+    alone = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    with parallel_config(micro_batch_num=2):
+        found = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    np.testing.assert_allclose(found["loss"], alone["loss"], rtol=TRAINING)
+
+
+def test_options_of_a_checkpoint_that_are_unknown(tmp_path):
+    trainer = dense_trainer()
+    trainer.train_on_batch(*points())
+    with pytest.raises(TypeError, match="no options asset, include_optimizer"):
+        trainer.save(tmp_path / "x", asset={}, include_optimizer=False)
+    with pytest.raises(ValueError, match="replicas"):
+        trainer.save(tmp_path / "x.keras", replicas=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_averages_before_the_first_step_are_the_weights():
+    trainer = dense_trainer()
+    with trainer.averaged_weights():
+        assert trainer.predict(points()[0], verbose=0).shape[0] == len(points()[0])
+
+
+def test_a_loss_is_tried_on_few_positions():
+    shapes = []
+
+    def own(y_true, y_pred):
+        shapes.append(y_pred.shape)
+        return tf.reduce_mean(tf.square(y_pred - tf.cast(y_true, y_pred.dtype)))
+
+    network = keras.Sequential([keras.Input((64, 3)), keras.layers.Dense(5)])
+    with parallel_config(micro_batch_num=2):
+        trainer = Trainer(network)
+        trainer.compile("sgd", own)
+        trainer.train_on_batch(np.ones((4, 64, 3), "float32"), np.ones((4, 64, 5), "float32"))
+    assert {shape[1] for shape in shapes} == {16, 64}

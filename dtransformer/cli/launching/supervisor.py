@@ -27,7 +27,9 @@ from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 PREEMPTED, REFUSED = 75, 2
 
 # What a rank's watchdog says, and what horovodrun does.
-_VERDICT = re.compile(r"dtransformer: the job ends: (ranks? [\d, …]+ on hosts? ([^:]+): [^;]+);")
+_VERDICT = re.compile(
+    r"dtransformer: the job ends: ((?:ranks? [\d, …]+ on hosts? ([^:]+): )?[^;]+);"
+)
 _HAS_ENDED = re.compile(r"^Process \d+ exit with status code [1-9-]")
 _EXIT_CODE = re.compile(r"^Exit code: (-?\d+)")
 _NO_HOST = re.compile(r"could not connect to some hosts via ssh|Connection refused|timed out")
@@ -41,7 +43,7 @@ class Outcome:
         self.exit_code = None  # of the rank that ended first
         self.is_over = False  # whether a rank has failed, so that all will end
         self.hosts = ()  # at fault
-        self.cause = ""
+        self.cause = self._of_horovodrun = ""
         self._in_traceback = False
 
     def read(self, line: str) -> bool:
@@ -56,16 +58,17 @@ class Outcome:
             self.exit_code = int(found[1])
         elif found := _VERDICT.search(line):
             self.cause = self.cause or found[1][:_MAX_CAUSE]
-            self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
-        elif not self.cause and _NO_HOST.search(line):
-            self.cause = line.strip()[:_MAX_CAUSE]
+            if found[2]:
+                self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
+        elif not line.startswith("[") and _NO_HOST.search(line):  # else a rank's
+            self._of_horovodrun = self._of_horovodrun or line.strip()[:_MAX_CAUSE]
         return not self._in_traceback
 
     def __str__(self):
         if self.exit_code == PREEMPTED:
             return "ranks were asked to stop, and have saved"
         code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
-        return self.cause or code or "horovodrun has failed"
+        return self.cause or self._of_horovodrun or code or "horovodrun has failed"
 
 
 _SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
@@ -164,7 +167,12 @@ class Supervisor:
         """Return {host: number of ranks} of hosts that answer; wait until there are enough."""
         until = time.monotonic() + self._options.wait
         while self._signal is None:
-            self._all_hosts = hosts_of(self._options)
+            try:
+                self._all_hosts = hosts_of(self._options)
+            except InputError as error:  # of a script, or of a file that is being written
+                if not self._all_hosts:
+                    raise
+                _say(f"{error}: takes the hosts from before")
             usable = self._book.usable(self._all_hosts, time.monotonic())
             answers = self._hosts.end_all(usable)
             for host in [host for host, answer in answers.items() if answer is None]:
@@ -230,9 +238,11 @@ class Supervisor:
 
     def _let_save(self):
         """Let the ranks save and leave; end them where they take too long."""
-        self._hosts.ask_to_stop(self._ranks)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._running.wait(_SECONDS_TO_SAVE)
+        until = time.monotonic() + _SECONDS_TO_SAVE
+        while self._running.poll() is None and time.monotonic() < until:
+            self._hosts.ask_to_stop(self._ranks)  # again: ranks that start do not listen yet
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running.wait(_LOOK_AGAIN)
         self._kill()
 
     def _kill(self):
@@ -251,6 +261,9 @@ def launch(arguments: argparse.Namespace) -> int:
         del arguments.rank_command[0]
     if not arguments.rank_command:
         raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
+    most, least = arguments.num_ranks, arguments.min_ranks
+    if None not in (most, least) and least > most:
+        raise InputError(f"--min-ranks={least} is more than the {most} ranks of -np")
     return Supervisor(arguments).run()
 
 

@@ -46,7 +46,7 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
         if value is None or name in SILENT:
             continue
         if name in _IDS:
-            rules[_IDS[name]] = ids(name, value)
+            rules[_IDS[name]] = [*rules.get(_IDS[name], []), *ids(name, value)]
         elif name in _NUMBERS:
             if type(value) is not int or value < 0:
                 raise InputError(f"{path}: {name} is {shown(value)}, expected an int of 0 or more")
@@ -61,6 +61,16 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
         elif _asks(name, value, fields):
             asks[name] = [value, _OPTIONS.get(name, (None,))[0]]
     return {**rules, **({"asks": [str(path), asks]} if asks else {})}
+
+
+def fields_of(rules: Mapping) -> dict:
+    """Return the fields of `generation_config.json` that say rules: the opposite of `rules_of`."""
+    names = {own: name for name, own in _IDS.items()}
+    _, asks = rules.get("asks", ("", {}))
+    found = {names.get(own, own): value for own, value in rules.items() if own != "asks"}
+    if first := found.pop("first_ids", None):
+        found["forced_bos_token_id"] = first[0] if len(first) == 1 else first
+    return {**found, **{name: value for name, (value, _) in asks.items()}}
 
 
 def _are_single(words):

@@ -79,8 +79,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
     The folder has a `config.json`, and weights in one or several `.safetensors` files. Each rank
     reads the shards that it holds, one tensor after the other. The config's `model_type` tells the
-    family: GPT-2, Llama, Mistral, Mixtral and Qwen2 are a `CausalLM`, BERT and RoBERTa a
-    `MaskedLM`, BART, Marian and T5 an `EncoderDecoderLM`.
+    family, one of `dtransformer.models.pretrained.families.FAMILIES`: decoders are a `CausalLM`,
+    encoders a `MaskedLM`, and both together an `EncoderDecoderLM`.
 
     Args:
         folder: its path.

@@ -40,9 +40,11 @@ def written(
         InputError: the family is not known, several kernels are in one tensor of it, or adapters are
             of two kinds.
     """
-    if family not in _fitting(network):
-        raise InputError(f"family is {family!r}, expected one of {', '.join(_fitting(network))}")
-    places, stored, tensors = _modules(network, family), _stored(network, family), {}
+    places = next((paths for name, paths in _fitting(network) if name == family), None)
+    if places is None:
+        names = ", ".join(name for name, _ in _fitting(network))
+        raise InputError(f"family is {family!r}, expected one of {names}")
+    tensors, modules = {}, {path: module for path, (module, _) in places.items()}
     for path in kernels:
         if path not in places:
             raise InputError(
@@ -52,15 +54,15 @@ def written(
         shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
         for letter in KINDS[kernels[path]["kind"]]:
             value, name = factors[f"{path}.{letter}"], _NAMES[letter]
-            if letter != "a" and stored[path].order is not None:
-                value = value[..., np.argsort(stored[path].order)]
-            name = f"{_PREFIX}{places[path]}.{name}{'' if letter == 'm' else '.weight'}"
+            if letter != "a" and places[path][1].order is not None:
+                value = value[..., np.argsort(places[path][1].order)]
+            name = f"{_PREFIX}{modules[path]}.{name}{'' if letter == 'm' else '.weight'}"
             tensors[name] = np.ascontiguousarray(value.reshape(shapes[letter]).T)
     first = next(iter(kernels.values()))
     if len({own["kind"] for own in kernels.values()}) > 1:
         raise InputError("some adapters are of kind dora, others of lora: peft has one kind")
     differing = lambda name: {
-        places[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
+        modules[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
     }
     return {
         "peft_type": "LORA",
@@ -70,7 +72,7 @@ def written(
         "lora_alpha": first["alpha"],
         "rank_pattern": differing("rank"),
         "alpha_pattern": differing("alpha"),
-        "target_modules": [places[path] for path in kernels],
+        "target_modules": [modules[path] for path in kernels],
         "fan_in_fan_out": family == "gpt2",
         "use_dora": first["kind"] == "dora",
         "lora_dropout": 0.0,
@@ -176,11 +178,10 @@ def _rank_and_alpha(config, module, folder):
 def _places(network, modules, folder):
     """Return the path of the kernel of each module, and the `StoredTensor` that holds it."""
     lacking = modules
-    for family in _fitting(network):
-        found = {module: path for path, module in _modules(network, family).items()}
+    for _, paths in _fitting(network):
+        found = {module: (path, tensor) for path, (module, tensor) in paths.items()}
         if modules and modules <= found.keys():
-            stored = _stored(network, family)
-            return {module: (found[module], stored[found[module]]) for module in modules}
+            return {module: found[module] for module in modules}
         lacking = min(lacking, modules - found.keys(), key=len)
     message = ", ".join(sorted(lacking)[:3]) or "none at all"
     raise InputError(
@@ -190,17 +191,16 @@ def _places(network, modules, folder):
 
 
 def _fitting(network):
-    """Return the names of the families whose form a network may have, its own first."""
-    names = [
-        name
-        for name, family in FAMILIES.items()
-        if isinstance(network, family.network) and _modules(network, name) is not None
-    ]
-    return sorted(names, key=lambda name: name != (network.origin or [None])[0])
+    """Give families whose form a network may have, its own first, and the modules of each."""
+    own, shapes = (network.origin or [None])[0], network.weight_shapes()
+    for name in sorted(FAMILIES, key=lambda name: name != own):
+        if isinstance(network, FAMILIES[name].network):
+            if (modules := _modules(network, name, shapes)) is not None:
+                yield name, modules
 
 
-def _modules(network, family):
-    """Return the names of a family's modules by the paths of the kernels that have one alone.
+def _modules(network, family, shapes):
+    """Return a family's modules, and their tensors, by the paths of the kernels that have one alone.
 
     None where the network's kernels are not those of the family.
     """
@@ -208,15 +208,11 @@ def _modules(network, family):
         tensors = FAMILIES[family].tensors(network.arguments)
     except InputError:
         return None
-    held, own = {x for tensor in tensors for x in tensor.weights}, network.weight_shapes().keys()
+    held, own = {x for tensor in tensors for x in tensor.weights}, shapes.keys()
     if held - own or any(not path.startswith("head/") for path in own - held):
         return None
     return {
-        tensor.weights[0]: FAMILIES[family].file_name(tensor.name).removesuffix(".weight")
+        tensor.weights[0]: (FAMILIES[family].file_name(tensor.name).removesuffix(".weight"), tensor)
         for tensor in tensors
         if len(tensor.weights) == 1 and tensor.expert is None and tensor.name.endswith(".weight")
     }
-
-
-def _stored(network, family):
-    return {x.weights[0]: x for x in FAMILIES[family].tensors(network.arguments)}

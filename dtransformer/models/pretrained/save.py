@@ -15,9 +15,10 @@ from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
+from dtransformer.models.generation.rules import fields_of
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
-from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS, write_modules
+from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
@@ -32,7 +33,7 @@ _HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read 
 # What belongs to a network besides its weights: `transformers` reads all of it.
 _TOKENIZER = (
     *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*"),
+    *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*", "*sentence_*.json"),
 )
 
 
@@ -91,6 +92,10 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
+        if network.generation_rules and not (fresh / GENERATION).exists():
+            rules = {x: y for x, y in config.items() if x.endswith("_token_id")}
+            rules |= fields_of(network.generation_rules)
+            (fresh / GENERATION).write_text(json.dumps(rules, indent=2) + "\n", encoding="utf-8")
         head = getattr(network, "head", None)
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])

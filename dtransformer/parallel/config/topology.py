@@ -57,6 +57,11 @@ class Topology:
                 f"expert_parallel={self.expert} must divide data_parallel={self.data}: experts are "
                 "sharded over ranks that share the batch"
             )
+        if self.mesh_data * replica % local:
+            raise ValueError(
+                f"expert_parallel={self.expert} does not work with local_devices={local} of each rank: "
+                f"meshes of {self.mesh_data * replica} devices would have parts of ranks"
+            )
         if self.expert > 1 and self.mesh_data != self.expert:
             cause = f"local_devices={local} of each rank" if local > 1 else "optimizer_shard=3"
             fewer = " or optimizer_shard=2" if self.mesh_spans_data else " or fewer local devices"

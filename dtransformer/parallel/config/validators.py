@@ -108,6 +108,11 @@ def check_supported(config, local_devices: int = 1) -> None:
             f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
             "optimizer_shard_partition='flat'"
         )
+    if config.gradient_accumulation_shard and config.optimizer_shard < 2:
+        raise ValueError(
+            "gradient_accumulation_shard=True does not work with optimizer_shard="
+            f"{config.optimizer_shard}, where gradients are not sharded: set optimizer_shard=2 or 3"
+        )
     if config.sequence_parallel and config.context_parallel > 1 and config.model_parallel > 1:
         raise ValueError(
             f"sequence_parallel=True does not work with context_parallel={config.context_parallel}: "
@@ -142,7 +147,8 @@ def check_supported(config, local_devices: int = 1) -> None:
 def settings_without_chunks(config) -> dict:
     """Return the fields and values of a config that work in no pipeline, of one stage or more."""
     values = {name: getattr(config, name) for name in _NOT_WITH_A_PIPELINE}
-    return {name: value for name, value in values.items() if value is True or value == 3}
+    refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
+    return {name: value for name, value in values.items() if value == refused[name]}
 
 
 def check_joined(config, topology, placement) -> None:

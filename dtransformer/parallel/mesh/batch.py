@@ -40,8 +40,9 @@ def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
         sample_weight: tensor [b] or [b, t], or None.
     """
     number = num_rows((inputs, labels))
-    if sample_weight is None and rows_added(number):
-        sample_weight = np.ones([number], "float32")
+    if rows_added(number):
+        ones = np.ones([number], "float32")
+        sample_weight = tf.nest.map_structure(lambda x: ones if x is None else x, sample_weight)
     return put_sharded((inputs, labels, sample_weight))
 
 

@@ -226,15 +226,7 @@ class Dataflow:
 
 
 def _check_places(network, placed, placement):
-    used = set()
-    for layer in placed:
-        chunk = chunk_of(layer, placement)
-        if not 0 <= chunk < placement.num_chunks:
-            raise ValueError(
-                f"{layer.path} is put on stage {layer.pipeline_stage}, but there are "
-                f"{placement.num_chunks} stages"
-            )
-        used.add(chunk)
+    used = {chunk_of(layer, placement) for layer in placed}
     for chunk in range(placement.num_chunks):
         if chunk not in used:
             raise ValueError(

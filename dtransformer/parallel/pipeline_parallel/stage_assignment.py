@@ -15,9 +15,17 @@ from dtransformer.parallel.schedules.placement import Placement
 
 
 def chunk_of(layer, placement: Placement) -> int:
-    """Return which chunk a placed layer is in; a `pipeline_stage` of -1 means the last one."""
-    number = layer.pipeline_stage
-    return number % placement.num_chunks if number < 0 else number
+    """Return which chunk a placed layer is in; a `pipeline_stage` of -1 means the last one.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    number, chunks = layer.pipeline_stage, placement.num_chunks
+    if not -chunks <= number < chunks:
+        raise ValueError(
+            f"{layer.path or layer.name} is put on stage {number}, but there are {chunks} stages"
+        )
+    return number % chunks
 
 
 def stages_of(layer, placement: Placement) -> list[int]:

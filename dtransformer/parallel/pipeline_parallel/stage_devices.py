@@ -193,7 +193,7 @@ class _FunctionOnMesh(MeshFunction):
         return self.call(weights, self.trained, self._others, *args)
 
     def call(self, weights, trained, others, *args):
-        """As a call, with values of other variables that are like its own, see `alike_chunks`."""
+        """As a call, with values of other variables that are like its own, see `shared_chunks`."""
         # Gradients are traced when the function is called.
         with trace.scope(on_mesh=True), _compat.constants_are_copied():
             variables = [*trained, *others]

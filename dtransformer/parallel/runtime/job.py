@@ -1,6 +1,7 @@
 """State of the job: this rank, the mesh, the groups of ranks; `dtransformer.init` sets it."""
 
 import contextlib
+import contextvars
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -34,19 +35,20 @@ class Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
-    meshes_before: frozenset[int] = frozenset()  # how many ranks each had
+    meshes: frozenset[int] = frozenset()  # how many ranks each of this process' has had
     gates: StopBarriers = dataclasses.field(default_factory=StopBarriers)
     watchdog: Watchdog | None = None
 
 
 _job = Job()
+_alone = contextvars.ContextVar("dtransformer_alone", default=None)
 activity = ActivityTracker()
 waits_before_leaving = []
 
 
 def current() -> Job:
-    """Return the `Job` as it is now."""
-    return _job
+    """Return the `Job` as it is now, for the thread that asks."""
+    return _alone.get() or _job
 
 
 def become(job: Job) -> None:
@@ -63,27 +65,27 @@ def before_leaving(wait: Callable) -> None:
 
 def is_initialized() -> bool:
     """Return whether `init` was called."""
-    return _job.is_joined
+    return current().is_joined
 
 
 def rank() -> int:
     """Return this process' number in the job, from 0."""
-    return _job.rank
+    return current().rank
 
 
 def size() -> int:
     """Return the number of processes of the job."""
-    return _job.size
+    return current().size
 
 
 def local_rank() -> int:
     """Return this process' number on its host, from 0."""
-    return _job.local_rank
+    return current().local_rank
 
 
 def is_chief() -> bool:
     """Return whether this is rank 0, the one that prints and writes."""
-    return _job.rank == 0
+    return current().rank == 0
 
 
 def print_once(text: str, file: object = None) -> None:
@@ -94,55 +96,54 @@ def print_once(text: str, file: object = None) -> None:
 
 def topology() -> Topology:
     """Return the job's `Topology`."""
-    return _job.topology
+    return current().topology
 
 
 def horovod() -> types.ModuleType | None:
     """Return the module `horovod.tensorflow`, or None where the process runs alone."""
-    return _job.hvd
+    return current().hvd
 
 
 def model_parallel_group() -> Group:
     """Return the `Group` of the ranks that compute together with this one, on one mesh."""
-    return _job.model_parallel_group or whole_job()
+    return current().model_parallel_group or whole_job()
 
 
 def data_parallel_group() -> Group:
     """Return the `Group` of the ranks that hold the same shards of the weights."""
-    return _job.data_parallel_group or whole_job()
+    return current().data_parallel_group or whole_job()
 
 
 def pipeline_group() -> Group:
     """Return the `Group` of the ranks that hold the stages of one copy of the network."""
-    return _job.pipeline_group or agreed_group([rank()])
+    return current().pipeline_group or agreed_group([rank()])
 
 
 def stage() -> tuple[int, int]:
     """Return (index, number): this rank's pipeline stage, and how many there are."""
-    return _job.topology.stage_of(_job.rank), _job.topology.stage
+    return current().topology.stage_of(current().rank), current().topology.stage
 
 
 def placement() -> Placement:
     """Return the `Placement` of the network's model chunks on the pipeline's stages."""
-    return _job.placement
+    return current().placement
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside of the `with` block this process is a job of its own, whose layers have full weights."""
-    global _job
-    joined, _job = _job, Job(seed=_job.seed, is_joined=_job.is_joined)
+    """Inside of the `with` block this thread is a job of its own, whose layers have full weights."""
+    token = _alone.set(Job(seed=seed(), is_joined=is_initialized()))
     try:
         yield
     finally:
-        _job = joined
+        _alone.reset(token)
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    if _job.hvd is not None:
-        with waiting("the barrier", range(_job.size)):
-            _job.hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
+    if current().hvd is not None:
+        with waiting("the barrier", range(current().size)):
+            current().hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
 
 
 def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
@@ -150,7 +151,7 @@ def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContext
     if not tf.executing_eagerly():  # nothing is sent while a function is traced
         activity.traces_collective()
         return contextlib.nullcontext()
-    return activity.waiting(collective, [rank for rank in ranks if rank != _job.rank])
+    return activity.waiting(collective, [rank for rank in ranks if rank != current().rank])
 
 
 # What this rank does, for the watchdog: methods of the `ActivityTracker`.
@@ -159,12 +160,12 @@ doing, compiles, computed_for = activity.doing, activity.compiles, activity.comp
 
 def watchdog() -> Watchdog | None:
     """Return the watchdog of this rank; None without."""
-    return _job.watchdog
+    return current().watchdog
 
 
 def data_shard() -> tuple[int, int]:
     """Return (index, count): which share of every global batch this rank, and its mesh, takes."""
-    return _job.topology.data_shard(_job.rank)
+    return current().topology.data_shard(current().rank)
 
 
 def rows_multiple_of() -> int:
@@ -180,7 +181,7 @@ def compiles_shapes() -> bool:
 
 def seed() -> int:
     """Return the seed that initial weights and dropout masks are derived from."""
-    return _job.seed
+    return current().seed
 
 
 def set_seed(value: int) -> None:
@@ -196,12 +197,12 @@ def set_seed(value: int) -> None:
 
 def mesh():
     """Return the DTensor mesh of this rank; None where it is one device."""
-    return _job.mesh
+    return current().mesh
 
 
 def whole_job() -> Group:
     """Return the `Group` of all ranks, in order; before `init` that is this process alone."""
-    return _job.groups.whole_job()
+    return current().groups.whole_job()
 
 
 def new_group(ranks: Iterable[int]) -> Group:
@@ -219,15 +220,15 @@ def new_group(ranks: Iterable[int]) -> Group:
             job does not have, or ranks of the job called with different `ranks`; or Horovod was
             started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
-    with tf.init_scope(), waiting("new_group", range(_job.size)):
-        return _job.groups.new(ranks)
+    with tf.init_scope(), waiting("new_group", range(current().size)):
+        return current().groups.new(ranks)
 
 
 def agreed_group(ranks: Iterable[int]) -> Group:
     """As `new_group`, where every rank is known to ask for the same: they do not compare."""
-    return _job.groups.agreed(ranks)
+    return current().groups.agreed(ranks)
 
 
 def known_group(ranks: Iterable[int]) -> Group | None:
     """Return the group of `ranks` if a group of them was made, in any order; else None."""
-    return _job.groups.known(ranks)
+    return current().groups.known(ranks)

@@ -18,7 +18,7 @@ class TraceContext:
         on_mesh: whether tensors are DTensors, so that `constrain` applies.
         has_gradients: whether gradients may be asked for.
         stored_values: what weights that are made begin with in place of their initializers' values;
-            None for these. See `variables.values_from`.
+            None for these.
         rules: rows that replace those of the axis rules: logical name -> mesh axis or None.
         stage_view: what placed layers are called through in a pipeline; None where this rank
             has all layers.
@@ -33,8 +33,8 @@ class TraceContext:
         trains: whether a trainer's training step is traced, in which what layers do not know of
             themselves draws its masks.
         deferred: dict of what kernels are multiplied with whose gradients are left for later; None
-            where they are computed at once. See `deferred_gradients`.
-        told: dict of what layers tell besides their results; None where nobody listens. See `told`.
+            where they are computed at once.
+        auxiliary_metrics: dict of what layers tell besides their results; None where nobody listens.
         calls: dict of the scope of the names in a function that equal blocks share, and the list of
             the scopes in which it is called; None where nobody asks.
         tape_graph: the graph in which the tape of a step was opened; None where it is another's. In

@@ -9,6 +9,6 @@ A rank that goes on and holds up the others is named, once.
 
 What is decided is pure: `activity` (how long a rank may do what), `watch` (the verdict, and who
 is slow), `stop_barrier` (after which step all ranks stop together, when one is asked to). What
-carries it out: `links` (the connections), `activity_tracker` (what this rank does), `thread`,
-`ending` (how a rank leaves) and `address`.
+carries it out: `links` (the connections), `activity_tracker` (what this rank does) and `thread`
+(which also says how a rank leaves).
 """

@@ -40,25 +40,19 @@ class StopBarrier:
             self._passed += 1
             return True
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this rank is to stop."""
-        return self._holds
-
 
 class StopBarriers:
     """The `StopBarrier` of this rank for each purpose, a str."""
 
     def __init__(self):
-        self._lock, self._gates, self._numbers = threading.Lock(), {}, itertools.count()
+        self._gates, self._numbers = {}, itertools.count()
 
     def new_purpose(self) -> str:
         """Return a purpose that is new, the same on ranks that call alike."""
         return f"number {next(self._numbers)}"
 
     def __getitem__(self, purpose: str) -> StopBarrier:
-        with self._lock:
-            return self._gates.setdefault(purpose, StopBarrier())
+        return self._gates.setdefault(purpose, StopBarrier())  # a signal's handler calls it, too
 
 
 class Agreement:

@@ -36,7 +36,7 @@ def write_stacks(rank: int, message: str) -> str:
 
     Args:
         rank: this rank.
-        told: the verdict, for its first line.
+        message: the verdict, for its first line.
 
     Returns:
         The file's path; or why there is none.
@@ -55,7 +55,7 @@ def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -
     """Return the line that a rank ends with.
 
     Args:
-        told: the verdict, as `watch.say` has it.
+        message: the verdict, as `watch.say` has it.
         rank, host: this rank, and its host.
         own: what it did.
         stacks: the file with its stacks.

@@ -38,6 +38,7 @@ class Task(abc.ABC):
         kind: the class of the network that it trains, where `model` gives sizes.
         accepts: a base of the networks that it trains, too; None for no other.
         num_sequences: how many a record has, which a `GroupModel` sees where they are several.
+        num_added: of tokens that come to rows of `data.length`, such as a start token.
         always_trained: a pattern of weights that are trained beside adapters, too.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
@@ -48,6 +49,7 @@ class Task(abc.ABC):
     kind: ClassVar[type[TokenModel]]
     accepts: ClassVar[type | None] = None
     num_sequences: ClassVar[int] = 1
+    num_added: ClassVar[int] = 0
     always_trained: ClassVar[str | None] = None
 
     def __init__(
@@ -104,7 +106,7 @@ class Task(abc.ABC):
         network = networks.make_network(
             self.config, self.kind, self.vocab_size(), precision, self.accepts, **own
         )
-        networks.check_positions(network, self.config.data.length)
+        networks.check_positions(network, self.config.data.length + self.num_added)
         return network
 
     def arguments(self) -> dict:

@@ -2,7 +2,9 @@
 
 import pathlib
 
-from dtransformer.datasets.chat_records import labels_of, rendered
+import numpy as np
+
+from dtransformer.datasets.chat_records import IGNORED, labels_of, rendered
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.datasets.record_batches import next_tokens
 from dtransformer.errors import InputError
@@ -26,6 +28,8 @@ class ChatRecords(RecordTask):
 
     def settle(self, found) -> None:
         given = self.config.data.template
+        if self.old_run is not None:
+            return  # its tokenizer has the template
         if given == _CHATML:
             self.tokenizer.template_source = CHATML
         elif given is not None:
@@ -44,12 +48,13 @@ class ChatRecords(RecordTask):
         encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
         rows = []
         for one, (ids, spots, _), place in zip(found, encoded, places, strict=True):
-            labels = labels_of(ids, spots, one.spans).tolist()
+            labels = labels_of(ids, spots, one.spans)
             if one.is_plain and start is not None and ids[:1] != [start]:
-                ids, labels = [start, *ids], [-100, *labels]
+                ids, labels = [start, *ids], [IGNORED, *labels]
             if one.is_plain and end is not None and ids[-1:] != [end]:
                 ids, labels = [*ids, end], [*labels, end]
-            if all(label == -100 for label in labels):
+            ids, labels = np.array(ids, np.int32), np.array(labels, np.int32)
+            if (labels == IGNORED).all():
                 raise InputError(f"{place}: no token is learnt: is its answer empty?")
             rows.append((ids, labels))
         return rows

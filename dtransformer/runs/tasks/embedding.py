@@ -49,6 +49,12 @@ class Embedding(LabelTask):
     num_sequences, always_trained = 2, None
 
     def texts(self, record, place) -> list[str]:
+        for name in ("negative", "negatives"):
+            if record.get(name) is not None:
+                raise InputError(
+                    f"{place}: {name} is not read, as the batch's other texts are what a query is not "
+                    "near to: leave it out"
+                )
         return [text_of(record, name, place) for name in ("query", "positive")]
 
     def read(self, part: str | None = None) -> None:

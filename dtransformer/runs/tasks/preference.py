@@ -4,7 +4,7 @@ import sys
 
 import keras
 
-from dtransformer.datasets.chat_records import Rendered, conversation
+from dtransformer.datasets.chat_records import Rendered, conversation, tools_of
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import preferred, tools_of
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
@@ -24,7 +24,7 @@ class PairTask(ChatRecords):
             prompt, *answers = preferred(record, place)
             tools = tools_of(record, place)
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place, tools))
+                found.append(self._rendered(prompt, answer, place, tools_of(record, place)))
                 places.append(place)
         rows = self.encode_rendered(found, places)
         pairs = list(zip(rows[::2], rows[1::2]))

@@ -16,6 +16,7 @@ from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
+_ENCODED = 4096  # records together, whose tokens are lists meanwhile
 
 
 class RecordTask(Task):
@@ -81,10 +82,13 @@ class RecordTask(Task):
         options, rows, targets, sizes = self.config.data, [], [], []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
-            own, their = self.encode(source)
+            slices = (source[i : i + _ENCODED] for i in range(0, len(source), _ENCODED))
+            parts = [self.encode(part) for part in slices]
+            own = [row for part, _ in parts for row in part]
+            their = [x for _, part in parts for x in part or ()]
             kept, own = prepared_lengths(own, options.length, longer, f"Records ({name})")
             rows += own
-            targets += [] if their is None else [their[number] for number in kept]
+            targets += [their[number] for number in kept] if their else []
             sizes.append(len(own))
         pad_id = getattr(self.tokenizer, "pad_id", None)
         encoded = EncodedRecords(rows, targets or None, 0 if pad_id is None else pad_id)

@@ -2,6 +2,7 @@
 
 import keras
 
+from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
 from dtransformer.models import CausalLM
@@ -15,7 +16,10 @@ class Reward(PairTask):
     with_labels, always_trained = False, "head/*"
 
     def target(self, record, place) -> list[float]:
-        return [float(record.get("margin") or 0.0), 0.0]
+        margin = record.get("margin") or 0.0
+        if not isinstance(margin, int | float):
+            raise InputError(f"{place}: margin is {shown(margin)}, expected a number")
+        return [float(margin), 0.0]
 
     def with_head(self, core: CausalLM) -> CausalLM:
         head = SequenceHead(1, "last", use_bias=False, dtype=core.dtype_policy)

@@ -12,7 +12,7 @@ from dtransformer.runs.tasks.records import RecordTask
 class Seq2Seq(RecordTask):
     """Records of a `prompt` and a `completion`, each with the special tokens of its tokenizer."""
 
-    kind = EncoderDecoderLM
+    kind, num_added = EncoderDecoderLM, 1
 
     def texts(self, record, place) -> list[str]:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
@@ -24,6 +24,9 @@ class Seq2Seq(RecordTask):
         rows = self.tokenizer.encode(texts, **adds).to_list()
         pairs = zip(rows[::2], rows[1::2])
         return [((a, [-100] * len(a)), (b, b)) for a, b in pairs], None
+
+    def arguments(self):
+        return {"max_length": self.config.data.length + self.num_added, **super().arguments()}
 
     def form(self, *args) -> tuple:
         raise NotImplementedError  # batches are those of translation

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
 from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
@@ -105,7 +105,7 @@ def restore(
                     tensor.assign(checkpoint.read_local(tensor))
         except (tf.errors.OpError, OSError, MemoryError) as error:
             raise InputError(
-                f"{checkpoint.path}: cannot be read ({str(error).splitlines()[0]}); some tensors "
+                f"{checkpoint.path}: cannot be read ({one_line(str(error), 160)}); some tensors "
                 "are replaced already: restore another checkpoint before you train on"
             ) from error
 

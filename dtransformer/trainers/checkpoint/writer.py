@@ -218,8 +218,8 @@ def _write_assets(save):
 class CheckpointWriter:
     """Writes checkpoints, one at a time.
 
-    A save keeps the values that variables have, and copies none of them: TensorFlow gives a
-    variable new memory when it changes while its old value is in use.
+    A save keeps the values that variables have: TensorFlow gives a variable new memory when it
+    changes while its old value is in use. Those of a GPU are copied to the host first.
     """
 
     _running = None  # the save that is under way in this process, whichever trainer's

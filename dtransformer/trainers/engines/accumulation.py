@@ -43,8 +43,10 @@ def in_micro_batches(forward_backward, number, reduce):
             # What ranks send does not depend on the batch, and one is in memory at a time.
             with tf.control_dependencies(before):
                 more, outputs, more_sums = compute(tf.constant(i))
-            gradients = more if gradients is None else _add(gradients, more)
-            sums = more_sums if sums is None else _add(sums, more_sums)
+            if gradients is not None:  # one after the other, so that the old ones are freed
+                more = [gradients.pop(0) + more.pop(0) for _ in range(len(more))]
+                more_sums = tf.nest.map_structure(tf.add, sums, more_sums)
+            gradients, sums = more, more_sums
             all_outputs.append(outputs)
             before = gradients
         joined = lambda *xs: None if xs[0] is None else tf.concat(xs, 0)
@@ -56,7 +58,3 @@ def in_micro_batches(forward_backward, number, reduce):
 def seed_of(seed, i, number):
     """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
     return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
-
-
-def _add(total, more):
-    return tf.nest.map_structure(tf.add, total, more)

@@ -126,8 +126,10 @@ class PipelineEngine(Engine):
         self._compiled = step.compiled or self._compiled
         gradients = self._shared.add_up(step.all_gradients())
         gradients = [shard for shards in gradients for shard in shards]
+        is_first = "train" not in self._names_of_sums
         sums = self._sums_everywhere(step.sums, "train")
-        self._check_added(sums)
+        if is_first:  # later steps do not wait for it
+            self._check_added(sums)
         return gradients, step.all_outputs(), sums
 
     def _prepare(self, batches, rows, *numbers):

@@ -37,7 +37,7 @@ def reduce(
 
     Args:
         gradients: list of tensors.
-        buckets: list of lists of positions, from `buckets.buckets`.
+        buckets: list of lists of positions, from `buckets`.
         divisions: for each gradient its `Division` over the group, of which only this rank's shard
             of the sum is wanted; None where all of it is.
         dtype: name of the type in which gradients travel, by default their own.

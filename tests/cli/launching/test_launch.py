@@ -53,10 +53,10 @@ def test_refused_options_are_not_tried_again():
 @needs_horovod
 @pytest.mark.long
 def test_a_signal_is_passed_on_to_ranks_that_catch_it():
-    """Not to the shells around them; the exit code says that it can go on."""
+    """Not to the shells around them, but to those that start; the exit code says that it can go on."""
     rank = (
-        "import signal, sys, time; signal.signal(10, lambda *x: sys.exit(75)); "
-        "print('ready', flush=True); time.sleep(99)"
+        "import signal, sys, time; print('ready', flush=True); time.sleep(3); "
+        "signal.signal(10, lambda *x: sys.exit(75)); time.sleep(99)"
     )
     process = launch("-np", "1", command=f'exec {sys.executable} -c "{rank}"')
     for line in process.stdout:
@@ -76,6 +76,7 @@ def test_a_signal_is_passed_on_to_ranks_that_catch_it():
     (["--host-discovery-script", "/bin/false", "--", "x"], "has ended with code 1"),
     (["--restarts", "-1", "--", "x"], "expected an integer"),
     (["-np", "0", "--", "x"], "expected an integer"),
+    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks=4 is more than the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
 def test_wrong_options_are_told_in_one_line(options, told, capsys):

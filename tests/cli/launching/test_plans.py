@@ -60,6 +60,18 @@ OUTPUTS = {
         ["x dtransformer: the job ends: ranks 1, 2 on hosts a, b: ended in step 5; and so on\n"],
         ("ranks 1, 2 on hosts a, b: ended in step 5", ("a", "b"), False, False),
     ),
+    "no rank is at fault": (
+        [
+            "[1]<stderr>:urllib3: Connection refused\n",
+            "[0]<stderr>:dtransformer: the job ends: no rank went on in step 5: their calls differ; x\n",
+        ],
+        ("no rank went on in step 5: their calls differ", (), False, False),
+    ),
+    "a rank cannot reach what is not ours": (
+        ["[1]<stderr>:urllib3: Connection refused\n", "Exit code: 1\n"],
+        ("a rank has ended with code 1", (), False, False),
+    ),
+    "a host": (["ssh: port 22: Connection refused\n"], ("ssh: port 22", (), False, False)),
     "preempted": (["Exit code: 75\n"], ("asked to stop", (), True, False)),
     "refused": (["Exit code: 2\n"], ("ended with code 2", (), False, True)),
     "killed": (["Process name: 1\n", "Exit code: 137\n"], ("code 137", (), False, False)),

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, EncoderDecoderLM, from_preset, from_pretrained
+from dtransformer.models import (
+    CausalLM,
+    EncoderDecoderLM,
+    from_preset,
+    from_pretrained,
+    save_pretrained,
+)
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.generation.rules import options_of
 from dtransformer.models.pretrained.families import FAMILIES
@@ -142,3 +148,50 @@ def test_start_tokens_may_lack_in_the_config_alone(tmp_path):
     with pytest.raises(InputError, match="lacks the field decoder_start_token_id"):
         from_pretrained(folder)
     assert "decoder_start_token_id" in SILENT
+
+
+def test_ids_that_never_come_are_those_of_all_fields(llama):
+    for rules in (
+        {"suppress_tokens": [4], "bad_words_ids": [[5], [6]]},
+        {"bad_words_ids": [[5], [6]], "suppress_tokens": [4]},
+    ):
+        assert sorted(with_rules(llama, **rules).generation_rules["suppressed_ids"]) == [4, 5, 6]
+
+
+def test_rules_of_a_config_are_saved(llama, tmp_path):
+    """Older folders have them there alone; what is saved has them in a file of their own."""
+    rules = {"eos_token_id": [2, 3], "min_length": 6, "forced_eos_token_id": 2, "top_k": 7}
+    change_config(llama, **rules, do_sample=True, suppress_tokens=[4])
+    network = from_pretrained(llama)
+    again = from_pretrained(save_pretrained(network, tmp_path / "saved"))
+    assert again.end_id == network.end_id == 2
+    asks = network.generation_rules["asks"][1]
+    assert (
+        again.generation_rules.pop("asks")[1]
+        == asks
+        == {"do_sample": [True, "temperature"]} | {"top_k": [7, "top_k"]}
+    )
+    assert again.generation_rules.items() <= network.generation_rules.items()
+    own = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    assert own["eos_token_id"] == [2, 3] and own["bos_token_id"] == network.start_id
+
+
+def test_languages_of_a_config_are_saved(tmp_path):
+    folder = saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
+    change_config(folder, forced_bos_token_id=5)
+    network = from_pretrained(folder)
+    assert network.generation_rules["first_ids"] == [5]
+    save_pretrained(network, tmp_path / "new")
+    own = json.loads((tmp_path / "new/generation_config.json").read_text())
+    assert own["forced_bos_token_id"] == 5
+
+
+@pytest.mark.parametrize("family", ["mistral", "seed_oss", "smollm3", "ernie4_5"])
+def test_sizes_of_heads_that_are_null_follow_from_others(family):
+    """As many heads of keys as of queries, though a config that lacks the field means a number."""
+    sizes = {"vocab_size": 20, "hidden_size": 64, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 9}
+    sizes |= {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    for null, own in (("num_key_value_heads", "num_kv_heads"), ("head_dim", "head_dim")):
+        found = network_arguments(FAMILIES[family], {**sizes, null: None}, "config.json")
+        assert found[own] == {"num_kv_heads": 4, "head_dim": 16}[own]

@@ -1,6 +1,7 @@
 """Promise: published models that label sequences or tokens compute, load and save as `transformers`."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead, SequenceHead
 from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.models.one_stack import with_task_head
+from dtransformer.models.pretrained.families.task_heads import new_head
 from harness.tolerances import PARITY_LOGITS
 
 transformers = pytest.importorskip("transformers")
@@ -212,3 +214,70 @@ def test_a_class_without_a_form_is_refused(folder_of):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="Olmo2ForTokenClassification: its head is not built here"):
         from_pretrained(folder)
+
+
+def test_padding_that_is_the_end_token(folder_of, tmp_path):
+    """No padding for attention, but for pooling; and it is written again."""
+    name, folder = "LlamaForSequenceClassification", tmp_path / "given"
+    shutil.copytree(folder_of(name), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 2}))
+    network = from_pretrained(folder)
+    ids, mask = texts(2)
+    ids[0, -2:] = 2  # an end that is no padding
+    logits, _ = expected(folder, name, ids, mask)
+    for inputs in (ids, {"tokens": ids, "attention_mask": mask}):
+        np.testing.assert_allclose(network(inputs), logits, rtol=0, atol=PARITY_LOGITS)
+    again, config = expected(save_pretrained(network, tmp_path / "saved"), name, ids, mask)
+    np.testing.assert_array_equal(again, logits)
+    assert config.pad_token_id == 2
+    with_task_head(network, new_head(network, SEQUENCE, ["bad", "good"]))
+    _, config = expected(save_pretrained(network, tmp_path / "new"), name, ids, mask)
+    assert config.pad_token_id == network.end_id == 2
+
+
+DROPOUTS = {  # of networks whose configs say nothing of it
+    "LlamaForSequenceClassification": (0.0, {}),
+    "LlamaForTokenClassification": (0.1, {}),
+    "GPT2ForSequenceClassification": (0.0, {}),
+    "GPT2ForTokenClassification": (0.1, {"classifier_dropout": None}),
+    "DistilBertForSequenceClassification": (0.2, {"dropout": 0.3}),
+    "DistilBertForTokenClassification": (0.3, {"dropout": 0.3, "seq_classif_dropout": 0.4}),
+    "BertForSequenceClassification": (0.1, {}),
+    "ModernBertForTokenClassification": (0.0, {}),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_before_labels(name, folder_of, tmp_path):
+    """Of each class its own rate there, in the folder that is saved, too."""
+    rate, fields = DROPOUTS[name]
+    folder = tmp_path / "given"
+    shutil.copytree(folder_of(name), folder)
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("classifier_dropout", "seq_classif_dropout"):
+        config.pop(field, None)
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    model = getattr(transformers, name).from_pretrained(folder)
+    layers = {x: y for x, y in model.named_children() if isinstance(y, torch.nn.Dropout)}
+    assert [x.p for x in layers.values()] == ([rate] if layers else [])
+    network = from_pretrained(folder)
+    assert network.head.dropout_rate == rate
+    again = from_pretrained(save_pretrained(network, tmp_path / "saved"))
+    assert again.head.dropout_rate == rate
+    assert again.arguments["dropout_rate"] == network.arguments["dropout_rate"]
+
+
+def test_the_kind_of_labels_is_written_again(folder_of, tmp_path):
+    """Logits are the same whatever it is; pipelines of `transformers` ask for it."""
+    folder = tmp_path / "given"
+    shutil.copytree(folder_of("BertForSequenceClassification"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["problem_type"] = "multi_label_classification"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "sentence_bert_config.json").write_text("{}")
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    saved = save_pretrained(from_pretrained(folder), tmp_path / "saved")
+    again = json.loads((saved / "config.json").read_text())
+    assert again["problem_type"] == "multi_label_classification"
+    assert len([*saved.glob("*sentence_*.json")]) == 2

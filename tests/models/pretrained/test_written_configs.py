@@ -66,3 +66,19 @@ def test_a_base_for_longer_texts_counts_the_features_that_turn():
     network = CausalLM(30, **{**SIZES, **own})
     base = FAMILIES["stablelm"].config(network.arguments)["rope_theta"]
     assert base == pytest.approx(10000.0 * 4.0 ** (8 / 6))
+
+
+def test_experts_of_the_usual_size_are_written():
+    own = {**LLAMA, "qk_norm": "rms_norm", "moe_config": {"expert_num": 4, "dropless": True}}
+    own["moe_config"] |= {"expert_group_size": 4096}
+    found, again = written("qwen3_moe", **own)
+    assert found["moe_intermediate_size"] == 16
+    assert again["moe_config"].ffn_hidden_size == SIZES["ffn_hidden_size"]
+
+
+@pytest.mark.parametrize("family", ["seed_oss", "stablelm"])
+def test_embeddings_have_no_dropout_where_theirs_have_none(family):
+    own = {**LLAMA, "dropout_rate": 0.1, "head_dim": 8, "num_kv_heads": 1}
+    own |= {"norm": "layer_norm"} if family == "stablelm" else {}
+    _, again = written(family, **own)
+    assert again["dropout_rate"] == 0.1 and again["embedding_dropout_rate"] == 0.0

@@ -98,6 +98,7 @@ def test_weights_of_another_format(folder):
         ({"hidden_size": KeyError}, "lacks the field 'hidden_size'"),
         ({"hidden_act": "mish"}, "the activation 'mish' is none of"),
         ({"attention_bias": True}, "attention_bias=true is not built"),
+        ({"is_causal": False}, "is_causal=false is not built for LlamaForCausalLM's blocks"),
         ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, "'su', expected one of"),
         ({"num_hidden_layers": 2}, "it lacks model.layers.1.input_layernorm.weight"),
         ({"intermediate_size": 32}, r"gate_proj.weight is [24, 16], not [32, 16]"),

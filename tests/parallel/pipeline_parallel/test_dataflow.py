@@ -10,6 +10,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.layers.block import spread_evenly
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -190,3 +191,11 @@ def test_a_tables_type_is_that_of_its_weight():
     embeddings, table = network.source_embedding.compute_output_spec(INPUTS["source"])
     assert (embeddings.dtype, table.dtype) == ("float16", "float32")
     assert {tensor.dtype for tensor in dataflow.tensors} == {"float16"}
+
+
+@pytest.mark.parametrize("stage", [5, -3])
+def test_a_stage_that_there_is_not_is_an_error(stage):
+    layer = keras.layers.Dense(2, name="dense")
+    layer.pipeline_stage = stage
+    with pytest.raises(ValueError, match=f"dense is put on stage {stage}, but there are 2 stages"):
+        chunk_of(layer, Placement.looped(2))

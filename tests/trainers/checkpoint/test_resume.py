@@ -1,12 +1,15 @@
 """Promise: a resumed run is the uninterrupted one."""
 
+import itertools
 import shutil
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.trainers import ModelCheckpoint
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import Checkpoint
 from tests.trainers.checkpoint.small import (
     DATA,
@@ -109,6 +112,67 @@ class TestResume:
         trainer, seen = fit(100, callbacks=saving, resume=True)
         assert seen.losses == expected.losses[stop_at:]
         assert_same_state(state(trained), state(trainer))
+
+    def test_class_weights(self, tmp_path):
+        def fit(last_step, **options):
+            network = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            trainer, seen = Trainer(network), Seen()
+            trainer.compile("sgd", "sparse_categorical_crossentropy")
+            network.set_weights([np.ones_like(x) for x in network.get_weights()])
+            data = dataset().map(lambda x, y: (x, tf.cast(y[:, 0] > 0, tf.int32)))
+            callbacks = [seen, ModelCheckpoint(tmp_path, every_steps=1), Stop(last_step)]
+            options |= {"epochs": 3, "class_weight": {0: 1.0, 1: 3.0}}
+            trainer.fit(data, verbose=0, callbacks=callbacks, **options)
+            return seen
+
+        expected = fit(100)
+        shutil.rmtree(tmp_path)
+        fit(3)
+        resumed = fit(100, resume=True)
+        assert resumed.batches == [step % 6 for step in range(3, 18)]
+        assert resumed.losses == expected.losses[3:]
+
+    def test_means_of_outputs(self, tmp_path):
+        def fit(last_step, **options):
+            inputs = keras.Input((4,))
+            outputs = {name: keras.layers.Dense(2, name=name)(inputs) for name in "ab"}
+            trainer = Trainer(keras.Model(inputs, outputs))
+            trainer.compile("sgd", dict.fromkeys("ab", "mse"))
+            trainer.network.set_weights([np.ones_like(x) for x in trainer.network.get_weights()])
+            data = dataset().map(lambda x, y: (x, {"a": y, "b": 2 * y}))
+            callbacks = [ModelCheckpoint(tmp_path, every_steps=1), Stop(last_step)]
+            return trainer.fit(data, verbose=0, callbacks=callbacks, **options).history
+
+        expected = fit(100)
+        shutil.rmtree(tmp_path)
+        fit(4)
+        found = fit(100, resume=True)
+        assert expected["a_loss"] != expected["b_loss"]
+        assert found["a_loss"] == expected["a_loss"] and found["b_loss"] == expected["b_loss"]
+
+    def test_batches_of_a_generator_are_skipped_once(self, tmp_path):
+        drawn = []
+
+        def rows():
+            for number in itertools.count():
+                drawn.append(number)
+                yield np.full((4, 4), number / 100, "float32"), np.zeros((4, 2), "float32")
+
+        def fit(last_step, epochs=4, **options):
+            like = (tf.TensorSpec((4, 4)), tf.TensorSpec((4, 2)))
+            data = tf.data.Dataset.from_generator(rows, output_signature=like)
+            seen, saving = Seen(), ModelCheckpoint(tmp_path, every_steps=1)
+            callbacks = [seen, saving, Stop(last_step)]
+            options |= {"epochs": epochs, "steps_per_epoch": 5, "verbose": 0}
+            new_trainer().fit(data, callbacks=callbacks, **options)
+            return seen.losses
+
+        expected = fit(100)
+        shutil.rmtree(tmp_path)
+        fit(7)
+        drawn.clear()
+        assert fit(100, resume=True) == expected[7:]
+        assert len(drawn) < 10 + 20 + 10, "from the beginning twice; some are drawn ahead"
 
     def test_from_a_path_without_saving(self, two):
         trainer, seen = new_trainer(), Seen()

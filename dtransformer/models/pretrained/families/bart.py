@@ -11,12 +11,7 @@ import numpy as np
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
-from dtransformer.models.pretrained.families.parts import (
-    AfterPadding,
-    Field,
-    choice,
-    hidden_act,
-)
+from dtransformer.models.pretrained.families.parts import AfterPadding, Field, choice, hidden_act
 
 BASE = usual_arguments(
     EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"

@@ -65,6 +65,8 @@ class Experts:
         for name, value in vars(plain).items():
             if getattr(moe, name) != value and (name not in own or name == "dropless"):
                 raise differs(f"experts with {name}", repr(getattr(moe, name)), repr(value))
+        usual = arguments["ffn_hidden_size"]  # which is what None means
+        moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or usual)
         found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
         if self.aux_loss is None:
             return found

@@ -182,7 +182,9 @@ class Family:
         Raises:
             InputError: the config asks for what is not built.
         """
-        for field, value in self.refused.items():
+        # `transformers` lets decoders attend both ways by the former.
+        refused = {"is_causal": True} if hasattr(self.network, "generate") else {}
+        for field, value in {**refused, **self.refused}.items():
             given = config.get(field)
             if given is not None and given != value:
                 raise InputError(

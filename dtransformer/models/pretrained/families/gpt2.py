@@ -7,11 +7,7 @@ References: Radford et al., 2019, "Language models are unsupervised multitask le
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.family import SIZES, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC
-from dtransformer.models.pretrained.families.parts import (
-    Field,
-    epsilon,
-    hidden_act,
-)
+from dtransformer.models.pretrained.families.parts import Field, epsilon, hidden_act
 
 GPT2 = Family(
     "GPT2LMHeadModel",
@@ -59,12 +55,7 @@ OPT = Family(
         hidden_act("activation_function", "relu"),
     ),
     usual_parts=SIZES,
-    fixed={
-        **CLASSIC,
-        "positions": "learned",
-        "position_offset": 2,
-        "embedding_dropout_rate": 0.0,
-    },
+    fixed={**CLASSIC, "positions": "learned", "position_offset": 2, "embedding_dropout_rate": 0.0},
     refused={
         "do_layer_norm_before": True,
         "_remove_final_layer_norm": False,

@@ -117,7 +117,7 @@ STABLELM = Family(
         Field("dropout_rate", "hidden_dropout", 0.0),
         parallel_residual(False, "parallel_one_norm"),
     ),
-    fixed={"norm": "layer_norm"},
+    fixed={"norm": "layer_norm", "embedding_dropout_rate": 0.0},
     refused={"qk_layernorm": False},
     ids={"bos_token_id": 0, "eos_token_id": 0},
 )
@@ -130,6 +130,7 @@ SEED_OSS = Family(
         Field("dropout_rate", "residual_dropout", 0.1),
         Field("attention_dropout_rate", "attention_dropout", 0.1),
     ),
+    fixed={"embedding_dropout_rate": 0.0},
     refused={"attention_out_bias": False, "mlp_bias": False},
     ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
 )

@@ -12,20 +12,10 @@ from dtransformer.errors import InputError
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.family import Family, llama_parts_without
-from dtransformer.models.pretrained.families.parts import (
-    Field,
-    differs,
-    epsilon,
-    hidden_act,
-)
+from dtransformer.models.pretrained.families.parts import Field, differs, epsilon, hidden_act
 
 # Layers of the first decoders: all have biases.
-CLASSIC = {
-    "norm": "layer_norm",
-    "gated": False,
-    "use_bias": True,
-    "qkv_bias": True,
-}
+CLASSIC = {"norm": "layer_norm", "gated": False, "use_bias": True, "qkv_bias": True}
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
 _TIED = Field("tied_head", "tie_word_embeddings", True)
 _DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}

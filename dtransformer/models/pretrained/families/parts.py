@@ -200,10 +200,7 @@ class AfterPadding:
         if pad_id is None:
             raise InputError("lacks the field pad_token_id, from which positions are counted on")
         length = first_given(config.get("max_position_embeddings"), self.length)
-        return {
-            "position_offset": pad_id + 1,
-            "max_length": length - (pad_id + 1) * self.counts,
-        }
+        return {"position_offset": pad_id + 1, "max_length": length - (pad_id + 1) * self.counts}
 
     def written(self, arguments: Mapping) -> dict:
         """See `Part`.
@@ -240,22 +237,27 @@ def epsilon(
 HEADS = Field("num_heads", "num_attention_heads")
 
 
+def _if_lacking(field, usual, follows):
+    """Return `Field.usual` of one that means a number where it lacks, and follows where it is null."""
+    return lambda config: usual if usual and field not in config else follows(config)
+
+
 def kv_heads(usual: int | None = None) -> Field:
-    """Return the field of grouped heads; what it is where nothing is said, or as many as heads."""
+    """Return the field of grouped heads; what it is where it lacks, or as many as heads."""
     return Field(
         "num_kv_heads",
         "num_key_value_heads",
-        lambda config: usual or config["num_attention_heads"],
+        _if_lacking("num_key_value_heads", usual, lambda config: config["num_attention_heads"]),
         own=lambda arguments: arguments["num_heads"],
     )
 
 
 def head_dim(usual: int | None = None) -> Field:
-    """Return the field of heads' sizes; what it is where nothing is said, or h / n."""
+    """Return the field of heads' sizes; what it is where it lacks, or h / n."""
     return Field(
         "head_dim",
         "head_dim",
-        lambda config: usual or config["hidden_size"] // config["num_attention_heads"],
+        _if_lacking("head_dim", usual, lambda x: x["hidden_size"] // x["num_attention_heads"]),
         own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     )
 

@@ -92,9 +92,7 @@ _PARTS = (
     Field("num_heads", "num_heads"),
     Field("ffn_hidden_size", "d_ff"),
     Field(
-        "head_dim",
-        "d_kv",
-        own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+        "head_dim", "d_kv", own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"]
     ),
     Field("encoder_layers", "num_layers"),
     Field("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
@@ -158,7 +156,5 @@ T5 = Family(
 )
 # It is version 1.1 from its beginning: gated, and nothing is scaled before the head.
 MT5 = dataclasses.replace(
-    T5,
-    architecture="MT5ForConditionalGeneration",
-    parts=(*_PARTS, _FeedForward("gated-gelu")),
+    T5, architecture="MT5ForConditionalGeneration", parts=(*_PARTS, _FeedForward("gated-gelu"))
 )

@@ -40,8 +40,9 @@ class TaskHead:
         dense: dict of their layers and ours.
         arguments: those of the layer, besides the number of labels and dropout.
         fields: the fields of a config that say other arguments of the layer.
-        dropouts: fields of the rate of dropout, of which the first that is given counts.
-        usual_dropout: the rate where none is.
+        dropouts: fields of the rate of dropout, of which the first that is given counts; none for no
+            dropout.
+        usual_dropout: the rate where none is given.
     """
 
     layer: Callable
@@ -49,7 +50,7 @@ class TaskHead:
     arguments: Mapping = dataclasses.field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
-    usual_dropout: float = 0.0
+    usual_dropout: float = 0.1
 
     def head(
         self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
@@ -63,9 +64,11 @@ class TaskHead:
             config: fields of a published config, perhaps none.
         """
         own = {name: x for field in self.fields for name, x in field.read(config).items()}
-        own |= {**self.arguments, "dropout_rate": rate, "dtype": network.dtype_policy}
-        head = self.layer(len(labels), **own)
-        head.label_names = tuple(labels)
+        own |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
+        if network.pad_id is None and self.arguments.get("pooling") == "last":
+            own["pad_id"] = config.get("pad_token_id")
+        head = self.layer(len(labels), dtype=network.dtype_policy, **own)
+        head.label_names, head.problem_type = tuple(labels), config.get("problem_type")
         return head
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
@@ -82,9 +85,9 @@ class TaskHead:
 
 
 def _heads(sequence, tokens="classifier", **options):
-    """Return the heads of encoders: of the first token, behind a dense layer, and of each token."""
+    """Return the heads of a family's sequences, and of its tokens, and their options."""
     return {
-        SEQUENCE: TaskHead(SequenceHead, **sequence, **options),
+        SEQUENCE: TaskHead(SequenceHead, **sequence),
         TOKENS: TaskHead(TokenHead, {tokens: "classifier"}, **options),
     }
 
@@ -97,19 +100,20 @@ def _first(pooler, classifier, activation="tanh"):
 
 
 _ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
-# Of decoders: the last token that is no padding; `score` of tokens has a bias.
-_LAST = {"dense": {"score": "classifier"}, "arguments": {"pooling": "last", "use_bias": False}}
+# Of decoders: the last token that is no padding, without dropout; `score` of tokens has a bias.
+_LAST = {
+    "dense": {"score": "classifier"},
+    "arguments": {"pooling": "last", "use_bias": False},
+    "dropouts": (),
+}
 _RATES = ("classifier_dropout", "hidden_dropout")
 _DECODER = _heads(_LAST, "score", dropouts=_RATES)
 _MODERNBERT = {
     "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
-    "arguments": {
-        "hidden_act": "gelu",
-        "hidden_bias": False,
-        "norm": "layer_norm_without_beta",
-    },
+    "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
     "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
     "dropouts": ("classifier_dropout",),
+    "usual_dropout": 0.0,
 }
 _POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
 _OF_KIND = {
@@ -118,10 +122,7 @@ _OF_KIND = {
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
         for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
     },
-    **{
-        kind: _heads(_LAST, dropouts=_RATES, usual_dropout=0.1)
-        for kind in ("gpt2", "gpt_neox", "falcon")
-    },
+    **{kind: _heads(_LAST, dropouts=_RATES) for kind in ("gpt2", "gpt_neox", "falcon")},
     # And these have none.
     **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
     **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
@@ -130,7 +131,12 @@ _OF_KIND = {
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "distilbert": _heads(
-        _first("pre_classifier", "classifier", "relu"), dropouts=("seq_classif_dropout", "dropout")
+        {
+            **_first("pre_classifier", "classifier", "relu"),
+            "dropouts": ("seq_classif_dropout",),
+            "usual_dropout": 0.2,
+        },
+        dropouts=("dropout",),
     ),
     "modernbert": {
         SEQUENCE: TaskHead(
@@ -171,7 +177,8 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
         raise InputError(f"{name}: its head is not built here")
     rates = (config.get(field) for field in form.dropouts)
     rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
-    return with_task_head(network, form.head(labels_of(config, folder), network, rate, config))
+    fields = {**FAMILIES[config["model_type"]].ids, **config}
+    return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
 
 
 def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
@@ -183,7 +190,8 @@ def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> Labe
         labels: names of the labels.
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
-    return form and form.head(labels, network, network.arguments["dropout_rate"], {})
+    usual = {"pad_token_id": getattr(network, "end_id", None)}  # where there is no other one
+    return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
@@ -237,12 +245,14 @@ def head_fields(kind: str, network: TokenModel) -> dict:
         return {"architectures": [f"{base}Model"]}
     ending, form = _form_of(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
+    kept = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
     return {
         "architectures": [base + ending],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        form.dropouts[0]: head.dropout_rate,
+        **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},  # of the blocks, too
         **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
+        **{x: y for x, own in kept if (y := getattr(head, own, None)) is not None},
     }
 
 

@@ -6,18 +6,18 @@ import traceback
 from dtransformer.parallel.runtime import job
 from harness.launch import REPOSITORY
 from tests.distributed.tasks.collectives import errors, functions, own, values
-from tests.distributed.tasks.collectives.checks import CHECKS, failures
+from tests.distributed.tasks.collectives.checks import CHECKS, failures, is_quick
 from tests.distributed.tasks.collectives.groups import all_groups
 
 FILES = values, errors, functions, own  # which register their checks
 
 
-def checks():
-    """Run all checks for this number of ranks; return their failures, by name."""
+def checks(is_short):
+    """Run all checks for this number of ranks, or those of the quick suite; return failures by name."""
     all_groups()
     results = {}
     for name, (sizes, function) in CHECKS.items():
-        if job.size() in sizes:
+        if job.size() in sizes and (is_quick(name, job.size()) or not is_short):
             failures.clear()
             try:
                 function()
