@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import Record, Turns, messages_of, text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import parse_json
@@ -85,12 +86,7 @@ def tools_of(record: Record, place: str) -> list:
 def conversation(
     messages: Turns, template: ChatTemplate | None, train_on: str, place: str, tools: Sequence = ()
 ) -> Rendered:
-    """Return the text of messages, and what of it is learnt.
-
-    Args:
-        messages: them, as of `messages_of`.
-        template, train_on, place: as of `rendered`.
-        tools: what answers may call, as of `tools_of`.
+    """Return the text of messages, and what of it is learnt; arguments as of `rendered`.
 
     `tools` are as of `ChatTemplate.render`.
 
@@ -164,12 +160,12 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
 
     Example:
 
-    >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 7)]).tolist()
+    >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 6)]).tolist()
     [-100, 8, 9, -100]
     """
     found = np.array(ids, np.int32)
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
     starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(found), bool)
     for start, end in spans:
-        is_learnt |= (starts < end) & (ends > start)  # white space may have no characters
+        is_learnt |= (starts < end) & (ends > start)
     return np.where(is_learnt, found, np.int32(IGNORED))

@@ -2,8 +2,7 @@
 
 A record is a dict. `text` alone is a text; `messages` a conversation; `prompt` and `completion` a text
 and how it goes on, or conversations; `chosen` and `rejected` two answers, with a `prompt` or without.
-ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output`, `history` become messages, of
-which a `system` beside them is the first. `tools` are what a conversation's answers may call.
+ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
 """
 
 import itertools
@@ -14,7 +13,6 @@ from dtransformer.datasets.documents import objects, placed_values, read_documen
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import FilePath
-from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import check_whole
 
 Record = dict[str, Any]
@@ -34,8 +32,7 @@ def read_records(
         path: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Parquet or Arrow, which need
             pyarrow; else text, of which each document between blank lines is a record. Text and JSON
             may be packed, `.gz`.
-        fields: dict of our names of fields and the file's, where they differ. A column of the file
-            that is taken under another name, or whose name another one gets, is not read as its own.
+        fields: dict of our names of fields and the file's, where they differ.
         target: a file of lines that those of `path` become: records of `prompt` and `completion`.
 
     Raises:
@@ -78,9 +75,7 @@ def _own_form(record, place):
     if messages is None and isinstance(record.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
     elif messages is None and "instruction" in record and "output" in record:
-        parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-        answer = text_of(record, "output", place)
-        messages = _turns([*_history(record, place), ("\n".join(parts), answer)])
+        messages = _of_alpaca(record, place)
     if not isinstance(messages, list):
         return record
     if record.get("system"):
@@ -91,22 +86,16 @@ def _own_form(record, place):
     return {**rest, "messages": messages}
 
 
-def _turns(pairs):
+def _of_alpaca(record, place):
+    """Return the turns of a record, after its `history` of pairs of what was asked and answered."""
+    pairs = record.get("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
+        raise InputError(f"{place}: history is {shown(pairs)}, expected pairs of texts")
+    parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
+    texts = [*itertools.chain(*pairs), "\n".join(parts), text_of(record, "output", place)]
     return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair)
+        {"role": r, "content": x} for r, x in zip(itertools.cycle(("user", "assistant")), texts)
     ]
-
-
-def _history(record, place):
-    """Return Alpaca's earlier turns, pairs of what was asked and answered."""
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
-        raise InputError(f"{place}: history is {shown(history)}, expected pairs of texts")
-    return history
 
 
 def _of_sharegpt(turn, place):
@@ -170,25 +159,10 @@ def messages_of(value: Any, place: str) -> Turns:
     return value
 
 
-def tools_of(record: Record, place: str) -> list[dict] | None:
-    """Return the tools of a record: a list of objects, or the JSON text of one; None for none.
-
-    Raises:
-        InputError: they are something else; says where.
-    """
-    tools = record.get("tools") or None
-    if isinstance(tools, str):
-        tools = parse_json(tools, f"{place}, tools") or None
-    if not isinstance(tools, list | None) or not all(isinstance(x, dict) for x in tools or ()):
-        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
-    return tools
-
-
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
     """Return the prompt, the chosen and the rejected answer of a record, texts or messages.
 
-    Where there is no prompt, it is the messages that both begin with; one that both begin with is
-    taken once.
+    Where there is no prompt, it is the messages that both begin with.
 
     Raises:
         InputError: one is missing or of another kind; says where.

@@ -149,9 +149,6 @@ def test_texts_and_completions_are_learnt():
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"text": ""}, "text is empty"),
         ({"txt": "a"}, "text is missing; it has 'txt'"),
-        ({"messages": TURNS, "tools": 3}, "tools are 3, expected a list of objects"),
-        ({"messages": TURNS, "tools": ["add"]}, "tools are ['add'], expected a list of objects"),
-        ({"messages": TURNS, "tools": "add"}, ", tools is damaged: no JSON"),
     ],
 )
 def test_wrong_records_are_told_with_their_place(record, told):
@@ -239,70 +236,6 @@ def test_forms_of_records(tmp_path):
         read("x.csv", "text,label\na,1\n")
     with pytest.raises(InputError, match="e.jsonl, line 1 has no 'q'"):
         read("e.jsonl", '{"r": "b"}', prompt="q")
-
-
-def read_one(folder, record, **fields):
-    (folder / "one.jsonl").write_text(json.dumps(record))
-    ((_, found),) = read_records(folder / "one.jsonl", fields)
-    return found
-
-
-def test_what_fields_name_wins(tmp_path):
-    record = {"sentiment": "POS", "text": "x", "label": 7}
-    assert read_one(tmp_path, record, label="sentiment") == {"text": "x", "label": "POS"}
-    both = {"text": "x", "text_pair": "x", "label": 7, "sentiment": "POS"}
-    assert read_one(tmp_path, record, text="text", text_pair="text") == both
-    swapped = {"text": "POS", "sentiment": "x", "label": 7}
-    assert read_one(tmp_path, record, text="sentiment", sentiment="text") == swapped
-
-
-def test_a_system_message_and_a_history_beside_a_conversation(tmp_path):
-    roles = lambda found: [(turn["role"], turn["content"]) for turn in found["messages"]]
-    user, answer, system = ("user", "a"), ("assistant", "b"), ("system", "Be short.")
-    turns = [{"role": role, "content": text} for role, text in (user, answer)]
-    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    alpaca = {"instruction": "a", "output": "b", "history": [["c", "d"]]}
-    for record in ({"messages": turns}, {"conversations": sharegpt}):
-        assert roles(read_one(tmp_path, record | {"system": None})) == [user, answer]
-        assert roles(read_one(tmp_path, record | {"system": "Be short."})) == [system, user, answer]
-    expected = [system, ("user", "c"), ("assistant", "d"), user, answer]
-    assert roles(read_one(tmp_path, alpaca | {"system": "Be short."})) == expected
-    with pytest.raises(InputError, match="one.jsonl, line 1: system is beside messages that have"):
-        first = {"role": "system", "content": "Hi."}
-        read_one(tmp_path, {"messages": [first, *turns], "system": "Be short."})
-    with pytest.raises(InputError, match="one.jsonl, line 1: history is .*question, answer"):
-        read_one(tmp_path, alpaca | {"history": ["c", "d"]})
-
-
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-def test_tools_are_rendered(tools):
-    source = "{% if tools %}{{ tools[0].function.name }}:{% endif %}" + CHATML
-    template = ChatTemplate(source)
-    prompted = {"prompt": TURNS[:1], "completion": TURNS[1:2]}
-    for record in ({"messages": TURNS[:2]}, prompted):
-        found = rendered({**record, "tools": tools}, template, "assistant", "here")
-        assert found.text.startswith("add:<|im_start|>user")
-        assert [found.text[a:b] for a, b in found.spans] == ["It is four. 😀<|im_end|>\n"]
-        found = rendered({**record, "tools": "[]"}, template, "assistant", "here")
-        assert found.text.startswith("<|im_start|>user")
-
-
-def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
-    """Tokens of white space alone have empty places then, at their ends."""
-    trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
-    trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
-    text = "<|im_start|>  \n    if x:\n\n        y  <|im_end|>  \n"
-    found = trimmed.encode(text)
-    assert any(start == end for start, end in found.offsets)
-    span = len("<|im_start|>"), text.index("  \n", 20)
-    labels = labels_of(found.ids, found.offsets, [span])
-    is_mark = [token in ("<|im_start|>", "<|im_end|>") for token in found.tokens]
-    first, last = np.flatnonzero(is_mark)
-    learnt = np.flatnonzero(labels != -100)
-    np.testing.assert_array_equal(learnt, np.arange(first + 1, last + 1))
 
 
 def test_columns_of_parquet_are_records(tmp_path):

@@ -6,7 +6,7 @@ import keras
 
 from dtransformer.datasets.chat_records import Rendered, conversation, tools_of
 from dtransformer.datasets.record_batches import group_row
-from dtransformer.datasets.records import preferred, tools_of
+from dtransformer.datasets.records import preferred
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
@@ -22,7 +22,6 @@ class PairTask(ChatRecords):
         found, places = [], []
         for place, record in records:
             prompt, *answers = preferred(record, place)
-            tools = tools_of(record, place)
             for answer in answers:
                 found.append(self._rendered(prompt, answer, place, tools_of(record, place)))
                 places.append(place)
