@@ -41,6 +41,11 @@ HUGE = "9" * 5000
         (["translate", "--run", "x", "--length-penalty", "x"], "invalid float"),
         (["translate", "--run", "a" * 300], "too long"),
         (["evaluate", "--run", "x", "--src", "", "--ref", "y"], "expected a path"),
+        (["evaluate", "--run", "x", "--beam-size", "2"], "--beam-size is not read without --src"),
+        (
+            ["evaluate", "--run", "x", "--src", "a", "--ref", "b", "--data", "c"],
+            "--data is not read with --src",
+        ),
         (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
         (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
         (["prepare", "--embedded", "--out", "/dev/full/x"], "cannot be written"),

@@ -319,6 +319,18 @@ def test_white_space_without_characters_is_learnt():
     assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
 
 
+def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
+    """Tokens of white space alone have empty places then, at their ends."""
+    trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
+    trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    for text in ("<s>  \n    if x:\n\n        y  </s>  \n", "<s>    x  </s>", "<s>x   </s>   "):
+        found = trimmed.encode(text)
+        assert any(start == end for start, end in found.offsets)
+        learnt = labels_of(found.ids, found.offsets, [(len("<s>"), text.index("</s>"))]) != -100
+        first, last = (found.tokens.index(mark) for mark in ("<s>", "</s>"))
+        assert np.flatnonzero(learnt).tolist() == list(range(first + 1, last))
+
+
 def test_a_prompt_that_chosen_does_not_begin_with():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import read_documents
+from dtransformer.errors import InputError
 from dtransformer.inputs.files import MEBIBYTE
 from tests.datasets.refused import refused
 
@@ -138,6 +139,13 @@ def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent)
         content = "\n".join(map(json.dumps, RECORDS))
     found = documents([written(tmp_path / "x.json", content)], field=field)
     assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
+
+
+def test_a_list_that_is_too_large_is_to_be_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtransformer.datasets.documents.MAX_DOCUMENT", 20)
+    (tmp_path / "x.json").write_text('[{"text": "a"},\n{"text": "b"}]')
+    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON; .*JSON lines"):
+        list(read_documents([tmp_path / "x.json"]))
 
 
 def test_options_that_cannot_be(tmp_path):

@@ -57,6 +57,14 @@ def test_what_is_no_text_is_refused(tmp_path, data, told):
     assert told in refusal(read_lines, tmp_path / "x.txt")
 
 
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.bz2", "x.XZ"])
+def test_packings_that_are_not_read_are_told(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xfd7zXZ\x00")
+    assert "of packed files those of gzip are read, .gz: unpack it" in refusal(
+        text.read_text_lines, tmp_path / name
+    )
+
+
 def test_only_files_and_pipes_are_read(tmp_path):
     assert "is a device" in refusal(read_bytes, "/dev/zero")
     assert "is a folder" in refusal(read_bytes, tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
+from dtransformer.models import CausalLM
 from dtransformer.runs.lm_eval import harness_model
 from tests.runs.small_records import write
 
@@ -95,6 +96,21 @@ def test_texts_end_where_they_are_to(harness):
     assert whole
     (cut,) = harness.generate_until([request("one and two?", {**options, "until": whole[1:3]})])
     assert cut == whole[:1]
+
+
+def test_long_contexts_are_cut_from_the_left(harness):
+    """As those that are scored: learned positions end."""
+    network = CausalLM(
+        290, hidden_size=8, num_heads=2, num_layers=1, max_length=MOST, start_id=None
+    )
+    network.build()
+    learned = type(harness)(network, harness._tokenizer, 2, MOST)
+    context, options = "zero and one " * 6 + "and four?", {"max_gen_toks": 4}
+    last = ids_of(harness, context)[4 - MOST :]
+    end = harness._tokenizer.decode_all(last)
+    assert len(ids_of(harness, context)) > MOST and ids_of(harness, end) == last
+    (text,) = learned.generate_until([request(context, options)])
+    assert [text] == learned.generate_until([request(end, options)])
 
 
 def test_without_the_package_the_name_of_it_is_told(folder, monkeypatch):

@@ -21,6 +21,8 @@ def services(monkeypatch):
     mlflow = types.ModuleType("mlflow")
     for name in ("set_experiment", "start_run", "log_params", "log_metrics", "end_run"):
         setattr(mlflow, name, note(name))
+    known = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+    mlflow.search_runs = lambda **options: [known] * ("again" in options["filter_string"])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     return seen
@@ -46,6 +48,15 @@ def test_services_get_numbers_and_options(services, tmp_path):
             {"evaluation/val_loss": 1.0},
         ]
     assert ("set_experiment", ("ours",)) in calls and ("end_run", ()) in calls
+    assert ("start_run", (None,)) in calls
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_mlflow(services, tmp_path):
+    config = load_config(None, ["task=chat", "logs.mlflow=ours"])
+    log_callbacks(config, tmp_path / "run", "again", resumes=True)
+    started = {"run_name": "run", "tags": {"run_key": "again"}}
+    assert ("start_run", ("7",), started) in services
+    assert "log_params" not in [name for name, *_ in services]
 
 
 @pytest.mark.parametrize("key", ["wandb", "mlflow", "tensorboard"])

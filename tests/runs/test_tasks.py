@@ -15,11 +15,13 @@ from dtransformer.cli.chat import chat
 from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained
 from dtransformer.runs.config import load_config
+from dtransformer.runs.evaluating import evaluate_run
 from dtransformer.runs.loading import load_run, opened
 from dtransformer.runs.optimizers import make_optimizer
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
+from dtransformer.runs.tasks import documents, task_of
 from dtransformer.runs.tasks.classification import label_name
 from dtransformer.runs.tasks.embedding import Embedding
 from dtransformer.runs.tasks.reward import Reward
@@ -299,6 +301,40 @@ def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
     made.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
     np.testing.assert_allclose(kernel.numpy(), 1 - decay, rtol=1e-6)
     np.testing.assert_array_equal(bias.numpy(), 1)
+
+
+def test_records_are_encoded_some_at_a_time(place, monkeypatch):
+    whole, parts = (task_of(load_config(write_config("classification", place))) for _ in range(2))
+    whole.read()
+    monkeypatch.setattr("dtransformer.runs.tasks.records._ENCODED", 5)
+    parts.read()
+    assert parts.records["train"].fingerprint == whole.records["train"].fingerprint
+    rows = [{"text": "a", "label": str(n % 2)} for n in range(5)]
+    rows += [{**row, "text_pair": "b"} for row in rows]
+    (place / "some_pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mixed = load_config(write_config("classification", place), ["data.train=some_pairs.jsonl"])
+    with pytest.raises(InputError, match="some records have a text_pair, and some have none"):
+        task_of(mixed).read("train")
+
+
+def test_evaluations_at_once_have_folders_of_their_own(place, monkeypatch):
+    """Made where documents are tokenized; what is there of that name stays."""
+    if not (place / "runs/gpt").exists():
+        train("gpt", place)
+    theirs = place / "runs/gpt.evaluated"
+    theirs.mkdir()
+    (theirs / "notes").write_text("")
+    before, folders = sorted((place / "runs").iterdir()), []
+    write = documents.write_token_shards
+    note = lambda texts, tokenizer, folder, **options: [
+        folders.append(folder),
+        write(texts, tokenizer, folder, **options),
+    ]
+    monkeypatch.setattr(documents, "write_token_shards", note)
+    for _ in range(2):
+        evaluate_run("runs/gpt", ["text.txt"])
+    assert len(set(folders)) == 2 and sorted((place / "runs").iterdir()) == before
+    assert (theirs / "notes").exists()
 
 
 def test_what_tasks_of_pairs_do_not_read_is_an_error():

@@ -47,6 +47,8 @@ def test_defaults_are_read(task):
         ("chat", "data.dev={path: a, weight: 1}", ["data.dev: weight is not read here"]),
         ("chat", "training.decay_steps=3", ["decay_steps", "schedule is 'cosine'"]),
         ("translation", "training.final_learning_rate=0.1", ["'inverse_sqrt'"]),
+        ("chat", "evaluation.every_steps=2", ["evaluation.every_steps: give held-out records"]),
+        ("translation", "training.early_stopping=2", ["training.early_stopping: give held-out"]),
     ],
 )
 def test_what_a_task_does_not_read_is_told(task, setting, words):
@@ -80,6 +82,12 @@ def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
         return check_read(config)
     with pytest.raises(InputError, match="weight is not read here, of tasks chat, "):
         check_read(config)
+
+
+def test_held_out_records_are_what_evaluations_need():
+    settings = ["task=chat", "data.dev=x", "evaluation.every_steps=2", "training.early_stopping=2"]
+    check_read(load_config(None, settings))
+    check_read(load_config(None, ["data.dev_source=x", "training.early_stopping=2"]))
 
 
 def test_a_tokenizer_that_is_given_is_not_trained():
