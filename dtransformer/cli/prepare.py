@@ -4,6 +4,7 @@ import argparse
 
 from dtransformer.errors import InputError
 
+_OF_CORPUS = "num_train", "seed"
 _OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentences", "shard_tokens"
 
 
@@ -13,16 +14,15 @@ def prepare(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: an option, or a file, is wrong.
     """
+    unread, what = (_OF_CORPUS, "--embedded") if arguments.lm else (_OF_LM, "--lm")
+    for name in unread:
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with {what} only: leave it out")
     if arguments.lm:
         return _token_shards(arguments)
-    for name in _OF_LM:
-        if getattr(arguments, name) is not None:
-            raise InputError(
-                f"--{name.replace('_', '-')} goes with --lm only: add it, or leave it out"
-            )
     from dtransformer.datasets.embedded import write_corpus
 
-    numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
+    numbers = {k: x for k in _OF_CORPUS if (x := getattr(arguments, k)) is not None}
     paths = write_corpus(arguments.out, **numbers, overwrite=arguments.overwrite)
     print(*paths.values(), sep="\n")
     return None

@@ -86,6 +86,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """
     if (arguments.src is None) != (arguments.ref is None):
         raise InputError("--src and --ref go together: give both")
+    unread, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
+    if getattr(arguments, unread):
+        option = unread.replace("_", "-")
+        raise InputError(f"--{option} is not read {how} --src and --ref: leave it out")
     if arguments.src is None:
         evaluate_run(arguments.run, arguments.data, arguments.json)
         return

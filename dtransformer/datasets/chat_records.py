@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import Record, Turns, messages_of, text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import parse_json
 
 Span = tuple[int, int]
-IGNORED = -100  # a label that no loss counts
 _MARKS = "train", "weight"  # of messages, which templates do not see
 
 
@@ -156,14 +156,16 @@ def _span(messages, number, whole, render, place):
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
     """Return the ids of tokens that have characters of a span, `IGNORED` elsewhere; int32 [n].
 
+    White space that a tokenizer leaves out of a token's place was before its end.
+
     Example:
 
-    >>> labels_of([7, 8, 9], [(0, 2), (2, 4), (4, 4)], [(3, 4)]).tolist()
-    [-100, 8, -100]
+    >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 6)]).tolist()
+    [-100, 8, 9, -100]
     """
     found = np.array(ids, np.int32)
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
-    is_learnt = np.zeros(len(found), bool)
+    starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(found), bool)
     for start, end in spans:
-        is_learnt |= (starts < end) & (ends > start)  # white space may have no characters
+        is_learnt |= (starts < end) & (ends > start)
     return np.where(is_learnt, found, np.int32(IGNORED))

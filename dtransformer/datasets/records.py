@@ -5,6 +5,7 @@ and how it goes on, or conversations; `chosen` and `rejected` two answers, with 
 ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,9 +75,7 @@ def _own_form(record, place):
     if messages is None and isinstance(record.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
     elif messages is None and "instruction" in record and "output" in record:
-        parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-        answer = text_of(record, "output", place)
-        messages = _turns([*_history(record, place), ("\n".join(parts), answer)])
+        messages = _of_alpaca(record, place)
     if not isinstance(messages, list):
         return record
     if record.get("system"):
@@ -87,22 +86,16 @@ def _own_form(record, place):
     return {**rest, "messages": messages}
 
 
-def _turns(pairs):
+def _of_alpaca(record, place):
+    """Return the turns of a record, after its `history` of pairs of what was asked and answered."""
+    pairs = record.get("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
+        raise InputError(f"{place}: history is {shown(pairs)}, expected pairs of texts")
+    parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
+    texts = [*itertools.chain(*pairs), "\n".join(parts), text_of(record, "output", place)]
     return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair)
+        {"role": r, "content": x} for r, x in zip(itertools.cycle(("user", "assistant")), texts)
     ]
-
-
-def _history(record, place):
-    """Return Alpaca's earlier turns, pairs of what was asked and answered."""
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
-        raise InputError(f"{place}: history is {shown(history)}, expected pairs of texts")
-    return history
 
 
 def _of_sharegpt(turn, place):

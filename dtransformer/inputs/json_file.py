@@ -81,7 +81,9 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
     {'step': 3}
     """
     if len(data) > limit:
-        raise InputError(f"{name} is damaged: more than {limit:,} bytes of JSON")
+        raise InputError(
+            f"{name} has more than {limit:,} bytes of JSON; of records write JSON lines"
+        )
     text = decode(data, name) if isinstance(data, bytes) else data
     try:
         value = json.loads(text, object_pairs_hook=_object)

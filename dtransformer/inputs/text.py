@@ -18,6 +18,7 @@ WHITE_SPACE = " \t\v\f\r\n"  # what separates words; a no-break space is text
 MAX_LINE = 2**17  # bytes: no sentence is as long, and a tokenizer takes a line at a time
 MAX_DOCUMENT = 64 * MEBIBYTE  # bytes
 _BYTES_OF_A_LINE = 120  # that Python takes for a short one
+_PACKED = ".zst", ".bz2", ".xz", ".lz4", ".zip"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -60,7 +61,7 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
                 earlier = rest.count(b"\n", 0, end)
                 raise InputError(
                     f"{path}, line {number + earlier} has more than the "
-                    f"{limit:,} bytes that a document may have: divide it"
+                    f"{limit:,} bytes that a document may have: divide it; of a list, write JSON lines"
                 )
             lines = decode(bytes(rest[:end]), path, number).split("\n")
             del rest[:end]
@@ -92,7 +93,9 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
         return text
     number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
+    if str(path).lower().endswith(_PACKED):
+        mend = "of packed files those of gzip are read, .gz: unpack it"
+    elif data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
         mend = "convert the file, with iconv -f utf-16 -t utf-8"
     elif data[:start].isascii():
         mend = "convert the file, for instance with iconv -f latin1 -t utf-8"

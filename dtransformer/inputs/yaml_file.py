@@ -61,10 +61,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _quoted(dumper, text):
-    try:
-        style = None if _scalar(text, "") == text else '"'
-    except _Refused:
-        style = '"'
+    style = '"' if _NUMBER.fullmatch(text) or _NOT_FINITE.fullmatch(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -157,11 +157,14 @@ def _wandb(project, path, config, run_key, resumes):
     return LogSink(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
-def _mlflow(experiment, path, config, *also):
+def _mlflow(experiment, path, config, run_key, resumes):
     module = importlib.import_module("mlflow")
     module.set_experiment(experiment)
-    module.start_run(run_name=path.name)
-    module.log_params({name: str(value)[:500] for name, value in config.items()})
+    same = {"filter_string": f"tags.run_key = '{run_key}'", "output_format": "list"}
+    ids = [run.info.run_id for run in module.search_runs(experiment_names=[experiment], **same)]
+    module.start_run(ids[0] if ids else None, run_name=path.name, tags={"run_key": run_key})
+    if not ids:  # which cannot be changed later
+        module.log_params({name: str(value)[:500] for name, value in config.items()})
     return LogSink(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
 
 

@@ -3,11 +3,12 @@
 import json
 import os
 import pathlib
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable
 
 from dtransformer.errors import InputError
+from dtransformer.files import beside
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
@@ -45,10 +46,10 @@ def evaluate_run(
     task.needed("data", "dev")
     # What is printed is −log p itself.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
-    made = from_chief(
-        lambda: tempfile.mkdtemp(".evaluated", folder.name, folder.parent), "evaluate"
+    # Made where token shards are written, so that a run may lie where nothing else is written.
+    task.folder = beside(
+        folder, from_chief(lambda: f".evaluated-{secrets.token_hex(4)}", "evaluate")
     )
-    task.folder = pathlib.Path(made)
     try:
         task.read("dev")
         trainer = make_trainer(task, 1)

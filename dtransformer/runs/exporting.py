@@ -10,8 +10,7 @@ from dtransformer.models import check_target, load_lora, merge_lora, save_lora, 
 from dtransformer.models.lora import adapters_of, only_adapters_are_trained
 from dtransformer.models.pretrained.save import check_family
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.identity import ADAPTERS, WEIGHTS
-from dtransformer.runs.loading import is_run
+from dtransformer.runs.identity import ADAPTERS, WEIGHTS, is_run
 from dtransformer.runs.tasks.base import Task
 
 

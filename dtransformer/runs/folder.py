@@ -22,6 +22,7 @@ from dtransformer.runs.identity import (
     TOKENIZER,
     WEIGHTS,
     RunIdentity,
+    is_run,
 )
 from dtransformer.trainers.checkpoint.export import RUN
 from dtransformer.trainers.checkpoint.folders import folders_without_manifest, saved_steps
@@ -48,7 +49,7 @@ class RunFolder:
 
     def is_in_order(self) -> bool:
         """Return whether no kill has left something that `recover` puts in order."""
-        return not os.path.exists(self.fresh) and not _is_run(self._aside)
+        return not os.path.exists(self.fresh) and not is_run(self._aside)
 
     def check(self, config_path: str | os.PathLike, overwrite: bool, resume: bool) -> bool:
         """Return whether training goes on from a checkpoint; only look.
@@ -90,9 +91,9 @@ class RunFolder:
             InputError: something there is no part of a run.
         """
         _remove_run(self.fresh, self.fresh)
-        if _is_run(self._aside):
+        if is_run(self._aside):
             self._keep_one()
-        if _is_run(self._real):
+        if is_run(self._real):
             for path in self._real.iterdir():
                 if is_partial(path.name):
                     path.unlink(missing_ok=True)
@@ -114,7 +115,7 @@ class RunFolder:
             save_config(config, self.fresh / CONFIG)
             tokenizer.save(self.fresh / TOKENIZER)
             RunIdentity.new(self.fresh, data).save(self.fresh / RUN)
-            if _is_run(self._real):
+            if is_run(self._real):
                 os.rename(self._real, self._aside)
             os.rename(self.fresh, self._real)  # an empty folder is replaced
             self._is_new = True
@@ -155,7 +156,7 @@ class RunFolder:
         """Put the old run back where there is one; leave no folder that was made."""
         if os.path.exists(self._real):
             return
-        if _is_run(self._aside):
+        if is_run(self._aside):
             os.rename(self._aside, self._real)
         elif self._real not in self._made:
             self._real.mkdir(exist_ok=True)
@@ -185,10 +186,6 @@ def _can_resume(folder, path):
             "give another --run"
         )
     return False
-
-
-def _is_run(folder):
-    return os.path.isfile(folder / RUN)
 
 
 def _has_begun(folder):

@@ -69,6 +69,11 @@ class _Document(pydantic.BaseModel):
     sha256: _Digest
 
 
+def is_run(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is a run's."""
+    return os.path.isfile(os.path.join(folder, RUN))
+
+
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
     """What `run.json` says.

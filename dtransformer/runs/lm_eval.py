@@ -59,13 +59,14 @@ class _Scores:
         return totals.tolist()
 
     def generate_until(self, requests: Sequence) -> list[str]:
-        """Return what comes after each context, up to the first of its ends."""
+        """Return what comes after each context, or its end where it is long, up to the first end."""
         texts = []
         for context, options in (request.args for request in requests):
             number = options.get("max_gen_toks", options.get("max_new_tokens", 256))
             draws = {key: options[key] for key in _DRAWS if key in options}
             if not options.get("do_sample", bool(draws.get("temperature"))):
                 draws = {}
+            draws["max_source_length"] = max(self._max_length - number, 1)
             (text,) = TextGenerator(self._network, self._tokenizer, number, **draws)([context])
             ends = options.get("until") or []
             ends = [ends] if isinstance(ends, str) else ends

@@ -16,7 +16,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.folder import replaced_run
-from dtransformer.runs.identity import ADAPTERS, CONFIG, RUN, TOKENIZER, WEIGHTS, RunIdentity
+from dtransformer.runs.identity import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, RunIdentity, is_run
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import like
@@ -32,11 +32,6 @@ def start_job(config: RunConfig) -> None:
     fields = ("seed", "local_devices", "deterministic")
     own = {name: getattr(config.training, name) for name in fields}
     dtransformer.init(config.parallel, **own)
-
-
-def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a run's."""
-    return os.path.isfile(os.path.join(folder, RUN))
 
 
 def load_run(
@@ -127,7 +122,7 @@ def check_run(folder: pathlib.Path) -> RunConfig:
     """
     if not os.path.isdir(folder):
         raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
-    if not any((folder / name).exists() for name in (CONFIG, RUN, WEIGHTS, TOKENIZER)):
+    if not (is_run(folder) or any((folder / x).exists() for x in (CONFIG, WEIGHTS, TOKENIZER))):
         raise InputError(_other_run(folder))
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         there = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())

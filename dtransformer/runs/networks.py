@@ -16,7 +16,7 @@ from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
-from dtransformer.runs.identity import RUN
+from dtransformer.runs.identity import is_run
 from dtransformer.runs.options import USUAL_VOCABULARY
 
 _IDS = {name: name for name in ("pad_id", "start_id", "end_id")}
@@ -107,7 +107,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     options, given = config.model, sizes_of(config)
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
-        if (folder / RUN).is_file():
+        if is_run(folder):
             loading = importlib.import_module("dtransformer.runs.loading")
             other = loading.check_run(folder)
             return architecture(other, kind, other.tokenizer.vocab_size or USUAL_VOCABULARY)
@@ -144,7 +144,7 @@ def _made(config, kind, vocab_size, precision, given, own):
 
 def _loaded(config, folder, precision, given):
     """Return the network of a published folder, or of another run with its adapters merged."""
-    if (folder / RUN).is_file():
+    if is_run(folder):
         loading = importlib.import_module("dtransformer.runs.loading")  # which makes networks, too
         if given:
             raise InputError(
@@ -202,7 +202,7 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
     folder = pathlib.Path(source)
     if not folder.is_dir():
         raise InputError(f"model.from: there is no folder {shown(str(folder))}")
-    return folder / "tokenizer" if (folder / RUN).is_file() else folder
+    return folder / "tokenizer" if is_run(folder) else folder
 
 
 def special_ids(tokenizer: object, kind: type[TokenModel]) -> dict[str, int | None]:

@@ -299,15 +299,11 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        if batches["dev"] is None:
-            raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
         callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))
     if options.early_stopping:
-        if monitor is None:
-            raise InputError("training.early_stopping: give held-out records, as data.dev, too")
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
     # The config that the run began with, which `--resume` does not change.
     own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))

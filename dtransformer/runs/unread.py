@@ -56,7 +56,7 @@ def like(task: str) -> str:
 
 
 def check_read(config: RunConfig) -> None:
-    """Refuse keys that the run of a config would not read, and weights of sources.
+    """Refuse keys that the run of a config would not read, weights of sources, and what data lack.
 
     Raises:
         InputError: names the first, and what would read it.
@@ -78,6 +78,10 @@ def check_read(config: RunConfig) -> None:
         if own not in values:
             told = f"{key} is not read where {other} is {shown(own)}"
             raise InputError(f"{told}: leave one of them out")
+    has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
+    for key in ("evaluation.every_steps", "training.early_stopping"):
+        if key in given and not has_dev:
+            raise InputError(f"{key}: give held-out records, as data.dev, too")
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
             for key, readers in _OF_SOURCES.items():

@@ -51,7 +51,8 @@ class TextGenerator:
             for prompts; else those of a `CausalLM` begin with its start token, where it has one.
         max_new_tokens: most tokens of a text; None for what an encoder–decoder takes by itself.
         batch_size: number of prompts continued at once.
-        max_source_length: most tokens of a source; longer ones are cut off. None for no limit.
+        max_source_length: most tokens of a source, of which longer ones are cut off; or of a
+            `CausalLM`'s prompt, of which the last ones are left. None for no limit.
         on_truncation: called as `on_truncation(number, length, max_source_length)` for each source
             that is cut off; `number` counts from 0.
         **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
@@ -155,16 +156,16 @@ class TextGenerator:
         if not self._continues:
             return self._cut_off(rows)
         if start is not None:
-            return [row if row[:1] == [start] else [start, *row] for row in rows]
+            rows = [row if row[:1] == [start] else [start, *row] for row in rows]
         first = [] if self.model.start_id is None else [self.model.start_id]
-        return [row or first for row in rows]
+        return self._cut_off([row or first for row in rows])
 
     def _cut_off(self, rows):
         most = self._max_source_length
         for number, row in enumerate(rows):
             if most is not None and len(row) > most and self._on_truncation:
                 self._on_truncation(number, len(row), most)
-        return [row[:most] for row in rows]
+        return [row[-(most or 0) :] if self._continues else row[:most] for row in rows]
 
     def _prompts(self, rows):
         """Return prompts as the model's `generate` takes them."""

@@ -4,8 +4,9 @@ import pathlib
 
 import numpy as np
 
-from dtransformer.datasets.chat_records import IGNORED, labels_of, rendered
+from dtransformer.datasets.chat_records import labels_of, rendered
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.record_batches import next_tokens
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes

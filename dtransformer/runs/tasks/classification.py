@@ -21,6 +21,7 @@ class LabelTask(RecordTask):
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
     always_trained, learnt = "head/*", ""
+    _sides = frozenset()  # numbers of texts of the records so far
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
@@ -29,7 +30,8 @@ class LabelTask(RecordTask):
     def encode_texts(self, records) -> list[tuple]:
         """Return the ids of texts with their special tokens, and the types of tokens."""
         given = [self.texts(record, place) for place, record in records]
-        if len({len(texts) for texts in given}) > 1:
+        self._sides |= {len(texts) for texts in given}
+        if len(self._sides) > 1:
             raise InputError("data: some records have a text_pair, and some have none")
         if len(given[0]) == 2:
             found = self.tokenizer.encode_with_offsets(*zip(*given))

@@ -82,10 +82,11 @@ class RecordTask(Task):
         options, rows, targets, sizes = self.config.data, [], [], []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
-            slices = (source[i : i + _ENCODED] for i in range(0, len(source), _ENCODED))
-            parts = [self.encode(part) for part in slices]
-            own = [row for part, _ in parts for row in part]
-            their = [x for _, part in parts for x in part or ()]
+            own, their = [], []
+            for start in range(0, len(source), _ENCODED):
+                found, more = self.encode(source[start : start + _ENCODED])
+                own += [[[np.asarray(x, np.int32) for x in pair] for pair in one] for one in found]
+                their += more or ()
             kept, own = prepared_lengths(own, options.length, longer, f"Records ({name})")
             rows += own
             targets += [their[number] for number in kept] if their else []
