@@ -322,5 +322,5 @@ def test_white_space_without_characters_is_learnt():
 def test_a_prompt_that_chosen_does_not_begin_with():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
-    with pytest.raises(InputError, match="begin with other messages than the prompt"):
+    with pytest.raises(InputError, match="chosen does not begin with the prompt"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
