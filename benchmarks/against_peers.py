@@ -19,6 +19,7 @@ than 1e-4 is an error. An environment is made where this one has other versions 
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -144,7 +145,10 @@ class Contestant:
         return self._answer()
 
     def close(self):
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if self._process.returncode is not None:  # it died, and was waited for
+            return
         _, _, usage = os.wait4(self._process.pid, 0)
         self._process.returncode, self.peak_bytes = 0, usage.ru_maxrss * 1024
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import paths  # noqa: F401
@@ -101,13 +102,15 @@ class Life:
 
     def wait_for(self, word, timeout=120):
         """Return what follows a word in the output."""
-        end, seen = time.monotonic() + timeout, []
-        for line in self.process.stdout:
-            seen.append(line)
-            if word in line:
-                return line.partition(word)[2].split()
-            if time.monotonic() > end:
-                break
+        seen, timer = [], threading.Timer(timeout, os.killpg, (self.process.pid, signal.SIGKILL))
+        timer.start()  # it may say nothing at all
+        try:
+            for line in self.process.stdout:
+                seen.append(line)
+                if word in line:
+                    return line.partition(word)[2].split()
+        finally:
+            timer.cancel()
         self.kill()
         sys.exit(f"the run did not say {word!r}:\n{''.join(seen)[-4000:]}")
 

@@ -135,6 +135,8 @@ def largest(smoke, **_):
     for recompute in (False, True):
         for rows in (8, 16) if smoke else (16, 32, 64):
             keras.backend.clear_session()
+            if peak_memory():  # of what was before, which may have had too little
+                tf.config.experimental.reset_memory_stats("GPU:0")
             try:
                 trainer, ids = made(size, "clusters", "cudnn", rows, recompute)
                 run = fitted(trainer, ids, ids)
@@ -145,5 +147,3 @@ def largest(smoke, **_):
                 yield {"rows": rows, "recompute": recompute, "out_of_memory": str(error)[:200]}
                 break
             yield {"rows": rows, "recompute": recompute, "step": step, "peak_GiB": peak_memory()}
-            if peak_memory():
-                tf.config.experimental.reset_memory_stats("GPU:0")

@@ -73,11 +73,9 @@ def tools_of(record: Record, place: str) -> list:
     Raises:
         InputError: it is no list of objects, nor the JSON of one; says where.
     """
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, f"{place}, tools")
-    if not tools:
-        return []
+    tools = record.get("tools") or []
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{place}, tools") or []
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
         raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
     return tools

@@ -187,8 +187,7 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         if chosen[:same] != prompt or rejected[:same] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
                 raise InputError(
-                    f"{place}: chosen and rejected begin with other messages than the prompt: leave it "
-                    "out, so that it is what both begin with"
+                    f"{place}: chosen does not begin with the prompt: leave prompt out"
                 )
             return prompt, chosen, rejected
         if same == min(len(chosen), len(rejected)):

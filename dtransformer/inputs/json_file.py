@@ -82,7 +82,7 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
     """
     if len(data) > limit:
         raise InputError(
-            f"{name} has more than {limit:,} bytes of JSON; of records write JSON lines"
+            f"{name} has more than {limit:,} bytes of JSON: write records as JSON lines"
         )
     text = decode(data, name) if isinstance(data, bytes) else data
     try:

@@ -105,11 +105,7 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
-    """Write the options of a run as YAML.
-
-    Raises:
-        InputError: the file cannot be written, or would not be read back as it is.
-    """
+    """Write the options of a run as YAML."""
     from dtransformer.inputs.files import write_text_atomically
 
     content = {
@@ -117,8 +113,6 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
         for name, section in config.sections().items()
     }
     write_text_atomically(path, yaml_text({"task": config.task, **content}))
-    if load_config(path) != config:
-        raise InputError(f"{path}: is not read back as it was saved: give other texts")
 
 
 def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:

@@ -47,9 +47,8 @@ def evaluate_run(
     # What is printed is −log p itself.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
     # Made where token shards are written, so that a run may lie where nothing else is written.
-    task.folder = beside(
-        folder, from_chief(lambda: f".evaluated-{secrets.token_hex(4)}", "evaluate")
-    )
+    name = from_chief(lambda: f".evaluated-{secrets.token_hex(4)}", "evaluate")
+    task.folder = beside(folder, name)
     try:
         task.read("dev")
         trainer = make_trainer(task, 1)

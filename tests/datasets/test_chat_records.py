@@ -334,5 +334,5 @@ def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
 def test_a_prompt_that_chosen_does_not_begin_with():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
-    with pytest.raises(InputError, match="begin with other messages than the prompt"):
+    with pytest.raises(InputError, match="chosen does not begin with the prompt"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")

@@ -261,9 +261,8 @@ def launch(arguments: argparse.Namespace) -> int:
         del arguments.rank_command[0]
     if not arguments.rank_command:
         raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
-    most, least = arguments.num_ranks, arguments.min_ranks
-    if None not in (most, least) and least > most:
-        raise InputError(f"--min-ranks={least} is more than the {most} ranks of -np")
+    if arguments.num_ranks and (arguments.min_ranks or 0) > arguments.num_ranks:
+        raise InputError(f"--min-ranks is more than the {arguments.num_ranks} ranks of -np")
     return Supervisor(arguments).run()
 
 

@@ -76,7 +76,7 @@ def test_a_signal_is_passed_on_to_ranks_that_catch_it():
     (["--host-discovery-script", "/bin/false", "--", "x"], "has ended with code 1"),
     (["--restarts", "-1", "--", "x"], "expected an integer"),
     (["-np", "0", "--", "x"], "expected an integer"),
-    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks=4 is more than the 2 ranks of -np"),
+    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks is more than the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
 def test_wrong_options_are_told_in_one_line(options, told, capsys):
