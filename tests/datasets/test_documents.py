@@ -144,7 +144,7 @@ def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent)
 def test_a_list_that_is_too_large_is_to_be_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("dtransformer.datasets.documents.MAX_DOCUMENT", 20)
     (tmp_path / "x.json").write_text('[{"text": "a"},\n{"text": "b"}]')
-    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON; .*JSON lines"):
+    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON: .*JSON lines"):
         list(read_documents([tmp_path / "x.json"]))
 
 
