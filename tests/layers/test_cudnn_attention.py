@@ -54,7 +54,7 @@ def test_like_with_all_scores(case, compiled):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 3e-2), ("float16", 4e-3)])
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 5e-2), ("float16", 4e-3)])
 @pytest.mark.parametrize("case", ["causal window", "segments", "prefix"])
 def test_like_with_all_scores_in_other_types(case, dtype, atol):
     own, expected = results("cudnn", case, dtype), results("reference", case)
