@@ -263,7 +263,7 @@ def test_sentinels_of_the_tokenizer(shards):
         ("pairs", {"rate": 1.5}, "rate=1.5"),
         ("pairs", {"batch_size": 10**6}, "150 documents make"),
         ("spans", {"mean_span": 0.5}, "mean_span=0.5"),
-        ("spans", {"length": 3}, "length=3"),
+        ("spans", {"length": 3}, "length must be an integer of at least 4, got 3"),
     ],
 )
 def test_options_that_cannot_be_are_refused(shards, kind, options, told):
