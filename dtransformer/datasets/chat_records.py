@@ -46,15 +46,14 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     Raises:
         InputError: the record is of no kind that is known, or has nothing to learn; says where.
     """
-    tools = tools_of(record, place)
     if "messages" in record:
         turns = messages_of(record["messages"], place)
-        return conversation(turns, template, train_on, place, tools)
+        return conversation(turns, template, train_on, place, tools_of(record, place))
     if isinstance(record.get("prompt"), list):
         prompt = messages_of(record["prompt"], f"{place}, prompt")
         prompt = [{**message, "train": False} for message in prompt]
-        completion = messages_of(record.get("completion"), f"{place}, completion")
-        return conversation([*prompt, *completion], template, train_on, place, tools)
+        turns = [*prompt, *messages_of(record.get("completion"), f"{place}, completion")]
+        return conversation(turns, template, train_on, place, tools_of(record, place))
     if "completion" in record:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         if not completion:

@@ -336,3 +336,7 @@ def test_a_prompt_that_chosen_does_not_begin_with():
     chosen += [{"role": "assistant", "content": "a"}]
     with pytest.raises(InputError, match="chosen does not begin with the prompt"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
+
+
+def test_a_column_of_tools_is_nothing_to_a_text():
+    assert rendered({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"

@@ -23,18 +23,19 @@ class PairTask(ChatRecords):
         for place, record in records:
             prompt, *answers = preferred(record, place)
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place, tools_of(record, place)))
+                found.append(self._rendered(prompt, answer, place, record))
                 places.append(place)
         rows = self.encode_rendered(found, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _rendered(self, prompt, answer, place, tools):
+    def _rendered(self, prompt, answer, place, record):
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
         before = [{**turn, "train": False} for turn in prompt]
-        return conversation([*before, *answer], self.template, "assistant", place, tools)
+        turns, tools = [*before, *answer], tools_of(record, place)
+        return conversation(turns, self.template, "assistant", place, tools)
 
     def target(self, record, place) -> list[float]:
         """Return the two numbers that the loss gets of a record."""
