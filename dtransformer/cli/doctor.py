@@ -100,14 +100,9 @@ def _horovod():
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
-    launcher = horovodrun()
+    launcher, serves = horovodrun(), "nccl" in found.lower() or not gpu_names()
     return [
-        check(
-            "horovod",
-            "nccl" in found.lower() or not gpu_names(),
-            f"{version}, built with {found}",
-            COMMAND,
-        ),
+        check("horovod", serves, f"{version}, built with {found}", COMMAND),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 

@@ -122,9 +122,7 @@ def _interface(address):
 @contextlib.contextmanager
 def _started(command):
     """Start a host's Python with the probe; give it and its standard error, a file, and end it."""
-    errors = tempfile.TemporaryFile(
-        "w+"
-    )  # ssh's master of persistent connections keeps a pipe open
+    errors = tempfile.TemporaryFile("w+")  # ssh's master of connections would keep a pipe open
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     process = subprocess.Popen(command, text=True, stderr=errors, **pipes)
     try:

@@ -67,12 +67,12 @@ def _parts(model, cluster, job, fixed):
 def _levels(levels, local_devices, job, axes):
     """Return the levels of optimizer sharding that `Topology` and the optimizer take."""
     found, is_whole = [], job.optimizer in WHOLE
+    is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
+    on_mesh = is_divided or local_devices > 1
     for level in levels:
-        on_mesh = axes["context"] * axes["model"] * axes["expert"] > 1
-        spans = level == 3 and on_mesh
+        spans = level == 3 and is_divided
         with contextlib.suppress(ValueError):
             topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
-            on_mesh |= local_devices > 1
             shares = axes["context"] if spans else 1 / topology.mesh_data
             is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
             # They compute with full weights.

@@ -71,10 +71,10 @@ def _planned(config):
     cluster = Cluster(device, number, local_devices=local)
     length, rows = batch_of_run(config, number)
     model = shape_of_run(config, length)
-    job = Job(rows, training.precision, training.optimizer, averages=bool(training.ema))
+    options = training.precision, training.optimizer, fields_of(parallel), bool(training.ema)
+    job = Job(rows, *options)
     if training.layout == "auto":
-        fixed = fields_of(parallel)
-        found = plan(model, cluster, dataclasses.replace(job, fixed=fixed)).best
+        found = plan(model, cluster, job).best
     else:
         found = cost(model, cluster, job, parallel)
     return (

@@ -146,9 +146,8 @@ def check_supported(config, local_devices: int = 1) -> None:
 
 def settings_without_chunks(config) -> dict:
     """Return the fields and values of a config that work in no pipeline, of one stage or more."""
-    values = {name: getattr(config, name) for name in _NOT_WITH_A_PIPELINE}
     refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
-    return {name: value for name, value in values.items() if value == refused[name]}
+    return {x: refused[x] for x in _NOT_WITH_A_PIPELINE if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:

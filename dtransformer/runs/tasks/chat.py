@@ -44,7 +44,7 @@ class ChatRecords(RecordTask):
         return self._template
 
     def encode_rendered(self, found, places) -> list[tuple]:
-        """Return ids and labels of texts, int32 arrays, as of `labels_of`."""
+        """Return ids and labels of texts, as of `labels_of`."""
         start, end = (getattr(self.tokenizer, f"{name}_id", None) for name in ("start", "end"))
         encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
         rows = []
@@ -54,8 +54,7 @@ class ChatRecords(RecordTask):
                 ids, labels = [start, *ids], [IGNORED, *labels]
             if one.is_plain and end is not None and ids[-1:] != [end]:
                 ids, labels = [*ids, end], [*labels, end]
-            ids, labels = np.array(ids, np.int32), np.array(labels, np.int32)
-            if (labels == IGNORED).all():
+            if np.equal(labels, IGNORED).all():
                 raise InputError(f"{place}: no token is learnt: is its answer empty?")
             rows.append((ids, labels))
         return rows

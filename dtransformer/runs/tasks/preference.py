@@ -22,20 +22,20 @@ class PairTask(ChatRecords):
         found, places = [], []
         for place, record in records:
             prompt, *answers = preferred(record, place)
+            tools = tools_of(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place, record))
+                found.append(self._rendered(prompt, answer, place, tools))
                 places.append(place)
         rows = self.encode_rendered(found, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _rendered(self, prompt, answer, place, record):
+    def _rendered(self, prompt, answer, place, tools):
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
         before = [{**turn, "train": False} for turn in prompt]
-        turns, tools = [*before, *answer], tools_of(record, place)
-        return conversation(turns, self.template, "assistant", place, tools)
+        return conversation([*before, *answer], self.template, "assistant", place, tools)
 
     def target(self, record, place) -> list[float]:
         """Return the two numbers that the loss gets of a record."""

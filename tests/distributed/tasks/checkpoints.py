@@ -16,35 +16,28 @@ from harness.networks import make
 from harness.training import Record, as_taken
 
 NETWORK, STEPS_BEFORE, STEPS_AFTER = "tied", 4, 5
-# Each layout saves, and is restored by the next two; the last two of the quick suite by one process.
-# In the order in which runs are started (harness/runs.py).
+# Each layout saves, and is restored by the next two; the last two by one process.
 QUICK = (
     "alone@1x1",
     "mp2@2x1",
     "dp2@2x1+shard1",
-    "dp2@2x1+shard3",
     "mp2pp2m2-1f1b@2x2+rows",
+    "dp2@2x1+shard3",
 )
 CHAIN = (
-    *QUICK[:-1],
+    *QUICK,
     "dp2@2x1+shard2",
+    "pp2m2-1f1b@2x1",
     "dp2mp2@2x2",
     "dp2@2x1",
     "dp2@2x1+whole2",
-    QUICK[-1],
-    "pp2m2-1f1b@2x1",
 )
 ALONE = CHAIN[0]
-
-
-def _two_before(name):
-    """Return what a layout restores, besides all the others in the long suite."""
-    names = QUICK if name in QUICK else CHAIN
-    end = names.index(name)
-    return names[max(end - 2, 0) : end]
-
-
-RESTORED = {name: QUICK[-2:] if name == ALONE else _two_before(name) for name in CHAIN}
+# What a layout restores, besides all the others in the long suite.
+RESTORED = {
+    name: QUICK[-2:] if name == ALONE else CHAIN[max(number - 2, 0) : number]
+    for number, name in enumerate(CHAIN)
+}
 # Runs that are resumed on the same layout; all but the first in the long suite.
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
 # With replicated 16-bit copies of sharded weights, and loss scaling.
