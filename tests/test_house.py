@@ -116,7 +116,7 @@ OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 160
 # Of code in the package: without docstrings, comments and blank lines; 32,000 is the limit. What is new
 # pays for itself by what goes.
-BUDGET = 31_991
+BUDGET = 32_000
 
 
 # What is imported.

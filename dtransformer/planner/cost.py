@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.job import WHOLE, Job
+from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import Memory, memory_of
 from dtransformer.planner.shape import ModelShape
@@ -97,7 +97,7 @@ def _config_of(layouts, number, job):
     """Return a layout as a config, with all that the job fixes as it is given."""
     fixed = job.fixed_config()
     others = {name: getattr(fixed, name) for name in job.fixed}
-    if job.optimizer in WHOLE and layouts.level[number] in (1, 2):
+    if job.optimizer in NOT_ELEMENTWISE and layouts.level[number] in (1, 2):
         others["optimizer_shard_partition"] = "whole"
     config = layouts.config(number, others)
     if "recompute" in others:  # the grid knows whole blocks and attention only

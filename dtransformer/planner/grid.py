@@ -8,12 +8,12 @@ import re
 import numpy as np
 
 from dtransformer.errors import InputError, nearest, refusing, shown
-from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology, divisors
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.job import WHOLE, Job
+from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, number_of
 from dtransformer.planner.shape import ModelShape
 
@@ -66,7 +66,7 @@ def _parts(model, cluster, job, fixed):
 
 def _levels(levels, local_devices, job, axes):
     """Return the levels of optimizer sharding that `Topology` and the optimizer take."""
-    found, is_whole = [], job.optimizer in WHOLE
+    found, is_whole = [], job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
     on_mesh = is_divided or local_devices > 1
     for level in levels:

@@ -15,7 +15,6 @@ OPTIMIZERS = {
     "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
     "adamax": 2, "lamb": 2, "adafactor": 0,
 }  # fmt: skip
-WHOLE = "adafactor", "lamb", "muon"  # which compute with full weights
 
 
 @dataclasses.dataclass(frozen=True)

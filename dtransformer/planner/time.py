@@ -14,7 +14,7 @@ from dtransformer.planner.formulas import (
 )
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
-from dtransformer.planner.memory import Memory, parameters_of_stage
+from dtransformer.planner.memory import Memory, experts_of_stage, parameters_of_stage
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.stages import of_worst_stage
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
@@ -54,7 +54,7 @@ def _link(cluster, axis):
 
 
 def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
-    """Return the seconds of a collective: an array [N], 0 where a group has one member.
+    """Return the seconds of a collective: an array [N], 0 for a group of one member, or for no bytes.
 
     Args:
         cluster: the `Cluster`.
@@ -69,7 +69,7 @@ def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
     steps = (2 if kind == "all-reduce" else 1) * (group.members - 1)
     sent = ring_elements(kind, num_bytes, group.members)
     seconds = sent / rate + steps * hop + call
-    return np.where(group.members > 1, seconds, 0.0)
+    return np.where((group.members > 1) & (num_bytes > 0), seconds, 0.0)
 
 
 def send_seconds(cluster: Cluster, num_bytes, stride):
@@ -119,6 +119,9 @@ def groups_of(layouts: Layouts) -> dict[str, Group]:
         "context": Group(c, t, "context"),
         "expert": Group(layouts.expert, t * c, "expert"),
         "data": Group(d * c, t, "data"),  # who have the same weights
+        "experts": Group(d * c // layouts.expert, t * layouts.expert, "data"),  # the same experts
+        "mesh": Group(c * layouts.mesh_data, t, "model"),  # those of them on a mesh
+        "replicas": Group(d // layouts.mesh_data, t * c * layouts.mesh_data, "data"),
         "stage": Group(layouts.stage, t * c * d, "stage"),
     }
 
@@ -163,7 +166,7 @@ def time_of(
         passes = bubble_passes(schedule, stages, chunks)
         waits = shared_bubble_passes(passes, stages, sharing[chosen])
         columns["bubble"][chosen] = waits * mean[chosen]
-    columns["reduction"] = _reduction(model, cluster, layouts, system, columns)
+    columns["reduction"] = _reduction(model, cluster, layouts, system, columns, is_16_bit)
     states = memory.weights + memory.gradients + memory.states
     share = model.trained_parameters() / model.parameters()
     columns["update"] = update_seconds(cluster.device, share * states)
@@ -182,11 +185,11 @@ def _uses(model, cluster, layouts, system, is_16_bit):
         cluster, "all-reduce", elements * number, groups["model"]
     )
 
-    def unsharded(num_bytes, is_trained, passes=2):
+    def unsharded(num_bytes, is_trained, passes=2, group="data"):
         """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
-        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
+        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups[group])
         if is_trained:
-            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
+            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups[group])
         return np.where(layouts.level >= 3, seconds, 0.0)
 
     for kind in model.kinds:
@@ -203,10 +206,11 @@ def _uses(model, cluster, layouts, system, is_16_bit):
             sums, passed = sums_over_model(sublayers, backward=0), 1
         keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
         tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
-        weights = model.block_parameters(kind) / t * item
-        gathers = unsharded(
-            weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
-        )
+        experts = model.experts_parameters(kind) / t * item
+        weights = (model.block_parameters(kind) / t * item - experts) / system.gathers_a_block
+        passes_of_weights = model.trains(kind), 1 if kind.is_frozen else 2
+        unsharding = system.gathers_a_block * unsharded(weights, *passes_of_weights)
+        unsharding += unsharded(experts / layouts.expert, *passes_of_weights, "experts")
         found.append(
             {
                 "products": passes.forward + passes.backward,
@@ -217,7 +221,7 @@ def _uses(model, cluster, layouts, system, is_16_bit):
                 "expert_parallel": 2
                 * passed
                 * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
-                "unsharding": system.gathers_a_block * gathers,
+                "unsharding": unsharding,
             }
         )
     shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
@@ -237,28 +241,35 @@ def _uses(model, cluster, layouts, system, is_16_bit):
     return [*found, embedding, head], sends
 
 
-def _reduction(model, cluster, layouts, system, columns):
+def _reduction(model, cluster, layouts, system, columns, is_16_bit):
     """Return the seconds of gradients' reduction and of weights' all-gather that are not hidden."""
-    own = lambda stage, _, chosen: {
-        "": parameters_of_stage(model, layouts[chosen], stage, is_trained=True)
-    }
-    parameters = of_worst_stage(model, layouts, own)[""]
-    group = groups_of(layouts)["data"]
-    seconds = collective_seconds(
-        cluster, "all-reduce", parameters * system.sent_gradient_bytes, group
+
+    def own(stage, _, chosen):
+        total = parameters_of_stage(model, layouts[chosen], stage, is_trained=True)
+        experts = experts_of_stage(model, layouts[chosen], stage, is_trained=True)
+        return {"dense": total - experts, "experts": experts}
+
+    dense, experts = of_worst_stage(model, layouts, own).values()
+    groups = groups_of(layouts)
+    mesh, replicas = groups["mesh"], groups["replicas"]
+    of_experts = Group(mesh.members // layouts.expert, mesh.stride * layouts.expert, mesh.axis)
+    summed = lambda elements, size, group: collective_seconds(
+        cluster, "all-reduce", elements * size, group
     )
-    may_hide = np.full(len(layouts), system.hides_on_mesh)
-    may_hide |= (layouts.model == 1) & (layouts.stage == 1)
+    seconds = summed(dense + experts, system.sent_gradient_bytes, replicas)
+    may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
     # The last micro-batch's backward pass is two thirds of a micro-batch.
     beside = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
+    # A mesh adds up its gradients in every micro-batch.
+    size = system.sum_bytes or (2 if is_16_bit else 4)
+    of_mesh = summed(dense, size, mesh) + summed(experts, size, of_experts)
+    seconds = np.where(layouts.level >= 3, 0.0, seconds + layouts.micro_batches * of_mesh)
     waits = np.array(system.waits)[layouts.level] * _link(cluster, "data")[-1]
     linked = _link(cluster, "stage")[-1]  # those of a mesh take the same way
-    others = system.mesh_waits * (layouts.model * layouts.context > 1)
-    others = np.where(layouts.stage > 1, system.stage_waits, others) * linked
-    seconds = np.where(layouts.level >= 3, 0.0, seconds)
-    seconds = seconds + np.where(group.members > 1, waits, 0.0) + others
+    others = np.where(layouts.stage > 1, system.stage_waits, system.mesh_waits * layouts.is_on_mesh)
+    seconds = seconds + np.where(layouts.sharing > 1, waits, 0.0) + others * linked
     return seconds + _tied_seconds(model, cluster, layouts, system)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 import re
 import subprocess
 import sys
@@ -42,6 +43,8 @@ from dtransformer.runs.config import load_config
 from tests.models.pretrained.family_rows import PRESETS_OF
 
 SMALL = "gpt2_small"
+EXAMPLE = re.compile(r"```\n\$ dtransformer (plan .*)\n(?!```)((?s:.+?))\n```")
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
 
 def cluster(devices, device="a100"):
@@ -332,6 +335,25 @@ def test_experts_that_are_sharded():
     sharded, _ = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3))
     np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])  # all share them, either way
     assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
+    _, gathered = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3))
+    assert gathered.unsharding[1] < gathered.unsharding[0] / 2  # who has an expert keeps it
+
+
+def test_a_mesh_adds_up_gradients_in_every_micro_batch():
+    """Replicas of other ranks do once a step; experts' are added up by those alone who have them."""
+    model = named("llama2_7b")
+    reduction = lambda **layout: (
+        evaluate(model, cluster(2), Job(8), Layouts.of(**layout))[1].reduction
+    )
+    one, four = reduction(context=2, micro_batches=[1, 4])
+    assert four == pytest.approx(4 * one)
+    one, four = reduction(data=2, local=2, micro_batches=[1, 4])
+    assert four == pytest.approx(4 * one)
+    one, four = reduction(data=2, level=1, micro_batches=[1, 4])
+    assert four < 1.5 * one
+    model = named("mixtral_8x7b")
+    whole, apart = reduction(data=2, local=2, expert=[1, 2])
+    assert apart < whole / 10
 
 
 def ask(batch, **fixed):
@@ -473,6 +495,12 @@ def test_a_new_user_gets_a_table_and_a_config_to_train_with(capsys, tmp_path):
     config = load_config(tmp_path / "plan.yaml").parallel
     assert config.resolve(32) == config
     check_supported(config)
+
+
+@pytest.mark.parametrize("example", EXAMPLE.findall(PAGE))
+def test_examples_of_the_page_are_what_is_printed(capsys, example):
+    assert main(example[0].split()) == 0
+    assert capsys.readouterr().out.strip() == example[1].strip()
 
 
 def test_json_has_units_in_its_names(capsys):

@@ -18,6 +18,9 @@ import pydantic
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 
+# Keras' optimizers that compute from all elements of a weight together.
+NOT_ELEMENTWISE = ("adafactor", "lamb", "muon")
+
 
 @dataclasses.dataclass
 class OpParallelConfig(validators.Checked):

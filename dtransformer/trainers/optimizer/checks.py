@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.config.config import NOT_ELEMENTWISE, get_parallel_config
 from dtransformer.parallel.runtime import job
 
 
@@ -45,10 +45,6 @@ def _check_overwritten(weights):
             )
 
 
-# What Keras' optimizers compute from all elements of a weight together.
-_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "Muon")
-
-
 def check_elementwise(optimizer):
     """Check that an optimizer can update the shards of a weight one by one, where it has to.
 
@@ -58,7 +54,7 @@ def check_elementwise(optimizer):
     if get_parallel_config().optimizer_shard_partition == "whole":
         return
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    named = any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__)
+    named = any(kind.__name__.lower() in NOT_ELEMENTWISE for kind in type(optimizer).__mro__)
     if named or not _updates_each_element(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} computes with full weights, and a mesh or optimizer_shard "
