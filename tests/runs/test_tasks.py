@@ -163,7 +163,7 @@ def test_other_tasks(name, place, capsys):
     assert expected.get(name, "loss") in found
 
 
-def test_a_classifier_is_exported_and_goes_on(place):
+def test_a_classifier_is_exported_and_goes_on(place, capsys):
     train("token_classification", place, "--overwrite", "--set", "export.folder=models/labels")
     config = json.loads((place / "models/labels/config.json").read_text())
     assert config["architectures"] == ["LlamaForTokenClassification"]
@@ -174,6 +174,10 @@ def test_a_classifier_is_exported_and_goes_on(place):
     train("token_classification", place, "--overwrite", "--set", *settings)
     again = load_run("runs/token_classification").core.head.classifier.get_weights()[0]
     np.testing.assert_allclose(again, trained, atol=1e-6)
+    config |= {"problem_type": "multi_label_classification"}
+    (place / "models/labels/config.json").write_text(json.dumps(config))
+    train("token_classification", place, "--overwrite", "--set", *settings, code=2)
+    assert "problem_type is multi_label" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
@@ -340,8 +344,10 @@ def test_evaluations_at_once_have_folders_of_their_own(place, monkeypatch):
 def test_what_tasks_of_pairs_do_not_read_is_an_error():
     with pytest.raises(InputError, match="here: negative is not read"):
         Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
-    with pytest.raises(InputError, match="here: margin is 'high', expected a number"):
-        Reward.target(None, {"margin": "high"}, "here")
+    for wrong in ("high", "", True, [], {}):
+        with pytest.raises(InputError, match="here: margin is .*, expected a number"):
+            Reward.target(None, {"margin": wrong}, "here")
+    assert Reward.target(None, {"margin": None}, "here") == Reward.target(None, {}, "here")
 
 
 def test_targets_have_a_position_for_the_start_token(place, monkeypatch, capsys):

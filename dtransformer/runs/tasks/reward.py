@@ -16,8 +16,8 @@ class Reward(PairTask):
     with_labels, always_trained = False, "head/*"
 
     def target(self, record, place) -> list[float]:
-        margin = record.get("margin") or 0.0
-        if not isinstance(margin, int | float):
+        margin = 0.0 if record.get("margin") is None else record["margin"]
+        if type(margin) not in (int, float):
             raise InputError(f"{place}: margin is {shown(margin)}, expected a number")
         return [float(margin), 0.0]
 
