@@ -7,7 +7,6 @@ import os
 import pathlib
 import platform
 import re
-import shutil
 import subprocess
 
 _FILES = pathlib.Path("/proc/driver/nvidia")
@@ -37,10 +36,7 @@ def are_gpus_hidden() -> bool:
 
 def _of_each_gpu(field):
     """Return a field of each GPU as nvidia-smi has it; nothing where that is not there, or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={field}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -55,15 +51,6 @@ def driver_version() -> str | None:
         return next(iter(_of_each_gpu("driver_version")), None)
     words = file.read_text("utf-8", "replace").split()
     return next((word for word in words if word[:1].isdecimal()), "of unknown version")
-
-
-def gpu_names() -> list[str]:
-    """Return the models of this host's GPUs; none where CUDA_VISIBLE_DEVICES hides them."""
-    if are_gpus_hidden():
-        return []
-    files = sorted(_FILES.glob("gpus/*/information"))
-    told = [re.search(r"Model:\s*(.*)", file.read_text("utf-8", "replace")) for file in files]
-    return [one[1].strip() for one in told if one] or _of_each_gpu("name")
 
 
 @functools.cache
@@ -81,20 +68,37 @@ def cuda_start() -> int | None:
     return _cuda()[1]
 
 
+def _asked(function, number, *arguments):
+    """Return the number that a function of libcuda writes; as it is given where it cannot be asked."""
+    if _cuda()[0] is not None:
+        getattr(_cuda()[0], function)(ctypes.byref(number), *arguments)
+    return number.value
+
+
 def cuda_version() -> int:
     """Return the newest CUDA that the driver has, 12050 for 12.5; 0 where it cannot be asked."""
-    version = ctypes.c_int(0)
-    if _cuda()[0] is not None:
-        _cuda()[0].cuDriverGetVersion(ctypes.byref(version))
-    return version.value
+    return _asked("cuDriverGetVersion", ctypes.c_int())
+
+
+def gpu_names() -> list[str]:
+    """Return the models of this host's GPUs, as CUDA counts those that are visible to this process.
+
+    Where CUDA does not start, those of the driver's files; none where CUDA_VISIBLE_DEVICES hides them.
+    """
+    if are_gpus_hidden():
+        return []
+    names, name = [], ctypes.create_string_buffer(256)
+    for gpu in range(_asked("cuDeviceGetCount", ctypes.c_int())):
+        _cuda()[0].cuDeviceGetName(name, len(name), gpu)
+        names.append(name.value.decode())
+    files = sorted(_FILES.glob("gpus/*/information"))
+    told = [re.search(r"Model:\s*(.*)", file.read_text("utf-8", "replace")) for file in files]
+    return names or [one[1].strip() for one in told if one] or _of_each_gpu("name")
 
 
 def gpu_memory_bytes() -> int:
     """Return the bytes of the first visible GPU's memory; 0 where they cannot be asked."""
-    size = ctypes.c_size_t(0)
-    if _cuda()[0] is not None:
-        _cuda()[0].cuDeviceTotalMem_v2(ctypes.byref(size), 0)
-    return size.value
+    return _asked("cuDeviceTotalMem_v2", ctypes.c_size_t(), 0)
 
 
 def cores_near(gpu: int) -> list[int]:

@@ -48,9 +48,15 @@ def write_bus(folder, cores):
         (path / "local_cpulist").write_text(near + "\n")
 
 
-def libcuda(version=12080, code=0, memory=48 << 30):
-    """Return what stands for libcuda."""
+def libcuda(version=12080, code=0, memory=48 << 30, names=()):
+    """Return what stands for libcuda; names are the models of GPUs that this process sees."""
+
+    def write_name(text, length, gpu):
+        text.value = names[gpu].encode()
+
     return types.SimpleNamespace(
+        cuDeviceGetCount=put(code, len(names)),
+        cuDeviceGetName=write_name,
         cuInit=lambda flags: code,
         cuDriverGetVersion=put(0, version),
         cuDeviceTotalMem_v2=put(0, memory),

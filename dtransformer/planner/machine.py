@@ -62,7 +62,7 @@ def device_of_gpu(name: str) -> Device:
     >>> device_of_gpu("NVIDIA A100-SXM4-80GB").name
     'a100-80'
     """
-    words = re.split(r"[ -]", name)
+    words = [] if "MIG" in name else re.split(r"[ -]", name)  # a part of a card is in no table
     for key in sorted(DEVICES, reverse=True):
         family, size = key.split("-")
         if family.upper() in words and (f"{size}GB" in name or "GB" not in name):

@@ -129,6 +129,11 @@ def test_the_device_of_this_machine(machine, tmp_path, monkeypatch):
     assert this_device().name == "h200-141"
     write_driver(tmp_path, model="NVIDIA A100-SXM4-40GB")
     assert this_device().name == "a100-40"
+    machine((), (12080, 0, 80 << 30, ("NVIDIA H100 80GB HBM3", "NVIDIA T400 4GB")))
+    assert this_device().name == "h100-80"  # which CUDA shows first, not the bus
+    machine((), (12080, 0, 10 << 30, ("NVIDIA H100 80GB HBM3 MIG 1g.10gb",)))
+    with pytest.raises(InputError, match="MIG 1g.10gb.*--measure"):
+        this_device()
 
 
 def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch):
