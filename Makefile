@@ -31,7 +31,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train check test test-all lint format docs dist release bench bench-compiled \
+.PHONY: help setup train check test test-long test-all lint format docs dist release bench bench-compiled \
   clean
 
 help:  ## list the targets
@@ -85,8 +85,10 @@ check: .venv/test  ## run the tests that need no TensorFlow: a minute
 test: setup .venv/reference  ## run all but the long tests, in two processes (JOBS=1: in one)
 	$(PYTEST) --tier test
 
-test-all: setup .venv/reference  ## run the long tests, too: hours
-	$(PYTEST) --tier all -m ''
+test-long: setup .venv/reference  ## run the long tests alone: two hours (PART=1/4: a quarter of them)
+	$(PYTEST) --tier long -m long $(if $(PART),--part $(PART))
+
+test-all: test test-long  ## run all tests
 
 lint: .venv/lint  ## check style, with ruff, and the types of public names, with mypy
 	$(BIN)/ruff check

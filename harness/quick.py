@@ -15,7 +15,7 @@ def compile_quickly():
     """Let TensorFlow optimize no graphs, as they are small and run a few times; call it first.
 
     Operations get one thread, as another process of tests, or another rank, has the other core.
-    Tests of one process in `make test-all` compile as users do, as do the commands that tests start.
+    Long tests of one process compile as users do, as do the commands that tests start.
     """
     gc.set_threshold(50_000, 20, 50)  # what is traced is large, and little of it is garbage
     # Idle ranks ask each other for work each 1 ms by default, which takes 28 % of a core; this, 10 %.

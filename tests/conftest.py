@@ -24,6 +24,7 @@ _BEGIN = pytest.StashKey[float]()
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=tiers.LIMITS, help="see tests/tiers.py")
+    parser.addoption("--part", type=tiers.part, metavar="K/N", help="the K-th of N parts of a tier")
 
 
 def pytest_configure(config):
@@ -33,7 +34,7 @@ def pytest_configure(config):
     runs_tests = is_worker or not config.getoption("numprocesses", None)
     if tier == "check":
         tiers.WithoutTensorFlow().install()
-    elif tier != "all" and runs_tests:
+    elif tier != "long" and runs_tests:
         compile_quickly()
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if tier and is_whole and not is_worker:
@@ -57,6 +58,10 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("tensorflow")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if part := config.getoption("part"):
+        own = [tiers.is_in_part(item.nodeid, read_by([item]), *part) for item in items]
+        config.hook.pytest_deselected(items=[x for x, is_own in zip(items, own) if not is_own])
+        items[:] = [x for x, is_own in zip(items, own) if is_own]
     seconds = durations.kept()
 
     files = {}
@@ -83,7 +88,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_sep(
             "=",
             f"make {tier}: {seconds:.0f} s of {limit} s on two slow cores; not run: "
-            f"{skipped} skipped, for the reasons above, and {left_out} of other tiers",
+            f"{skipped} skipped, for the reasons above, and {left_out} of other tiers or parts",
             yellow=seconds > limit,
         )
         if seconds > limit:
@@ -143,5 +148,5 @@ def shared_data():
 @pytest.fixture(scope="session")
 def ranks_of(request, tmp_path_factory):
     """A function of a run's name that returns what each of its ranks gives."""
-    options = ["--quick", *["--short"] * (request.config.getoption("tier") != "all")]
+    options = ["--quick", *["--short"] * (request.config.getoption("tier") != "long")]
     return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items), options)

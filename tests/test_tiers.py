@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import tiers
 from tests.long_tests import LEFT
 from tests.tiers import CHECK, LIMITS, TESTS, imported_frameworks, is_in_check
 
@@ -20,7 +21,7 @@ def test_the_files_of_make_check_exist():
 
 
 def test_each_tier_has_a_limit():
-    assert LIMITS["check"] < LIMITS["test"] < LIMITS["all"]
+    assert LIMITS["check"] < LIMITS["test"] < LIMITS["long"]
 
 
 @pytest.mark.parametrize("left", LEFT, ids=lambda left: left.test)
@@ -28,3 +29,14 @@ def test_what_left_the_quick_suite_is_there(left):
     file, *_, name = left.test.split("::")
     assert f"def {name}(" in (TESTS / file).read_text("utf-8")
     assert left.stays or left.held_by
+
+
+def test_parts_divide_the_tests():
+    tests = [(f"tests/test_{n}.py::test", [f"tied/dp{n}@1x{n}"] * (n % 2)) for n in range(99)]
+    found = [[tiers.is_in_part(*test, number, 3) for test in tests] for number in (1, 2, 3)]
+    assert all(sum(each) == 1 for each in zip(*found)) and all(map(any, found))
+    runs = [tiers.is_in_part(f"tests/{n}.py::test", ["tied/dp2@2x1"], 1, 3) for n in range(9)]
+    assert len(set(runs)) == 1  # who reads a run is in its part
+    assert tiers.part("2/3") == (2, 3)
+    with pytest.raises(ValueError, match="expected 1 to 3"):
+        tiers.part("4/3")

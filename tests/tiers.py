@@ -1,17 +1,19 @@
 """The tiers of the suite: what each is made of, and what it may take.
 
 `make check` has what needs no TensorFlow, and an import of it is an error there. `make test` has all
-but the long tests, `make test-all` everything. Which tests are long is said by their mark.
+but the long tests, `make test-long` these, `make test-all` everything. Which tests are long is said
+by their mark.
 """
 
 import importlib.abc
 import importlib.machinery
 import pathlib
 import sys
+import zlib
 
 TESTS = pathlib.Path(__file__).parent
 # Seconds on two slow cores. A run that takes longer says so; it does not fail, as machines differ.
-LIMITS = {"check": 60, "test": 15 * 60, "all": 4 * 60 * 60}
+LIMITS = {"check": 60, "test": 15 * 60, "long": 3 * 60 * 60}
 
 # Files and folders whose tests need no TensorFlow, but for those with the mark `tensorflow`.
 CHECK = (
@@ -40,6 +42,26 @@ CHECK = (
     "test_words.py",
 )
 FRAMEWORKS = ("horovod", "keras", "tensorflow")
+
+
+def part(text):
+    """Return the numbers of K/N, the K-th of N parts."""
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"part {number} of {of}: expected 1 to {of}")
+    return number, of
+
+
+def is_in_part(test, runs, number, of):
+    """Return whether a test belongs to a part: with the others of its file, or of its first run.
+
+    Args:
+        test: its id.
+        runs: the names of the runs of ranks that it reads.
+        number, of: which part of how many.
+    """
+    key = runs[0] if runs else test.partition("::")[0]
+    return zlib.crc32(key.encode()) % of == number - 1
 
 
 def is_in_check(path):
