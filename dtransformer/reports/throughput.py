@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from dtransformer.errors import InputError
+from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.models import from_network
 
@@ -48,7 +49,8 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
     Args:
         network: a `keras.Model`. Where it has the method `stream_shapes`, all positions of its
             stacks are tokens; elsewhere labels that are integers, or rows. FLOP are those of the
-            method `flops_per_step`, or as the planner counts a network of `dtransformer.models`.
+            method `flops_per_step`, or as the planner counts a network of `dtransformer.models`:
+            beside adapters a third less, as their kernels have no gradients.
         inputs, labels: nested tensors of a batch.
     """
     flat = [x for x in tf.nest.flatten(labels) if x is not None] or tf.nest.flatten(inputs)
@@ -62,9 +64,10 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         tokens = sum(rows * length for rows, length, _ in streams)
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
             (rows, source, _), (_, target, _) = streams[0], streams[-1]
+            rank = +any(low_rank_of(x) and not x.trainable for x in network.variables)
+            given = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
             with contextlib.suppress(InputError):  # the planner has no network without blocks
-                shape = from_network(network, source_length=source, sequence_length=target)
-                flops = rows * shape.flops_per_sequence()
+                flops = rows * from_network(network, **given).flops_per_sequence()
     return float(tokens), flops
 
 

@@ -21,6 +21,7 @@ from dtransformer.models import (
     save_lora,
     save_pretrained,
 )
+from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
 from tests.models.test_freezing import IDS, network_of, train, trainer_of
 from tests.on_mesh import on_mesh, start
@@ -84,6 +85,15 @@ def test_only_factors_learn():
 
 def network_weight(network, path):
     return next(weight.numpy() for weight in network.weights if weight.path == path)
+
+
+def test_flop_are_a_third_less_beside_frozen_kernels():
+    """But for the attention cores', which have no weights."""
+    all_trained, beside = (
+        tokens_and_flops(network, IDS[:, :-1], IDS[:, 1:])[1]
+        for network in (network_of(**LLAMA), adapted())
+    )
+    assert 2 / 3 < beside / all_trained < 0.75
 
 
 def test_weights_that_are_not_frozen_learn_too():
