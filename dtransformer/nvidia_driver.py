@@ -12,7 +12,6 @@ import subprocess
 _FILES = pathlib.Path("/proc/driver/nvidia")
 _PCI = pathlib.Path("/sys/bus/pci/devices")
 _CACHE = "~/.cache/dtransformer/cuda"
-_SECONDS = 20  # for nvidia-smi, which wakes cards that sleep
 
 
 def keep_compiled_kernels() -> None:
@@ -37,8 +36,8 @@ def are_gpus_hidden() -> bool:
 def _of_each_gpu(field):
     """Return a field of each GPU as nvidia-smi has it; nothing where that is not there, or fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    try:  # it wakes cards that sleep
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [] if done.returncode else done.stdout.split("\n")[:-1]

@@ -89,6 +89,7 @@ def main():
         arguments.steps = min(arguments.steps, training.SHORT_STEPS)
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
     # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
+    faulthandler.enable()
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     for number, run in enumerate(arguments.runs, 1):
         signal.alarm(arguments.seconds)

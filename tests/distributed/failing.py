@@ -3,10 +3,11 @@
 horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
 
 HOW is slow (all steps; none fails), straggle (the last rank waits longer for its data), kill, raise,
-midst or save; freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it does not come
-back from a callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
+crash (in C), midst or save; freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it
+does not come back from a callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ class Fail(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "raise":
             raise RuntimeError("this rank has had enough")
+        elif self.how == "crash":
+            ctypes.string_at(0)
         elif self.how == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.how == "preempt":

@@ -14,6 +14,7 @@ ENDED = "Process name: 1|the job ends: rank 1 on host localhost: failed"
 FAILURES = {
     ("kill", "model"): ["Process name: 1", "Exit code: 137"],
     ("raise", "model"): ["this rank has had enough", ENDED],
+    ("crash", "data"): ["Fatal Python error: Segmentation fault", "in on_train_batch_end"],
     ("midst", "stage"): ["this rank has had enough", ENDED],
     ("save", "data"): ["Process name: 1", "Exit code: 137"],
     # What Horovod and DTensor would wait in for ever.
@@ -32,6 +33,7 @@ LONG = [
     *(("freeze", axis) for axis in ("data", "stage")),
     ("unequal", "model"),
     ("loop", "stage"),
+    ("crash", "data"),
     ("midst", "stage"),
 ]
 STALL_SECONDS = "12"

@@ -135,6 +135,7 @@ class Watchdog:
         gates: StopBarriers,
         end: Callable[[str, float], None] = leave,
     ):
+        faulthandler.enable(2)  # who crashes outside of Python tells where
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
         everyone = range(len(hosts))
