@@ -147,8 +147,12 @@ def _locked(path, waits):
 
 
 def shared_folder(tmp_path_factory):
-    """Return a folder that is the same for all workers of pytest-xdist."""
+    """Return a folder that is the same for all workers of pytest-xdist.
+
+    In the one that DTRANSFORMER_RUNS names, runs that have ended are not started again.
+    """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
-    folder.mkdir(exist_ok=True)
+    folder = pathlib.Path(os.environ.get("DTRANSFORMER_RUNS", folder)).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
