@@ -109,10 +109,23 @@ def test_by_heads():
 
 @pytest.mark.long
 @on_mesh
-def test_all_masks_and_biases():
+def test_all_masks_and_biases_in_rounds():
     use_small_blocks()
-    for mode in (RING, GATHERED, BY_HEADS):
-        check(CASES, 2, model_parallel=1, context_parallel=2, **mode)
+    check(CASES, 2, model_parallel=1, context_parallel=2, **RING)
+
+
+@pytest.mark.long
+@on_mesh
+def test_all_masks_and_biases_with_gathered_keys_and_values():
+    use_small_blocks()
+    check(CASES, 2, model_parallel=1, context_parallel=2, **GATHERED)
+
+
+@pytest.mark.long
+@on_mesh
+def test_all_masks_and_biases_by_heads():
+    use_small_blocks()
+    check(CASES, 2, model_parallel=1, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
