@@ -48,6 +48,13 @@ def pytest_ignore_collect(collection_path, config):
     return True if leaves_out else None
 
 
+def leave_out(config, items, is_left_out):
+    """Take those tests out of a list for which a function says so, and tell it."""
+    left_out = {item for item in items if is_left_out(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the long tests, and let long files come first, so that all workers end together."""
@@ -55,13 +62,10 @@ def pytest_collection_modifyitems(config, items):
         if is_long(item.nodeid):
             item.add_marker("long")
     if config.getoption("tier") == "check":
-        left_out = [item for item in items if item.get_closest_marker("tensorflow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        leave_out(config, items, lambda item: item.get_closest_marker("tensorflow"))
     if part := config.getoption("part"):
-        own = [tiers.is_in_part(item.nodeid, read_by([item]), *part) for item in items]
-        config.hook.pytest_deselected(items=[x for x, is_own in zip(items, own) if not is_own])
-        items[:] = [x for x, is_own in zip(items, own) if is_own]
+        is_own = lambda item: tiers.is_in_part(item.nodeid, read_by([item]), *part)
+        leave_out(config, items, lambda item: not is_own(item))
     seconds = durations.kept()
 
     files = {}

@@ -37,6 +37,10 @@ class Group:
     stride: np.ndarray
     axis: str
 
+    def every(self, number) -> "Group":
+        """Return the groups of the members that are so many members apart, an array [N]."""
+        return Group(self.members // number, self.stride * number, self.axis)
+
 
 def _link(cluster, axis):
     """Return what devices send along an axis, as it was measured or by the cluster's figures.
@@ -119,7 +123,6 @@ def groups_of(layouts: Layouts) -> dict[str, Group]:
         "context": Group(c, t, "context"),
         "expert": Group(layouts.expert, t * c, "expert"),
         "data": Group(d * c, t, "data"),  # who have the same weights
-        "experts": Group(d * c // layouts.expert, t * layouts.expert, "data"),  # the same experts
         "mesh": Group(c * layouts.mesh_data, t, "model"),  # those of them on a mesh
         "replicas": Group(d // layouts.mesh_data, t * c * layouts.mesh_data, "data"),
         "stage": Group(layouts.stage, t * c * d, "stage"),
@@ -144,7 +147,8 @@ def time_of(
         memory: the `Memory` of the layouts, of which the optimizer's update takes some.
         is_16_bit: whether products are of 16 bits.
     """
-    parts, sends = _uses(model, cluster, layouts, system, is_16_bit)
+    sum_bytes = system.sum_bytes or (2 if is_16_bit else 4)
+    parts, sends = _uses(model, cluster, layouts, system, is_16_bit, sum_bytes)
     m, p = layouts.micro_batches, layouts.stage
 
     def of_stage(stage, _, chosen):
@@ -166,14 +170,14 @@ def time_of(
         passes = bubble_passes(schedule, stages, chunks)
         waits = shared_bubble_passes(passes, stages, sharing[chosen])
         columns["bubble"][chosen] = waits * mean[chosen]
-    columns["reduction"] = _reduction(model, cluster, layouts, system, columns, is_16_bit)
+    columns["reduction"] = _reduction(model, cluster, layouts, system, columns, sum_bytes)
     states = memory.weights + memory.gradients + memory.states
     share = model.trained_parameters() / model.parameters()
     columns["update"] = update_seconds(cluster.device, share * states)
     return StepTime(**columns)
 
 
-def _uses(model, cluster, layouts, system, is_16_bit):
+def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
     """Return the seconds of a micro-batch: of a block of each kind, of the embedding, and of the head.
 
     Dicts of arrays [N] by use. And the seconds of what a stage sends and receives for it.
@@ -181,15 +185,15 @@ def _uses(model, cluster, layouts, system, is_16_bit):
     item, groups = 2 if is_16_bit else 4, groups_of(layouts)
     b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
     found = []
-    summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
+    summed = lambda elements, number=sum_bytes: collective_seconds(
         cluster, "all-reduce", elements * number, groups["model"]
     )
 
-    def unsharded(num_bytes, is_trained, passes=2, group="data"):
+    def unsharded(num_bytes, is_trained, passes=2, group=groups["data"]):
         """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
-        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups[group])
+        seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, group)
         if is_trained:
-            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups[group])
+            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, group)
         return np.where(layouts.level >= 3, seconds, 0.0)
 
     for kind in model.kinds:
@@ -210,7 +214,8 @@ def _uses(model, cluster, layouts, system, is_16_bit):
         weights = (model.block_parameters(kind) / t * item - experts) / system.gathers_a_block
         passes_of_weights = model.trains(kind), 1 if kind.is_frozen else 2
         unsharding = system.gathers_a_block * unsharded(weights, *passes_of_weights)
-        unsharding += unsharded(experts / layouts.expert, *passes_of_weights, "experts")
+        same = groups["data"].every(layouts.expert)  # who have the same experts
+        unsharding += unsharded(experts / layouts.expert, *passes_of_weights, same)
         found.append(
             {
                 "products": passes.forward + passes.backward,
@@ -241,7 +246,7 @@ def _uses(model, cluster, layouts, system, is_16_bit):
     return [*found, embedding, head], sends
 
 
-def _reduction(model, cluster, layouts, system, columns, is_16_bit):
+def _reduction(model, cluster, layouts, system, columns, sum_bytes):
     """Return the seconds of gradients' reduction and of weights' all-gather that are not hidden."""
 
     def own(stage, _, chosen):
@@ -251,20 +256,16 @@ def _reduction(model, cluster, layouts, system, columns, is_16_bit):
 
     dense, experts = of_worst_stage(model, layouts, own).values()
     groups = groups_of(layouts)
-    mesh, replicas = groups["mesh"], groups["replicas"]
-    of_experts = Group(mesh.members // layouts.expert, mesh.stride * layouts.expert, mesh.axis)
-    summed = lambda elements, size, group: collective_seconds(
-        cluster, "all-reduce", elements * size, group
-    )
-    seconds = summed(dense + experts, system.sent_gradient_bytes, replicas)
+    summed = lambda x, size, group: collective_seconds(cluster, "all-reduce", x * size, group)
+    seconds = summed(dense + experts, system.sent_gradient_bytes, groups["replicas"])
     may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
     # The last micro-batch's backward pass is two thirds of a micro-batch.
     beside = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
     # A mesh adds up its gradients in every micro-batch.
-    size = system.sum_bytes or (2 if is_16_bit else 4)
-    of_mesh = summed(dense, size, mesh) + summed(experts, size, of_experts)
+    of_mesh = summed(dense, sum_bytes, groups["mesh"])
+    of_mesh = of_mesh + summed(experts, sum_bytes, groups["mesh"].every(layouts.expert))
     seconds = np.where(layouts.level >= 3, 0.0, seconds + layouts.micro_batches * of_mesh)
     waits = np.array(system.waits)[layouts.level] * _link(cluster, "data")[-1]
     linked = _link(cluster, "stage")[-1]  # those of a mesh take the same way

@@ -64,7 +64,7 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         tokens = sum(rows * length for rows, length, _ in streams)
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
             (rows, source, _), (_, target, _) = streams[0], streams[-1]
-            rank = +any(low_rank_of(x) and not x.trainable for x in network.variables)
+            rank = int(any(low_rank_of(x) and not x.trainable for x in network.variables))
             given = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
             with contextlib.suppress(InputError):  # the planner has no network without blocks
                 flops = rows * from_network(network, **given).flops_per_sequence()

@@ -67,7 +67,7 @@ class LabelTask(RecordTask):
         old, head = core.head, self.head(self.num_labels, core)
         names = [getattr(one, "label_names", None) for one in (old, head)]
         goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
-        if goes_on and str(getattr(old, "problem_type", None)).startswith("multi_label"):
+        if goes_on and getattr(old, "problem_type", None) == "multi_label_classification":
             raise InputError("model: its problem_type is multi_label, and records have one label")
         return core if goes_on else with_task_head(core, head)
 
