@@ -40,6 +40,7 @@ class Step:
                 engine.forward_backward, number, optimizer_step.reduce_micro_batch
             )
         self._reduce = compiler.part(self._reduce_and_clip)
+        self._apply = compiler.part(optimizer_step.apply)
         self._logs = compiler.part(self._training_logs)
         self._test_logs = compiler.part(self._evaluation_logs, trains=False)
         self.take_seed()
@@ -54,7 +55,7 @@ class Step:
         gradients, outputs, sums = self._forward_backward(inputs, labels, sample_weight, numbers)
         seen = self._seen(labels, outputs, sample_weight)
         gradients, held, result = self._reduce(gradients, sums)
-        self._optimizer_step.apply(gradients, held, result["norm"])
+        self._apply(gradients, held, result["norm"])
         del gradients, held  # what metrics compute has their memory
         return self._logs(result, numbers.counts, *seen)
 

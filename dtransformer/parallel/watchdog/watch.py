@@ -75,7 +75,7 @@ class Watch:
         if not self._ranks[rank].is_left:
             last = self._ranks[rank].activity
             last = Activity("step", step) if step > last.step else last
-            self._judge(Verdict((rank,), f"ended in {last}: killed, or out of memory"))
+            self._judge(Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed"))
 
     def verdict(self, now: float) -> Verdict | None:
         """Return why the job has to end; None as long as all is well. To be asked every second."""

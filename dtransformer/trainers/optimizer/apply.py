@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.division import filled
-from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 # Call grouping: work items of equal signatures share calls of few functions, traced once.
@@ -108,7 +107,7 @@ class OptimizerUpdate:
         optimizer: a Keras optimizer, built.
         units: list of what it updates: variables and `ParameterProxy`s.
         devices: for each unit the name of its device.
-        compiler: the `StepCompiler`.
+        run_eagerly: whether nothing is compiled, to debug.
         jit_compile: whether the update is compiled with XLA, where that can be done.
         groups: for each unit its `UpdateGroup`, or None.
 
@@ -120,10 +119,9 @@ class OptimizerUpdate:
         The new values of the `ParameterProxy`s, a list of tensors.
     """
 
-    def __init__(self, optimizer, units, devices, compiler, jit_compile, groups):
+    def __init__(self, optimizer, units, devices, run_eagerly, jit_compile, groups):
         self._optimizer, self._units, self._in_calls = optimizer, units, None
-        self._at_once = compiler.part(self._apply_at_once)
-        if type(optimizer).__module__.startswith("keras.") and not compiler.run_eagerly:
+        if type(optimizer).__module__.startswith("keras.") and not run_eagerly:
             # Of others nobody knows what they ask of a weight, and how they change their states.
             states = states_of_units(optimizer, len(units))
             if states is not None:
@@ -140,7 +138,7 @@ class OptimizerUpdate:
 
     def __call__(self, gradients, values):
         if self._in_calls is None or (tf.config.functions_run_eagerly() and not self._has_groups):
-            return self._at_once(gradients, values)
+            return self._apply_at_once(gradients, values)
         return self._in_calls(gradients, values)
 
     def _apply_at_once(self, gradients, values):
@@ -227,13 +225,7 @@ class _UpdateInCalls:
         return is_held, self._groups[number], *alike
 
     def _forget_old_settings(self):
-        """Trace anew what was traced for other settings, such as another schedule.
-
-        Where it is called from Python, settings are those of the first call, as those of what else
-        a step compiles.
-        """
-        if self._functions and tf.executing_eagerly():
-            return
+        """Trace anew what was traced for other settings, such as another schedule."""
         settings = _settings(self._optimizer)
         rate = _compat.learning_rate_of(self._optimizer)
         if settings != self._settings or rate is not self._learning_rate:
@@ -266,8 +258,6 @@ class _UpdateInCalls:
         """Return the function of the call of some units, of what it is given."""
         key = tuple(self._keys[i] for i in numbers)
         if key not in self._functions:
-            if tf.executing_eagerly():  # else what traces the step says it
-                job.compiles()
             update = functools.partial(self._update, numbers)
             self._functions[key] = traced_apart(update, *given, jit_compile=self._jit_compile)
         return self._functions[key]

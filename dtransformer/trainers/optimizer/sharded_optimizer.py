@@ -85,10 +85,10 @@ class ShardedOptimizer:
         self._devices = [one.shard.value.device for one in self.shards]
         devices = [self._devices[unit.positions[0]] for unit in self.units]
         self._update = OptimizerUpdate(
-            *(self._optimizer, parameters, devices, compiler, compiler.jit_update(weights)),
+            *(self._optimizer, parameters, devices),
+            *(compiler.run_eagerly, compiler.jit_update(weights)),
             groups=[getattr(unit.weight, "update_group", None) for unit in self.units],
         )
-        self._store = compiler.part(self._store_new_values)
         is_replicated = any(one.replicated is not None for one in self.shards)
         # Which parts of a step there are: on one device none of them.
         self._adds_up = self._group.size > 1
@@ -203,7 +203,7 @@ class ShardedOptimizer:
         with _compat.meanwhile(self._optimizer, **off):  # `clip_shards` has clipped
             new = self._update(gradients, held)
         if self._stores:
-            self._store(new)
+            self._store_new_values(new)
 
     def _store_new_values(self, held):
         """Store the new values that the update did not leave where they belong."""
