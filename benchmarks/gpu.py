@@ -43,8 +43,9 @@ def runs_of(arguments):
             sys.exit(f"no part {name!r}; there are {', '.join(PARTS)}")
         part = PARTS[name]
         variants = arguments.variants.split(",") if arguments.variants else part.variants
+        seconds = part.seconds * (2 if arguments.smoke else 1)  # of a few processors
         for variant in variants if part.variants else [""]:
-            runs.append((name + f":{variant}" * bool(variant), part.environment, part.seconds))
+            runs.append((name + f":{variant}" * bool(variant), part.environment, seconds))
     return runs
 
 

@@ -96,8 +96,11 @@ def muon(epsilon, **options):
 
 
 def dropout(epsilon, **options):
-    """As `tied`, with dropout: its masks depend on the number of micro-batches."""
-    return tied(epsilon, dropout_rate=0.1, **options)
+    """As `tied`, with dropout: its masks depend on the number of micro-batches.
+
+    GELU has no kink, where rounding would turn a unit off on one of two ways to add up.
+    """
+    return tied(epsilon, dropout_rate=0.1, hidden_act="gelu", **options)
 
 
 def packed(epsilon, **options):

@@ -33,7 +33,7 @@ def compare(smoke, **_):
         places = {"cpu": ON_CPUS, "gpu": {}, "again": {}}
         folders = {place: pathlib.Path(folder) / place for place in places}
         runs = [
-            threading.Thread(target=run_tasks, args=(tasks, folders[place], environment))
+            threading.Thread(target=run_tasks, args=(tasks, folders[place], environment, smoke))
             for place, environment in places.items()
         ]
         for thread in runs:
@@ -55,11 +55,11 @@ def compare(smoke, **_):
             }
 
 
-def run_tasks(tasks, folder, environment):
+def run_tasks(tasks, folder, environment, smoke):
     """Run tasks by harness/rank.py; what fails is in the folder."""
     folder.mkdir(parents=True)
     names = [Run(task, ALONE).name for task in tasks]
-    done = launch(1, ["-m", "harness.rank", folder, *names], 280, environment)
+    done = launch(1, ["-m", "harness.rank", folder, *names], 580 if smoke else 280, environment)
     (folder / "log").write_text(tail(done.stdout, done.stderr, 20000))
 
 
