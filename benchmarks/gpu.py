@@ -35,6 +35,11 @@ def parse_arguments():
     return parser.parse_args()
 
 
+def limit_of(part, smoke):
+    """Return the seconds that a part may take, on a few processors twice a GPU's."""
+    return part.seconds * (2 if smoke else 1)
+
+
 def runs_of(arguments):
     """Return (name, environment, seconds) of each process to start, in order."""
     runs = []
@@ -43,7 +48,7 @@ def runs_of(arguments):
             sys.exit(f"no part {name!r}; there are {', '.join(PARTS)}")
         part = PARTS[name]
         variants = arguments.variants.split(",") if arguments.variants else part.variants
-        seconds = part.seconds * (2 if arguments.smoke else 1)  # of a few processors
+        seconds = limit_of(part, arguments.smoke)
         for variant in variants if part.variants else [""]:
             runs.append((name + f":{variant}" * bool(variant), part.environment, seconds))
     return runs
@@ -53,6 +58,7 @@ def work(name, arguments):
     """Do one part in this process; print what it yields."""
     name, _, variant = name.partition(":")
     options = {"smoke": arguments.smoke, "torch": arguments.torch, "variant": variant}
+    options["seconds"] = limit_of(PARTS[name], arguments.smoke)
     for result in PARTS[name].function()(**options):
         print("RESULT " + json.dumps(result), flush=True)
 

@@ -24,17 +24,17 @@ _RANKS = """
 """.split()
 
 
-def mesh(smoke, **_):
+def mesh(smoke, seconds, **_):
     """Yield how far the losses of layouts of one process are from one CPU's."""
-    yield from parity(_MESH[:2] if smoke else _MESH)
+    yield from parity(_MESH[:2] if smoke else _MESH, seconds)
 
 
-def ranks(smoke, **_):
+def ranks(smoke, seconds, **_):
     """Yield how far the losses of layouts of two ranks are from one CPU's."""
-    yield from parity(_RANKS[:1] if smoke else _RANKS)
+    yield from parity(_RANKS[:1] if smoke else _RANKS, seconds)
 
 
-def parity(names):
+def parity(names, seconds=300):
     """Yield how far the losses of runs, all of as many ranks, are from one CPU's."""
     runs = [Run.of(name) for name in names]
     references = list(dict.fromkeys(run.task for run in runs))
@@ -42,7 +42,7 @@ def parity(names):
         cpu, gpu = (pathlib.Path(folder) / place for place in ("cpu", "gpu"))
         gpu.mkdir()
         threads = [
-            threading.Thread(target=run_tasks, args=(references, cpu, ON_CPUS)),
+            threading.Thread(target=run_tasks, args=(references, cpu, ON_CPUS, seconds)),
             threading.Thread(target=launch_runs, args=(runs[0].layout.ranks, runs, gpu)),
         ]
         for thread in threads:

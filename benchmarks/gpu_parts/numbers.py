@@ -25,7 +25,7 @@ _ABOUT = ("bytes", "planned", "measured", "sent", "taken")  # a run, not of its 
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
-def compare(smoke, **_):
+def compare(smoke, seconds, **_):
     """Yield the largest differences between GPU and CPU, and between two runs on the GPU."""
     networks = NETWORKS[:2] if smoke else NETWORKS
     tasks = [f"{_MODULE}:{name}" for name in TASKS] + list(networks)
@@ -33,7 +33,7 @@ def compare(smoke, **_):
         places = {"cpu": ON_CPUS, "gpu": {}, "again": {}}
         folders = {place: pathlib.Path(folder) / place for place in places}
         runs = [
-            threading.Thread(target=run_tasks, args=(tasks, folders[place], environment, smoke))
+            threading.Thread(target=run_tasks, args=(tasks, folders[place], environment, seconds))
             for place, environment in places.items()
         ]
         for thread in runs:
@@ -55,11 +55,11 @@ def compare(smoke, **_):
             }
 
 
-def run_tasks(tasks, folder, environment, smoke):
-    """Run tasks by harness/rank.py; what fails is in the folder."""
+def run_tasks(tasks, folder, environment, seconds):
+    """Run tasks by harness/rank.py, before the part's seconds end; what fails is in the folder."""
     folder.mkdir(parents=True)
     names = [Run(task, ALONE).name for task in tasks]
-    done = launch(1, ["-m", "harness.rank", folder, *names], 580 if smoke else 280, environment)
+    done = launch(1, ["-m", "harness.rank", folder, *names], seconds - 20, environment)
     (folder / "log").write_text(tail(done.stdout, done.stderr, 20000))
 
 
