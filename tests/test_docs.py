@@ -65,19 +65,28 @@ def definition(file, function):
     return node
 
 
-def test_the_command_lines_page_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("command_line", ROOT / "docs/command_line.py")
+def load_script(name):
+    """Return a module of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text("utf-8") == module.page(), "run docs/command_line.py"
+    return module
+
+
+def test_hardware_tables_match_the_planner():
+    script = load_script("hardware_table")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/hardware_table.py"
+
+
+def test_command_line_page_matches_the_code():
+    script = load_script("command_line")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/command_line.py"
 
 
 @pytest.mark.tensorflow
-def test_the_table_of_families_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("model_table", ROOT / "docs/model_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.PAGE.read_text("utf-8") == module.page(), "run python -m docs.model_table"
+def test_table_of_families_matches_the_code():
+    script = load_script("model_table")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python -m docs.model_table"
 
 
 def shown_names():
