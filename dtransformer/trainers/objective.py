@@ -42,11 +42,42 @@ class Objective:
         return len(self.losses) == 1 and hasattr(self.losses[0], "token_weights")
 
     @property
+    def weights_epoch_means(self) -> bool:
+        """Whether epoch means weight a batch by its tokens or sample weights, not by its rows.
+
+        True for a loss of tokens and for a loss with the attribute `weights_epoch_means`. Keras
+        weights by rows, so rows that only pad the last batch would count in other losses.
+        """
+        return self.is_of_tokens or any(
+            getattr(loss, "weights_epoch_means", False) for loss in self.losses
+        )
+
+    @property
     def knows_divisors(self) -> bool:
         """Whether it is known before the forward pass what sums of losses are divided by."""
         return all(
             not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self.losses
         )
+
+    def check_class_weight(self, labels) -> None:
+        """Refuse class weights for token labels.
+
+        Keras would weight rows, by the position of their largest label.
+
+        Args:
+            labels: Labels, or their spec.
+
+        Raises:
+            ValueError: If the labels are class ids [b, s] or [b, s, ...].
+        """
+        shape = getattr(labels, "shape", ())
+        has_ids = self.is_of_tokens or "sparse_categorical_crossentropy" in str(self.losses)
+        if has_ids and len(shape) > 1 and shape[-1] != 1:
+            raise ValueError(
+                f"`class_weight` weights rows, and the labels of shape {tuple(shape)} are class ids of "
+                "tokens. Pass `sample_weight` in the labels' shape instead: the weight of each "
+                "label's class."
+            )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
         """Return what is counted before the forward pass, to be added up over the ranks.
