@@ -212,9 +212,9 @@ def prepared_lengths(
     cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
     reason = f"{what} are longer than {length} tokens, and"
     if longer == "cut":
-        lost = [_has_lost_answer(*pair) for pair in zip(rows, cut, strict=True)]
+        lost = list(map(_has_lost_answer, rows, cut))
         warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
-        is_long, reason = lost, f"{reason} without an answer if cut, and"
+        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens, and are"
     warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out: give a greater data.length")
     kept = [i for i, long in enumerate(is_long) if not long]
     return kept, [cut[i] for i in kept]

@@ -76,8 +76,6 @@ class Source:
 
 
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-
-
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
 

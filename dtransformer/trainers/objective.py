@@ -43,14 +43,13 @@ class Objective:
 
     @property
     def weights_epoch_means(self) -> bool:
-        """Whether epoch means weight a batch by its tokens or sample weights, not by its rows.
+        """True if epoch means weight batches by their tokens or sample weights, not by their rows.
 
-        True for a loss of tokens and for a loss with the attribute `weights_epoch_means`. Keras
-        weights by rows, so rows that only pad the last batch would count in other losses.
+        This holds for a loss of tokens, and for a loss with the attribute `weights_epoch_means`.
+        Other losses weight batches by rows, as Keras does, and rows of padding count.
         """
-        return self.is_of_tokens or any(
-            getattr(loss, "weights_epoch_means", False) for loss in self.losses
-        )
+        is_marked = any(hasattr(loss, "weights_epoch_means") for loss in self.losses)
+        return self.is_of_tokens or is_marked
 
     @property
     def knows_divisors(self) -> bool:

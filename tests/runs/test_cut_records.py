@@ -65,8 +65,8 @@ def test_pairs_without_different_answers_are_left_out(bad, name, part, place, ca
         assert "and cut off" in printed and "left out" not in printed
         return
     assert len(found) == 19
-    line = f"Records ({part}): 1 of 20 records are longer than {LENGTH} tokens, and"
-    assert f"{line} without an answer if cut, and left out: give a greater data.length" in printed
+    line = f"Records ({part}): 1 of 20 records would lose an answer if cut to {LENGTH} tokens"
+    assert f"{line}, and are left out: give a greater data.length" in printed
 
 
 def test_chats_without_a_learnt_token_are_left_out(place, capsys):
@@ -91,7 +91,7 @@ def test_pairs_of_texts_without_a_second_text_are_left_out(name, place, capsys):
     assert len(found) == len(found.targets) == 19
     printed = capsys.readouterr().out
     assert "1 of 20 records are longer than 32 tokens, and cut off" in printed
-    assert "1 of 20 records are longer than 32 tokens, and without an answer" in printed
+    assert "1 of 20 records would lose an answer if cut to 32 tokens" in printed
 
 
 def test_long_texts_of_other_tasks_are_only_cut(place):
@@ -112,7 +112,7 @@ def test_long_texts_of_other_tasks_are_only_cut(place):
 
 def test_a_file_without_a_record_that_keeps_its_answer_is_an_error(place):
     with (
-        pytest.warns(UserWarning, match="1 of 1 records are longer"),
+        pytest.warns(UserWarning, match="1 of 1 records would lose an answer"),
         pytest.raises(InputError, match="all records of a file have more than data.length=32"),
     ):
         read(place, "reward", [pair(LONG, "yes", "no")], "train")
