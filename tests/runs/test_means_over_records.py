@@ -129,16 +129,27 @@ def test_center_rewards_adds_a_penalty_on_the_sum_of_rewards(place):
     assert results["loss"] == pytest.approx(value, rel=PARITY_LOSS)
 
 
-@on_ranks("dp2m2@2x1")
-def test_means_on_data_ranks_with_micro_batches_are_over_records(folder):
-    """With batches of 17 rows, rank 0 gets two of the last three records and rank 1 gets one."""
-    place = pathlib.Path(folder) / f"means-{job.rank()}"
-    (place / "llama").mkdir(parents=True)
+def check_on_ranks(folder, layout):
+    """Check tasks on ranks, each of which writes and reads its own files."""
+    place = pathlib.Path(folder) / f"means-{layout.name}-{job.rank()}"
+    (place / "llama").mkdir(parents=True, exist_ok=True)
     write_few_records(place)
     write_byte_tokenizer(place / "llama", NUMBERS, TEMPLATE)
-    sizes = [f"model.{key}={value}" for key, value in SIZES.items()]
+    sizes = [f"model.{key}={value}" for key, value in {**SIZES, "num_layers": 2}.items()]
     train = f"data.train=few_{FILES['reward']}.jsonl"
     settings = [train, "model.from=null", "tokenizer.folder=llama", *sizes]
     with contextlib.chdir(place):
         for name, batch_size in (("reward", 8), ("reward", 17), ("preference", 8)):
             check(name, place, batch_size, *settings)
+
+
+@on_ranks("dp2m2@2x1")
+def test_means_on_data_ranks_with_micro_batches_are_over_records(folder, layout):
+    """With batches of 17 rows, rank 0 gets two of the last three records and rank 1 gets one."""
+    check_on_ranks(folder, layout)
+
+
+@pytest.mark.long
+@on_ranks("pp2m2-1f1b@2x1")
+def test_means_of_a_pipeline_are_over_records(folder, layout):
+    check_on_ranks(folder, layout)
