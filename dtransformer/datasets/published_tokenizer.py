@@ -105,8 +105,27 @@ class BaseTokenizer:
         inputs = whole_texts(sentences)
         if others is not None:
             inputs = list(zip(inputs, whole_texts(others), strict=True))
-        found = self._library.encode_batch(inputs, add_special_tokens=others is not None)
-        return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
+        encodings = self._library.encode_batch(inputs, add_special_tokens=others is not None)
+        places = [encoding.offsets for encoding in encodings]
+        if others is None and self._stripping_ids:
+            places = [self._stripped_places(*x) for x in zip(inputs, encodings)]
+        return [Encoding(x.ids, y, x.type_ids) for x, y in zip(encodings, places, strict=True)]
+
+    @functools.cached_property
+    def _stripping_ids(self) -> set[int]:
+        """The ids of added tokens that remove white space before or after them."""
+        added = self._library.get_added_tokens_decoder().items()
+        return {token_id for token_id, token in added if token.lstrip or token.rstrip}
+
+    def _stripped_places(self, text, encoding):
+        """Return the places of tokens. An added token's place has no white space that it removes."""
+        places = list(encoding.offsets)
+        for index, token_id in enumerate(encoding.ids):
+            if token_id in self._stripping_ids:
+                start, end = places[index]
+                start += len(text[start:end]) - len(text[start:end].lstrip())
+                places[index] = start, start + len(text[start:end].strip())
+        return places
 
     @functools.cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
