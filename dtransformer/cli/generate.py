@@ -8,6 +8,7 @@ from dtransformer.datasets.documents import joined
 from dtransformer.errors import InputError, refusing, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
+from dtransformer.models.generation.rules import end_ids
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -80,9 +81,7 @@ def _read(source, boundary):
 
 
 def _generator(model, tokenizer, max_new_tokens, stops, options):
-    stop_ids = list(getattr(tokenizer, "stop_ids", ()))
-    if not stop_ids and model.end_id is not None:
-        stop_ids = [model.end_id]
+    stop_ids = end_ids(model, tokenizer)
     for text in stops:
         ids = tokenizer.ids_of_stop(text)
         if len(ids) != 1:

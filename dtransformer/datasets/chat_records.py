@@ -101,7 +101,7 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    render = functools.partial(template.render, tools=tools or None)
+    render = functools.partial(template.render, tools=tools)
     whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)

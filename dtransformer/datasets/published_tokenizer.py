@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,9 @@ import tensorflow as tf
 import tokenizers
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
+from dtransformer.datasets.chat_template import FOLDER as TEMPLATES
 from dtransformer.datasets.chat_template import ChatTemplate
-from dtransformer.datasets.special_tokens import FILES
+from dtransformer.datasets.special_tokens import FILES, GENERATION, optional_fields
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import read_bytes
@@ -184,16 +186,19 @@ class BaseTokenizer:
         tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
         return ChatTemplate(self.template_source, tokens, "the chat template", date)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a chat by the model's template, which its answer comes after.
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping] | None = None
+    ) -> str:
+        """Return the prompt for the next answer of a chat, by the model's template.
 
         Args:
-            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+            messages: Dicts of `"role"`, such as `"user"`, and `"content"`.
+            tools: Tools that the model may call, as JSON schemas.
 
         Raises:
-            InputError: there is no template, or it refuses the messages.
+            InputError: If there is no template, or it refuses the messages.
         """
-        return self.chat_template().render(messages, add_generation_prompt=True)
+        return self.chat_template().render(messages, True, tools)
 
     def save_template(self, folder: pathlib.Path) -> None:
         """Write the template that was given into a folder."""
@@ -261,9 +266,23 @@ class PublishedTokenizer(BaseTokenizer):
         Raises:
             InputError: the folder cannot be written, or has such files already.
         """
-        paths = [self._path, *(self._path.parent / name for name in (*FILES, TEMPLATE))]
+        source = self._path.parent
+        paths = [self._path, *(source / name for name in (*FILES, TEMPLATE))]
+        if self.template_source is None:
+            paths += source.glob(f"{TEMPLATES}/*.jinja")
         with adding_to(folder) as fresh:
-            for path in paths:
-                if path.exists():
-                    (fresh / path.name).write_bytes(read_bytes(path))
+            for path in filter(pathlib.Path.exists, paths):
+                copy = fresh / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(read_bytes(path))
+            self._save_stop_ids(fresh / GENERATION)
             self.save_template(fresh)
+
+    def _save_stop_ids(self, path):
+        """Add the end ids of the model's `config.json`, which is not copied."""
+        fields = optional_fields(path)
+        value = fields.get("eos_token_id")
+        saved = value if isinstance(value, list) else [value]
+        if not {self.end_id, *saved}.issuperset(self.stop_ids):
+            text = json.dumps({**fields, "eos_token_id": list(self.stop_ids)}, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import tokenizers
 from dtransformer.datasets.chat_records import conversation, labels_of, rendered
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.datasets.records import preferred, read_records
-from dtransformer.datasets.tokenizer_folder import JsonTokenizer
+from dtransformer.datasets.tokenizer_folder import JsonTokenizer, load_tokenizer
 from dtransformer.errors import InputError
 from tests.models.pretrained.published import with_transformers
 
@@ -409,3 +409,56 @@ def test_headers_that_strip_white_space_are_not_learnt(strips, tokenizer, tmp_pa
     assert not np.isin(labels, headers).any()
     end = library.token_to_id("<|end|>")
     assert np.count_nonzero(labels == end) == 2
+
+
+def chat_folder(tokenizer, folder, form):
+    """Copy a tokenizer with a default and a `tool_use` template, in one of the published forms."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer._path.read_bytes())
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    named = {"default": CHATML, "tool_use": TOOL_USE}
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    else:
+        config["chat_template"] = [{"name": x, "template": y} for x, y in named.items()]
+    if form == "file over list":
+        (folder / "chat_template.jinja").write_text("{{ messages | length }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+TOOL_USE = "{% for t in tools %}<{{ t.function.name }}>{% endfor %}" + CHATML
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@with_transformers
+@pytest.mark.parametrize("form", ["files", "list", "file over list"])
+def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tmp_path):
+    import transformers
+
+    folder = chat_folder(tokenizer, tmp_path / "published", form)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    load_tokenizer(folder).save(tmp_path / "saved")
+    saved_reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for own in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
+        for tools in (None, TOOLS):
+            record = {"messages": TURNS, "tools": tools}
+            found = rendered(record, own.chat_template(), "all", "here").text
+            asked = own.chat(TURNS[:1], tools)
+            for their in (reference, saved_reference):
+                options = {"tools": tools, "tokenize": False}
+                assert found == their.apply_chat_template(TURNS, **options)
+                options["add_generation_prompt"] = True
+                assert asked == their.apply_chat_template(TURNS[:1], **options)
+    if form != "file over list":
+        assert found.startswith("<add>")
+
+
+def test_a_given_template_replaces_the_one_for_tools(tokenizer, tmp_path):
+    own = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
+    own.template_source = "{{ messages[0].content }}"
+    own.save(tmp_path / "saved")
+    for one in (own, load_tokenizer(tmp_path / "saved")):
+        assert one.chat(TURNS[:1], TOOLS) == TURNS[0]["content"]
