@@ -15,8 +15,8 @@ import numpy as np
 from dtransformer.datasets.chat_template import ChatTemplate
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import Record, Turns, messages_of, text_of
-from dtransformer.errors import InputError, shown
-from dtransformer.inputs.json_file import parse_json
+from dtransformer.datasets.tool_calls import tools_of
+from dtransformer.errors import InputError
 
 Span = tuple[int, int]
 _MARKS = "train", "weight"  # Keys of messages that templates do not receive.
@@ -67,20 +67,6 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     if not text:
         raise InputError(f"{place}: text is empty, so that there is nothing to learn")
     return Rendered(text, [(0, len(text))], True)
-
-
-def tools_of(record: Record, place: str) -> list:
-    """Return what a record says that the model may call, for its template.
-
-    Raises:
-        InputError: it is no list of objects, nor the JSON of one; says where.
-    """
-    tools = record.get("tools") or []
-    if isinstance(tools, str):
-        tools = parse_json(tools, f"{place}, tools") or []
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
-    return tools
 
 
 def conversation(

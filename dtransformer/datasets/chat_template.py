@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
+from dtransformer.datasets.tool_calls import ParsedText
 from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
@@ -207,6 +208,8 @@ def _sandbox(steps, today):
             return super().call(context, obj, *args, **kwargs)
 
         def call_binop(self, context, operator, left, right):
+            if operator == "+" and isinstance(right, ParsedText):
+                right = str(right)
             if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
                 if len(left) + len(right) > _MOST_CHARACTERS:
                     raise ValueError("a text that is too long")

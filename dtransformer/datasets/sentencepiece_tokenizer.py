@@ -6,6 +6,7 @@ its sentencepiece_model.proto.
 
 import pathlib
 import re
+from collections.abc import Iterable
 
 import tensorflow as tf
 import tensorflow_text as tf_text
@@ -16,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, special_tokens
 from dtransformer.errors import InputError, shown
+from dtransformer.inputs.text import whole_texts
 
 _USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
 # Whether texts of these have a start and an end id; the ids of other classes are moved.
@@ -35,8 +37,9 @@ _NO_PREFIX = b"\x1a\x02\x18\x00"  # Appended to a model, sets its `add_dummy_pre
 class SentencePieceTokenizer(PublishedTokenizer):
     """Tokenizer of a SentencePiece model. Decoding returns the normalized text.
 
-    Special tokens in a text, such as `<s>` from a chat template, become their ids. As in
-    `transformers`, the text after one has no space prefix, except for T5 and `"legacy": true`.
+    Special tokens in a prompt, such as `<s>` from a chat template, become their ids. As in
+    `transformers`, the text after one has no space prefix, except for T5 and `"legacy": true`. In
+    other texts special tokens are plain text.
 
     Args:
         path: Path of the model. Files in the same folder may name special tokens.
@@ -99,6 +102,10 @@ class SentencePieceTokenizer(PublishedTokenizer):
         return self._ids.get(token)
 
     def _rows(self, texts):
+        return self._tokenize(texts, True)
+
+    def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
+        texts = whole_texts(sentences)
         # Splitting gives a text, a special token, a text, a special token and so on.
         parts = [self._marks.split(text) for text in texts]
         begins = iter(self._tokenize([part[0] for part in parts], True))
@@ -111,8 +118,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
             row = next(begins)
             for mark, ids in zip(part[1::2], others):
                 row = [*row, self._ids[mark], *ids]
-            rows.append(row)
-        return rows
+            rows.append(self._with_ends(row))
+        return tf.ragged.constant(rows, "int32", ragged_rank=1)
 
     def _tokenize(self, texts, adds_prefix):
         return self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []

@@ -208,7 +208,7 @@ def test_a_single_string(kind, request):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_special_tokens_in_texts_of_sentencepiece_have_the_ids_of_transformers(legacy, llama):
+def test_special_tokens_in_prompts_of_sentencepiece_have_the_ids_of_transformers(legacy, llama):
     transformers = pytest.importorskip("transformers")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 3),
@@ -234,6 +234,8 @@ def test_special_tokens_in_texts_of_sentencepiece_have_the_ids_of_transformers(l
         "the lazy dog",
         "</s></s> dog<unk>",
     ]
-    ids = tokenizer.encode(texts).to_list()
-    assert ids == [expected.encode(text, add_special_tokens=False) for text in texts]
-    assert tokenizer.encode(texts[:1], add_special_ids=True).to_list() == ids[:1]
+    ids = tokenizer.encode_prompts(texts).to_list()
+    start = [tokenizer.start_id]
+    for row, text in zip(ids, texts, strict=True):
+        expected_row = expected.encode(text, add_special_tokens=False)
+        assert row == (expected_row if expected_row[:1] == start else start + expected_row)

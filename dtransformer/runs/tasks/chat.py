@@ -16,6 +16,7 @@ from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
+_READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
 
 
 class ChatRecords(RecordTask):
@@ -25,7 +26,7 @@ class ChatRecords(RecordTask):
     _template = None
 
     def texts(self, record, place) -> list[str]:
-        return list(_strings(record))
+        return list(_strings([record[key] for key in _READ if key in record]))
 
     def settle(self, found) -> None:
         given = self.config.data.template
