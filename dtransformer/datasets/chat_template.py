@@ -96,8 +96,8 @@ class ChatTemplate:
         sources = {_DEFAULT: own} if own is not None else _sources_in(folder, config)
         if not isinstance(sources.get(_DEFAULT), str):
             raise InputError(
-                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} of its "
-                "tokenizer_config.json: is it a chat model's?"
+                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} in its "
+                "tokenizer_config.json. Set data.template, or use a chat model"
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
         tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}

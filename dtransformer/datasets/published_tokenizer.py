@@ -75,8 +75,6 @@ class BaseTokenizer:
         Returns:
             `(ids, row_splits)`: int32 [pieces of all texts], int64 [texts + 1].
         """
-        if isinstance(sentences, (str, bytes)):
-            raise InputError("encode takes a list of texts: put the string into a list")
         texts = whole_texts(sentences)
         rows = self._rows(texts)
         if add_special_ids:
@@ -250,10 +248,18 @@ class PublishedTokenizer(BaseTokenizer):
     def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
         self._path, self.vocab_size, self._config = path, vocab_size, config
         vars(self).update(ids)
+        source = path.parent
+        paths = [path, *(source / name for name in (*FILES, TEMPLATE))]
+        paths += source.glob(f"{TEMPLATES}/*.jinja")
+        self._files = {x.relative_to(source): read_bytes(x) for x in paths if x.exists()}
 
     def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
-        """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
-        return self.encode(sentences, add_special_ids=True)
+        """Return the ids of prompts, in which special tokens have their ids; see `encode`."""
+        rows = map(self._with_ends, self._prompt_rows(whole_texts(sentences)))
+        return tf.ragged.constant(list(rows), "int32", ragged_rank=1)
+
+    def _prompt_rows(self, texts):
+        return self._rows(texts)
 
     def chat_template(self, date: str | None = None) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(
@@ -261,20 +267,16 @@ class PublishedTokenizer(BaseTokenizer):
         )
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write copies of the tokenizer's files into a folder, for `load_tokenizer`.
+        """Write the tokenizer's files, as they were loaded, into a folder for `load_tokenizer`.
 
         Raises:
-            InputError: the folder cannot be written, or has such files already.
+            InputError: If the folder cannot be written, or has other files of these names.
         """
-        source = self._path.parent
-        paths = [self._path, *(source / name for name in (*FILES, TEMPLATE))]
-        if self.template_source is None:
-            paths += source.glob(f"{TEMPLATES}/*.jinja")
         with adding_to(folder) as fresh:
-            for path in filter(pathlib.Path.exists, paths):
-                copy = fresh / path.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                copy.write_bytes(read_bytes(path))
+            for name, data in self._files.items():
+                if self.template_source is None or name.parent.name != TEMPLATES:
+                    (fresh / name).parent.mkdir(exist_ok=True)
+                    (fresh / name).write_bytes(data)
             self._save_stop_ids(fresh / GENERATION)
             self.save_template(fresh)
 

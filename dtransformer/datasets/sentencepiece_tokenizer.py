@@ -6,7 +6,6 @@ its sentencepiece_model.proto.
 
 import pathlib
 import re
-from collections.abc import Iterable
 
 import tensorflow as tf
 import tensorflow_text as tf_text
@@ -17,7 +16,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, special_tokens
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.text import whole_texts
 
 _USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
 # Whether texts of these have a start and an end id; the ids of other classes are moved.
@@ -104,8 +102,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def _rows(self, texts):
         return self._tokenize(texts, True)
 
-    def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
-        texts = whole_texts(sentences)
+    def _prompt_rows(self, texts):
         # Splitting gives a text, a special token, a text, a special token and so on.
         parts = [self._marks.split(text) for text in texts]
         begins = iter(self._tokenize([part[0] for part in parts], True))
@@ -118,8 +115,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
             row = next(begins)
             for mark, ids in zip(part[1::2], others):
                 row = [*row, self._ids[mark], *ids]
-            rows.append(self._with_ends(row))
-        return tf.ragged.constant(rows, "int32", ragged_rank=1)
+            rows.append(row)
+        return rows
 
     def _tokenize(self, texts, adds_prefix):
         return self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []

@@ -22,7 +22,7 @@ _READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools
 class ChatRecords(RecordTask):
     """What tasks of conversations share: the template, and what of a text is learnt."""
 
-    kind = CausalLM
+    kind, algorithm = CausalLM, "byte_bpe"
     _template = None
 
     def texts(self, record, place) -> list[str]:
