@@ -5,6 +5,7 @@ import json
 import sys
 
 from dtransformer.datasets.documents import joined
+from dtransformer.datasets.tool_calls import tools_in
 from dtransformer.errors import InputError, refusing, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
@@ -32,8 +33,9 @@ def generate(arguments: argparse.Namespace) -> None:
     """
     config, folder = _config(arguments.set), arguments.model
     start_job(config)
-    if arguments.system is not None and not arguments.chat:
-        raise InputError("--system goes with --chat only: add it, or leave it out")
+    for name in ("system", "tools"):
+        if getattr(arguments, name) is not None and not arguments.chat:
+            raise InputError(f"--{name} goes with --chat only: add it, or leave it out")
     read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
@@ -41,7 +43,8 @@ def generate(arguments: argparse.Namespace) -> None:
         has_system = arguments.system is not None  # an empty one switches a template's own off
         first = [{"role": "system", "content": arguments.system}] if has_system else []
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = list(map(tokenizer.chat, turns))
+        tools = tools_in(arguments.tools)
+        prompts = [tokenizer.chat(messages, tools) for messages in turns]
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
     options = {name: value for name, value in asked.items() if value is not None}
     with refusing(kinds=ValueError):

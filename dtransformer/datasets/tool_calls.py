@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.json_file import check_json, parse_json
+from dtransformer.inputs.files import FilePath
+from dtransformer.inputs.json_file import check_json, parse_json, read_json
 
 
 class ParsedText(dict):
@@ -38,6 +39,15 @@ def tools_of(record: Mapping, place: str) -> list:
         InputError: If they are no list of objects, or JSON text of one; names the place.
     """
     return _objects(record.get("tools"), f"{place}, tools")
+
+
+def tools_in(path: FilePath | None) -> list:
+    """Return the tools of a JSON file. `None` means no tools.
+
+    Raises:
+        InputError: If the file is missing, damaged or no list of objects.
+    """
+    return [] if path is None else _objects(read_json(path), str(path))
 
 
 def parsed_calls(calls: Any, place: str) -> list:

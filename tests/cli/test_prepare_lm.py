@@ -28,7 +28,7 @@ def test_from_files_to_shards(files, tmp_path, capsys):
     assert "tokens in 2 documents, 1 shards" in capsys.readouterr().out
     tokenizer = load_tokenizer(out / "tokenizer")
     assert tokenizer.vocab_size == 20
-    assert tokenizer.decode(list(TokenShards(out))) == ["one two\nthree\tthree", "two"]
+    assert tokenizer.decode(list(TokenShards(out))) == ["one two three\nthree", "two"]
     options = ["--field", "prompt", "answer", "--tokenizer", out / "tokenizer"]
     assert prepare("--lm", "--input", lines, *options, "--out", pairs, "--shard-tokens", 1) == 0
     shards = TokenShards(pairs)
