@@ -9,7 +9,7 @@ import yaml
 
 from dtransformer.cli import main
 from dtransformer.datasets import load_tokenizer
-from dtransformer.models import from_pretrained
+from dtransformer.models import from_pretrained, save_pretrained
 from tests.cli.test_generate import folder  # noqa: F401 (a fixture)
 
 LENGTH, PROMPT = 12, "The quick"
@@ -76,6 +76,10 @@ def test_a_run_stops_where_its_export_and_transformers_stop(
     place = next(x for x in range(3, LENGTH) if ids[x] not in ids[:x])
     with_ends(folder, tmp_path / "base", config=[260, ids[place]])
     monkeypatch.chdir(tmp_path)
+    template = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "base" / template).parent.mkdir()
+    (tmp_path / "base" / template).write_text("{{ tools | tojson }}")
+    save_pretrained(from_pretrained("base"), "copy")
     (tmp_path / "text.txt").write_text("The quick brown fox.\n\n" * 20)
     config = {
         "task": "causal_lm",
@@ -89,6 +93,8 @@ def test_a_run_stops_where_its_export_and_transformers_stop(
     texts = {name: generated(name, capsys) for name in ("base", "run", "export")}
     expected = load_tokenizer(folder).decode([ids[:place]])[0]
     assert texts == dict.fromkeys(texts, expected)
+    for name in ("run/tokenizer", "export", "copy"):
+        assert (tmp_path / name / template).read_text() == "{{ tools | tojson }}"
     model = transformers.AutoModelForCausalLM.from_pretrained("export")
     found = model.generate(torch.tensor(prompt), max_new_tokens=LENGTH, do_sample=False)
     np.testing.assert_array_equal(found.numpy()[0, len(prompt[0]) :], ids[: place + 1])
