@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from dtransformer.datasets.published_form import config_fields
 from dtransformer.datasets.special_tokens import CONFIG
 from dtransformer.datasets.tokenizer import FILE
 from dtransformer.datasets.tokenizer_folder import BYTE_LEVEL, JsonTokenizer
@@ -24,7 +25,7 @@ _SPECIAL = "<|pad|>", "<|unk|>", "<|start|>", "<|end|>"
 def train_byte_level(
     texts: Iterable[str], vocab_size: int, lower_case: bool = False, at_most: bool = False
 ) -> JsonTokenizer:
-    """Train a tokenizer for language models, for which `decode(encode(text)) == text`.
+    """Train a lossless tokenizer for language models: `decode(encode(text)) == text`.
 
     Its pieces are four special tokens, the 256 bytes, and merges of the most frequent pairs. A
     vocabulary too small for this has only the bytes of `texts`, and other bytes become unknown.
@@ -55,29 +56,23 @@ def train_byte_level(
     library.post_processor = processors.TemplateProcessing(
         single=f"{_SPECIAL[2]} $A", special_tokens=[(_SPECIAL[2], 2)]
     )
-    all_bytes = pre_tokenizers.ByteLevel.alphabet()
-    has_all_bytes = vocab_size >= len(_SPECIAL) + len(all_bytes)
+    has_all_bytes = vocab_size >= len(_SPECIAL) + 256
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2 if at_most else 0,
         special_tokens=list(_SPECIAL),
-        initial_alphabet=all_bytes if has_all_bytes else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if has_all_bytes else [],
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
     size = library.get_vocab_size()
-    if size > vocab_size:
+    if size > vocab_size or (size < vocab_size and not at_most):
+        limit = "need at least" if size > vocab_size else "give at most"
         raise InputError(
-            f"vocab_size={vocab_size} is too small: the bytes of the texts need {size} pieces; ask "
-            "for as many"
+            f"vocab_size={vocab_size} does not fit the texts, which {limit} {size} pieces: ask for "
+            f"{size}, or give other texts"
         )
-    if size < vocab_size and not at_most:
-        raise InputError(
-            f"vocab_size={vocab_size} is too large for the texts, which give at most {size} pieces: "
-            f"ask for at most {size} or give more text"
-        )
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {**dict(zip(_NAMES, _SPECIAL)), **BYTE_LEVEL}
+    config = config_fields() | dict(zip(_NAMES, _SPECIAL)) | BYTE_LEVEL
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         library.save(str(folder / FILE))

@@ -5,7 +5,6 @@ where the conversation through it and the full one have theirs. Its end mark is 
 """
 
 import functools
-import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -140,18 +139,20 @@ def _span(messages, index, whole, render, place):
 
 
 def _common_prefix(part, whole):
-    """Return the length of the common prefix. Outside a full match it never ends inside a tag."""
+    """Return the length of the common prefix. If the texts differ, it never ends inside a tag."""
     if whole.startswith(part):
         return len(part)
-    common = os.path.commonprefix([part, whole])
-    return len(_OPEN_TAG.sub("", common))
+    return len(_OPEN_TAG.sub("", part[: _num_common(part, whole)]))
 
 
 def _is_insertion(part, whole):
     """Return whether inserting text into `part` gives `whole`, as before a template's last tokens."""
-    prefix = len(os.path.commonprefix([part, whole]))
-    suffix = len(os.path.commonprefix([part[::-1], whole[::-1]]))
-    return prefix + suffix >= len(part)
+    return _num_common(part, whole) + _num_common(part[::-1], whole[::-1]) >= len(part)
+
+
+def _num_common(part, whole):
+    differ = (index for index, (x, y) in enumerate(zip(part, whole)) if x != y)
+    return next(differ, min(len(part), len(whole)))
 
 
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:

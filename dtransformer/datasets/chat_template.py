@@ -64,16 +64,11 @@ class ChatTemplate:
         self._steps = _Steps()
         today = datetime.date.fromisoformat(date) if date else datetime.date.today()
         environment = _sandbox(self._steps, today)
-        self._template = self._compiled(environment, source)
-        self._tool_template = self._template
-        if tool_source is not None:
-            self._tool_template = self._compiled(environment, tool_source)
-
-    def _compiled(self, environment, source):
+        sources = source, source if tool_source is None else tool_source
         try:
-            return _counted(environment, _GENERATION.sub("", source))
+            self._templates = [_counted(environment, _GENERATION.sub("", x)) for x in sources]
         except Exception as error:  # A published template can fail in any way.
-            raise InputError(f"{self.name}: is no chat template ({_told(error)})") from None
+            raise InputError(f"{name}: is no chat template ({_told(error)})") from None
 
     @classmethod
     def of_tokenizer(
@@ -123,10 +118,9 @@ class ChatTemplate:
         self._steps.begin()
         given = {**self._tokens, "tools": tools or None, "documents": None}
         given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        template = self._tool_template if tools else self._template
         try:
             parts, size = [], 0
-            for part in template.generate(**given):
+            for part in self._templates[bool(tools)].generate(**given):
                 size += len(part)
                 if size > _MOST_CHARACTERS:
                     raise ValueError(f"it prints more than {_MOST_CHARACTERS:,} characters")
@@ -140,20 +134,16 @@ class ChatTemplate:
 
 def _sources_in(folder, config):
     """Return the texts of templates by name. Files replace the templates of the config."""
-    sources = config.get(_FIELD)
-    if isinstance(sources, list):
-        sources = {x.get("name"): x.get("template") for x in sources if isinstance(x, dict)}
-    elif not isinstance(sources, dict):
-        sources = {_DEFAULT: sources}
-    if (folder / FILE).exists():
-        sources = {_DEFAULT: _text_of(folder / FILE)}
+    field, path = config.get(_FIELD), folder / FILE
+    if path.exists():
+        sources = {_DEFAULT: decode(read_bytes(path), path)}
+    elif isinstance(field, list):
+        sources = {x.get("name"): x.get("template") for x in field if isinstance(x, dict)}
+    else:
+        sources = {_DEFAULT: field}
     if (path := folder / FOLDER / f"{_TOOL_USE}.jinja").exists():
-        sources = {**sources, _TOOL_USE: _text_of(path)}
+        sources[_TOOL_USE] = decode(read_bytes(path), path)
     return sources
-
-
-def _text_of(path):
-    return decode(read_bytes(path), path)
 
 
 class _Steps:

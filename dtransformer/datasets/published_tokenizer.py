@@ -281,10 +281,8 @@ class PublishedTokenizer(BaseTokenizer):
             self.save_template(fresh)
 
     def _save_stop_ids(self, path):
-        """Add the end ids of the model's `config.json`, which is not copied."""
-        fields = optional_fields(path)
-        value = fields.get("eos_token_id")
-        saved = value if isinstance(value, list) else [value]
-        if not {self.end_id, *saved}.issuperset(self.stop_ids):
-            text = json.dumps({**fields, "eos_token_id": list(self.stop_ids)}, indent=2)
+        """Save all end ids, also the ones of the model's `config.json`, which is not copied."""
+        fields, ends = optional_fields(path), list(self.stop_ids)
+        if ends not in ([], [self.end_id], fields.get("eos_token_id")):
+            text = json.dumps({**fields, "eos_token_id": ends}, indent=2)
             path.write_text(text + "\n", encoding="utf-8")

@@ -197,9 +197,7 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
             return messages_of(prompt, place), chosen, rejected
         return text_of(record, "prompt", place), *sides
-    chosen, rejected = (
-        messages_of(side, f"{place}, {key}") for side, key in zip(sides, _SIDES)
-    )
+    chosen, rejected = (messages_of(side, f"{place}, {key}") for side, key in zip(sides, _SIDES))
     if "prompt" in record:
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -72,7 +72,10 @@ class SentencePieceTokenizer(PublishedTokenizer):
                 "file: put its tokenizer.json into the folder"
             )
         self._repeats_prefix = name == "T5Tokenizer" or config.get("legacy") is True
-        self._marks = re.compile(f"({'|'.join(map(re.escape, self._special_pieces(config)))})")
+        added = map(int, config.get("added_tokens_decoder") or ())
+        marks = {self._pieces[x] for x in {*self._silent, self.unk_id, *added} - {None}} - {""}
+        by_length = sorted(map(re.escape, marks), key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(by_length)})")
         special = zip(("bos", "eos"), _CLASSES[name], (self.start_id, self.end_id), strict=True)
         self._ends = tuple(
             [one] if config.get(f"add_{end}_token", usual) and one is not None else []
@@ -88,13 +91,6 @@ class SentencePieceTokenizer(PublishedTokenizer):
                     f"{self._path.parent / CONFIG}: added_tokens_decoder has {shown(text)}, which is "
                     f"not in {self._path.name}: put the model's tokenizer.json into the folder"
                 )
-
-    def _special_pieces(self, config):
-        """Return the texts of special tokens, longest first."""
-        ids = {*self._silent, self.unk_id, self.cls_id, self.sep_id, self.mask_id} - {None}
-        added = map(int, config.get("added_tokens_decoder") or ())
-        pieces = {self._pieces[token_id] for token_id in ids.union(added)}
-        return sorted(filter(None, pieces), key=len, reverse=True)
 
     def _id_of(self, token):
         return self._ids.get(token)
@@ -119,7 +115,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
         return rows
 
     def _tokenize(self, texts, adds_prefix):
-        return self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []
+        return (
+            self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []
+        )
 
     def _texts(self, rows):
         if not rows:

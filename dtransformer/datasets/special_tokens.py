@@ -61,9 +61,9 @@ def _end_ids_in(path):
 
 
 def optional_fields(path: pathlib.Path) -> dict:
-    """Return the fields of a file of JSON; none where there is no file.
+    """Return the fields of a JSON file. A missing file has no fields.
 
     Raises:
-        InputError: it is damaged, or has no fields.
+        InputError: If the file is damaged or contains no object.
     """
     return read_object(path) if path.exists() else {}

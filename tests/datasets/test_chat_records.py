@@ -401,10 +401,7 @@ def test_headers_that_strip_white_space_are_not_learnt(strips, tokenizer, tmp_pa
     reference = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json")
     )
-    marked = (
-        source.replace("{{ m.content }}<|end|>\n", "{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}")
-    )
-    expected = reference.apply_chat_template(turns, chat_template=marked, return_dict=True)
+    expected = reference.apply_chat_template(turns, chat_template=source, return_dict=True)
     np.testing.assert_array_equal(ids, expected["input_ids"])
     headers = [library.token_to_id(x) for x in ("<|user|>", "<|assistant|>")]
     assert not np.isin(labels, headers).any()

@@ -182,12 +182,16 @@ def test_a_profile_is_written_into_the_run(place, capsys):
 CODE = "def f(x):\n\tif x:\n\n        return  x  # no\n"
 
 
-@pytest.mark.parametrize(
-    "algorithm, text", [("null", CODE), ("wordpiece", " ".join(CODE.split()))]
-)
+@pytest.mark.parametrize("algorithm, text", [("null", CODE), ("wordpiece", " ".join(CODE.split()))])
 def test_tokenizers_of_language_models_keep_white_space(algorithm, text, place):
     (place / "code.txt").write_text(CODE)
-    settings = ["data.train=code.txt", "data.dev=[]", "data.documents=file", "training.max_steps=1", "data.length=8"]
+    settings = [
+        "data.train=code.txt",
+        "data.dev=[]",
+        "data.documents=file",
+        "training.max_steps=1",
+        "data.length=8",
+    ]
     run = f"runs/code-{algorithm}"
     settings += [f"tokenizer.algorithm={algorithm}", "training.batch_size=1"]
     assert train(*settings, run=run) == 0

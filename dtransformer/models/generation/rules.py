@@ -73,14 +73,11 @@ def fields_of(rules: Mapping) -> dict:
     return {**found, **{name: value for name, (value, _) in asks.items()}}
 
 
-def end_ids(network, tokenizer: object = None) -> list[int]:
+def end_ids(network, tokenizer: object) -> list[int]:
     """Return all known ids that end a text: the tokenizer's and the network's, without repetitions."""
-    ids = [
-        *(getattr(tokenizer, "stop_ids", None) or ()),
-        *(getattr(network, "generation_rules", {}).get("stop_ids") or ()),
-        getattr(network, "end_id", None),
-    ]
-    return [token_id for token_id in dict.fromkeys(ids) if token_id is not None]
+    rules = getattr(network, "generation_rules", {}).get("stop_ids", ())
+    ids = dict.fromkeys([*getattr(tokenizer, "stop_ids", ()), *rules, network.end_id])
+    return [token_id for token_id in ids if token_id is not None]
 
 
 def _are_single(words):

@@ -135,29 +135,17 @@ def architecture_of(folder: str | os.PathLike) -> Architecture:
 
 
 def _generation_rules(content, family):
-    """Return the generation rules of a folder.
-
-    Older folders keep them in `config.json`. Its `eos_token_id` ends texts in any case.
-    """
+    """Return the rules of generation of a folder; of older ones the config has them."""
     if not hasattr(family.network, "generate"):
         return {}
     path, fields = content.path / GENERATION, content.config
     if path.exists():
-        fields = _with_ends_of(content.config, read_object(path))
+        fields = read_object(path)
     else:
         path = content.path / CONFIG
         fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
     has_source = issubclass(family.network, EncoderDecoderModel)
     return rules_of(fields, path, has_source, content.config["vocab_size"])
-
-
-def _with_ends_of(config, fields):
-    """Return generation fields whose `eos_token_id` includes the config's ids."""
-    values = [x.get("eos_token_id") for x in (fields, config)]
-    ends, more = (x if isinstance(x, list) else [x] for x in values)
-    missing = [x for x in more if x is not None and x not in ends]
-    ends = [x for x in ends if x is not None]
-    return {**fields, "eos_token_id": ends + missing} if missing else fields
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:

@@ -16,7 +16,7 @@ from dtransformer.files import is_partial, write_into
 from dtransformer.inputs.json_file import read_object
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
-from dtransformer.models.generation.rules import end_ids, fields_of
+from dtransformer.models.generation.rules import fields_of
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
@@ -94,8 +94,12 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
-        if hasattr(network, "generate"):
-            _add_generation(network, tokenizer, config, fresh / GENERATION)
+        path, rules = fresh / GENERATION, fields_of(network.generation_rules)
+        saved = read_object(path) if path.exists() else {}
+        if rules.keys() - saved.keys():
+            ids = {x: y for x, y in config.items() if x.endswith("_token_id")}
+            text = json.dumps({**ids, **rules, **saved}, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")
         head = getattr(network, "head", None)
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])
@@ -155,20 +159,6 @@ def _add_tokenizer(network, tokenizer, fresh):
             raise InputError(f"there is no {source} any more")
     except (InputError, OSError) as error:
         warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
-
-
-def _add_generation(network, tokenizer, config, path):
-    """Add the generation rules and all known end ids to a file, unless it has them already."""
-    fields = read_object(path) if path.exists() else {}
-    rules = fields_of(network.generation_rules)
-    saved = fields.get("eos_token_id", config.get("eos_token_id"))
-    saved = saved if isinstance(saved, list) else [saved]
-    ends = end_ids(network, tokenizer)
-    if rules.keys() <= fields.keys() and set(ends) <= set(saved):
-        return
-    ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
-    fields = {**ids, **rules, **fields, "eos_token_id": ends[0] if len(ends) == 1 else ends}
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _config_of(network, name):
