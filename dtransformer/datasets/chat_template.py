@@ -76,7 +76,7 @@ class ChatTemplate:
     ):
         """Return the templates of a tokenizer's folder, the same as `transformers` uses.
 
-        Messages with tools use the template named `tool_use`, if one exists.
+        Conversations with tools use the template `tool_use`, if the folder has it.
 
         Args:
             folder: Folder, which may contain `chat_template.jinja` and

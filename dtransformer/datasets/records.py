@@ -173,8 +173,7 @@ def _checked_message(message, place):
         raise InputError(f"{place}: train is {shown(message['train'])}, expected true or false")
     if message.get("weight", 1) not in (0, 1):
         raise InputError(
-            f"{place}: weight is {shown(message['weight'])}, expected 1, or 0 for a message that is "
-            "not learnt"
+            f"{place}: weight is {shown(message['weight'])}, expected 1, or 0 to not learn it"
         )
     if calls := message.get("tool_calls"):
         message["tool_calls"] = parsed_calls(calls, f"{place}, tool_calls")

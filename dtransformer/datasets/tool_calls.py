@@ -51,7 +51,7 @@ def tools_in(path: FilePath | None) -> list:
 
 
 def parsed_calls(calls: Any, place: str) -> list:
-    """Return the tool calls of a message, with arguments as dicts.
+    """Return tool calls with arguments as dicts.
 
     Raises:
         InputError: If they are no list of objects, or arguments are no JSON; names the place.

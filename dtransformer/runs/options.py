@@ -164,8 +164,7 @@ class TokenizerOptions:
     folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
     vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
     lower_case: bool = False  # whether texts are made lower case
-    # byte_bpe keeps white space, the default of language models; wordpiece of all other tasks
-    algorithm: Literal["byte_bpe", "wordpiece"] | None = None
+    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # byte_bpe for language models
 
 
 @_options
