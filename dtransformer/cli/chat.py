@@ -25,7 +25,7 @@ def chat(
         model, tokenizer, arguments.max_new_tokens, temperature=arguments.temperature
     )
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    tools = tools_in(arguments.tools)
+    tools = tools_in(getattr(arguments, "tools", None))
     # Check the template before the first question.
     tokenizer.chat([*first, {"role": "user", "content": "?"}], tools)
     print(_HELP, file=out, flush=True)
