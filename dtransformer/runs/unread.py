@@ -37,10 +37,11 @@ _READ_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
     ("training.final_learning_rate", "training.schedule", _ENDING),
-    ("tokenizer.vocab_size", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.lower_case", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.vocab_size", "model.from", _NOT_GIVEN),
-    ("tokenizer.lower_case", "model.from", _NOT_GIVEN),
+    *(
+        (f"tokenizer.{key}", other, _NOT_GIVEN)
+        for key in ("vocab_size", "lower_case", "algorithm")
+        for other in ("tokenizer.folder", "model.from")
+    ),
     ("data.num_buckets", "data.packed_length", _NOT_GIVEN),
 )
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from dtransformer.datasets.record_batches import targets_of
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import number_of
 from dtransformer.runs.scores import spearman
 from dtransformer.runs.tasks.classification import LabelTask
 
@@ -15,13 +15,8 @@ class Regression(LabelTask):
     num_labels = 1
 
     def encode(self, records):
-        for place, record in records:
-            if type(record.get("label")) not in (int, float):
-                raise InputError(
-                    f"{place}: label is {shown(record.get('label'))}, expected a number"
-                )
-        rows = self.encode_texts(records)
-        return [[row] for row in rows], [[float(record["label"])] for _, record in records]
+        labels = [[number_of(record, "label", place)] for place, record in records]
+        return [[row] for row in self.encode_texts(records)], labels
 
     def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)
