@@ -11,10 +11,11 @@ import gc
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, is_of_another_rank, one_line
+from dtransformer.errors import InputError, format_warning, is_of_another_rank, one_line
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # whatever the locale can say
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        warnings.formatwarning = format_warning
         code = _run(make_parser().parse_args(argv)) or 0
         sys.stdout.flush()
         return code
@@ -48,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has ended, such as head
         _drop_output()
         return 1
-    except KeyboardInterrupt:
-        return _tell("interrupted", 130)
+    except KeyboardInterrupt as error:
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(f"dtransformer: {error or 'interrupted'}", file=sys.stderr, flush=True)
+        return 130
     except OSError as error:
         _drop_output()
         place = "standard output" if error.filename is None else error.filename

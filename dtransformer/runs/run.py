@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import shlex
 import shutil
 import sys
 import types
@@ -19,8 +20,8 @@ from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import num_ranks, this_device
@@ -135,14 +136,30 @@ def train(
                     validation_data=batches["dev"],
                     callbacks=callbacks,
                     resume=resumes,
-                    verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
                 )
+    except KeyboardInterrupt:
+        options = ["--config", str(config_path)]
+        if run_folder:
+            options += ["--run", str(run_folder)]
+        if settings:
+            options += ["--set", *settings]
+        raise KeyboardInterrupt(_describe_saved(folder.path, options)) from None
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
     job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
+
+
+def _describe_saved(path, options):
+    """Return a sentence about the newest checkpoint, with the command that resumes from it."""
+    steps = saved_steps(path / CHECKPOINTS)
+    if not steps:
+        return "interrupted before the first checkpoint, so that nothing was saved"
+    command = shlex.join(["dtransformer", "train", *options, "--resume"])
+    saved = f"the newest checkpoint has {steps[-1][0]} steps ({steps[-1][1]})"
+    return f"interrupted; {saved}. Resume with: {os.environ.get(LAUNCHER, '')}{command}"
 
 
 def layout_plan(config: RunConfig) -> Plan | None:

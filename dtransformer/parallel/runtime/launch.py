@@ -18,7 +18,7 @@ from dtransformer import _compat
 from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
@@ -98,8 +98,6 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-# Set by `dtransformer launch`, where fewer ranks may be left: how many a host has at most.
-FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 

@@ -7,9 +7,9 @@ from dtransformer.cli.launching.supervisor import PREEMPTED, REFUSED, Outcome, h
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT, fitting
+from dtransformer.parallel.runtime.launch import fitting
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import layout_plan
 
