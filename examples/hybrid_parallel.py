@@ -16,10 +16,11 @@ arXiv 1909.08053, section 3):
 
 import argparse
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import numpy as np
 import tensorflow as tf
 
-import dtransformer
 from dtransformer.parallel import collectives
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 16, 64, 4, 32

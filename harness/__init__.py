@@ -18,3 +18,5 @@ Not part of the installed package. From the bottom up:
     code_lines.py  lines of code, of which tests hold a budget
     published_tables/   published figures beside the planner's
 """
+
+import dtransformer  # noqa: F401 (before TensorFlow, so that oneDNN is on)

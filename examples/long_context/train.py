@@ -17,11 +17,12 @@ import json
 import pathlib
 import sys
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import numpy as np
 import yaml
 
-import dtransformer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM

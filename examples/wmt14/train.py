@@ -17,11 +17,12 @@ config alone.
 import argparse
 import sys
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import tensorflow as tf
 from faithful import EOT, PAD, faithful_examples
 
-import dtransformer
 from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_tsv
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss

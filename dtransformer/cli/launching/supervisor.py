@@ -7,6 +7,7 @@ shows why a start has ended. If fewer ranks are left than before, they use anoth
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -89,6 +90,7 @@ class Outcome:
 _SECONDS_TO_SAVE = 120.0  # after a signal. What is left of the job is ended then.
 _MAX_FILE = 2**20  # bytes
 _SECONDS_TO_END = 30.0  # after a rank has ended with a failure
+_SECONDS_OF_ONE_SIGNAL = 0.5  # programs such as timeout and uv repeat the terminal's signal
 _LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
 _DEFAULT_RESTARTS = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -136,7 +138,7 @@ class Supervisor:
         if self._horovodrun is None:
             raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
         self._all_hosts, self._signal, self._job = {}, None, None
-        self._lock = threading.Lock()
+        self._signal_time, self._lock = -math.inf, threading.Lock()
         self._min_ranks, self._restarts = options.min_ranks, options.restarts
         has_hosts = options.hosts_file is not None or options.discovery_script is not None
         if self._restarts is None:
@@ -266,8 +268,9 @@ class Supervisor:
         return outcome
 
     def _on_signal(self, number, frame):
-        is_repeated, self._signal = self._signal is not None, number
-        if self._job is None:
+        is_repeated, before = self._signal is not None, self._signal_time
+        self._signal, self._signal_time = number, time.monotonic()
+        if self._job is None or self._signal_time < before + _SECONDS_OF_ONE_SIGNAL:
             return
         if is_repeated:
             self._job.end(signal.SIGKILL)
