@@ -36,9 +36,10 @@ _VERDICT = re.compile(
 _HAS_ENDED = re.compile(r"^Process \d+ exit with status code [1-9-]")
 _EXIT_CODE = re.compile(r"^Exit code: (-?\d+)")
 _NO_HOST = re.compile(r"could not connect to some hosts via ssh|Connection refused|timed out")
-# Horovodrun imports TensorFlow, and repeats what this launcher reports.
+# TensorFlow's notes before its log level applies, and errors of horovodrun that the launcher reports.
 _NOISE = re.compile(
-    r"[IW]\d{4} |WARNING: All log messages before absl|RuntimeError: Horovod detected|Process name: "
+    r"(\[\d+\](<stderr>:| ))?(I\d{4} |WARNING: All log messages before absl::)"
+    r"|RuntimeError: Horovod detected|Process name: "
 )
 # All ranks often report the same error or warning.
 _SHOWN_ONCE = ("dtransformer: ", "warning: ", TRACEBACK)
