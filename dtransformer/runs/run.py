@@ -129,7 +129,10 @@ def train(
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
-            with _told_what_fits(config):
+            options = ["--config", config_path, "--run", folder.path, "--resume"]
+            if settings:
+                options += ["--set", *settings]
+            with _explained(config, folder.path, options):
                 trainer.fit(
                     batches["train"],
                     epochs=config.training.epochs,
@@ -137,13 +140,6 @@ def train(
                     callbacks=callbacks,
                     resume=resumes,
                 )
-    except KeyboardInterrupt:
-        options = ["--config", str(config_path)]
-        if run_folder:
-            options += ["--run", str(run_folder)]
-        if settings:
-            options += ["--set", *settings]
-        raise KeyboardInterrupt(_describe_saved(folder.path, options)) from None
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
@@ -157,7 +153,7 @@ def _describe_saved(path, options):
     steps = saved_steps(path / CHECKPOINTS)
     if not steps:
         return "interrupted before the first checkpoint, so that nothing was saved"
-    command = shlex.join(["dtransformer", "train", *options, "--resume"])
+    command = shlex.join(["dtransformer", "train", *map(str, options)])
     saved = f"the newest checkpoint has {steps[-1][0]} steps ({steps[-1][1]})"
     return f"interrupted; {saved}. Resume with: {os.environ.get(LAUNCHER, '')}{command}"
 
@@ -187,10 +183,18 @@ def layout_plan(config: RunConfig) -> Plan | None:
 
 
 @contextlib.contextmanager
-def _told_what_fits(config):
-    """Inside the `with` block memory that is full is told in a line, below the planner's table."""
+def _explained(config, path, options):
+    """Inside the `with` block, explain how to continue after Ctrl-C or an out-of-memory error.
+
+    Args:
+        config: Config of the run.
+        path: Folder of the run.
+        options: Options of `dtransformer train` that resume the run.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_describe_saved(path, options)) from None
     except tf.errors.ResourceExhaustedError as error:
         with contextlib.suppress(InputError):  # of a GPU that no table has
             if job.is_chief():
