@@ -1,6 +1,7 @@
 """The processes that the launcher starts on this host: ranks, or horovodrun."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dtransformer.errors import InputError
+from dtransformer.errors import refusing
 
 TRACEBACK = "Traceback (most recent call last)"
 _LOOPBACK = "127.0.0.1"
@@ -50,9 +51,9 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
-        self._kill_at, self._processes = float("inf"), []
+        self._kill_at, self._processes = math.inf, []
         for environment in environments:
-            try:
+            with refusing("the command after --", OSError):
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL if self._processes else None,
@@ -63,10 +64,6 @@ class Job:
                     env={**environment, "PYTHONUNBUFFERED": "1"},
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise InputError(
-                    f"{command[0]} cannot be started ({error.strerror}): check the command after --"
-                ) from None
             self._processes.append(process)
 
     def kill_in(self, seconds: float) -> None:
@@ -106,7 +103,7 @@ class Job:
             failures = [(index, code) for index, code in enumerate(codes) if code]
             if failures and failure == (0, 0):
                 failure = failures[0]
-                if self._kill_at == float("inf"):
+                if self._kill_at == math.inf:
                     self.end(signal.SIGTERM)
             if time.monotonic() > self._kill_at:
                 self.end(signal.SIGKILL)

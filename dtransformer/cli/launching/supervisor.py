@@ -35,11 +35,9 @@ _VERDICT = re.compile(
 )
 _HAS_ENDED = re.compile(r"^Process \d+ exit with status code [1-9-]")
 _EXIT_CODE = re.compile(r"^Exit code: (-?\d+)")
-_NO_HOST = re.compile(r"could not connect to some hosts via ssh|Connection refused|timed out")
-# TensorFlow's notes before its log level applies, and errors of horovodrun that the launcher reports.
+# TensorFlow's notes before its log level applies, and lines of horovodrun that the launcher repeats.
 _NOISE = re.compile(
-    r"(\[\d+\](<stderr>:| ))?(I\d{4} |WARNING: All log messages before absl::)"
-    r"|RuntimeError: Horovod detected|Process name: "
+    r"(\[\d+\](<stderr>:| ))?(I\d{4} |WARNING: All log messages before absl::)|Process name: "
 )
 # All ranks often report the same error or warning.
 _SHOWN_ONCE = ("dtransformer: ", "warning: ", TRACEBACK)
@@ -53,14 +51,10 @@ class Outcome:
         self.exit_code = None  # of the rank that ended first
         self.is_over = False  # whether a rank has failed, so that all will end
         self.hosts = ()  # at fault
-        self.cause = self._of_horovodrun = ""
-        self.shown_once = set()
-        self._in_traceback = False
+        self.cause, self.shown_once = "", set()
 
     def read(self, line: str) -> bool:
         """Read a line of horovodrun or of a rank. Return whether the user should see it."""
-        begins = line.startswith(TRACEBACK)
-        self._in_traceback = begins or (self._in_traceback and line.startswith("  "))
         self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
         if found := _EXIT_CODE.search(line):
             self.exit_code = int(found[1])
@@ -69,9 +63,7 @@ class Outcome:
             self.cause = self.cause or found[1][:_MAX_CAUSE]
             if found[2]:
                 self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
-        elif not line.startswith("[") and _NO_HOST.search(line):  # else a rank's
-            self._of_horovodrun = self._of_horovodrun or line.strip()[:_MAX_CAUSE]
-        return not (self._in_traceback or _NOISE.match(line))
+        return not _NOISE.match(line)
 
     def rank_ended(self, rank: int, code: int) -> None:
         """Take the exit code of a rank on this host, negative if a signal has killed it."""
@@ -85,7 +77,7 @@ class Outcome:
         if self.exit_code == PREEMPTED:
             return "ranks were asked to stop, and have saved"
         code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
-        return self.cause or self._of_horovodrun or code or "horovodrun has failed"
+        return self.cause or code or "horovodrun has failed"
 
 
 _SECONDS_TO_SAVE = 120.0  # after a signal. What is left of the job is ended then.
@@ -242,20 +234,16 @@ class Supervisor:
 
         def show(rank, text, is_error):
             with self._lock:
-                if is_local and text.startswith(_SHOWN_ONCE):
-                    if text in outcome.shown_once:
-                        return
+                is_of_horovodrun = text.startswith(TRACEBACK) and not is_local
+                if is_of_horovodrun or text in outcome.shown_once:
+                    return
+                if text.startswith(_SHOWN_ONCE):
                     outcome.shown_once.add(text)
-                prefix = f"[{rank}] " if is_local else ""
-                lines = [prefix + line for line in text.splitlines(keepends=True)]
-                with contextlib.suppress(BrokenPipeError):
-                    print(
-                        *filter(outcome.read, lines),
-                        sep="",
-                        end="",
-                        file=sys.stderr if is_error else sys.stdout,
-                        flush=True,
-                    )
+                for line in text.splitlines():
+                    line = f"[{rank}] {line}" if is_local else line
+                    if outcome.read(line):
+                        with contextlib.suppress(BrokenPipeError):
+                            print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
                 if outcome.is_over:  # horovodrun waits for all who hold its pipes
                     job.kill_in(_SECONDS_TO_END)
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from dtransformer.cli.launching.supervisor import Outcome
+from dtransformer.cli import main
+from dtransformer.cli.launching import supervisor
 from tests.cli.launching.test_launch import TIMEOUT, launch
 from tests.shared_runs import needs_horovod
 
@@ -108,6 +109,16 @@ def test_ranks_end_if_the_launcher_is_killed():
     assert not running("sleep 1239")
 
 
+def test_a_command_that_does_not_exist_is_an_error_of_one_line():
+    arguments = ["-m", "dtransformer.cli", "launch", "-np", "2", "--", "no-such-program"]
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 2
+    _, error = done.stderr.splitlines()
+    assert error.startswith("dtransformer: the command after --:") and "no-such-program" in error
+
+
 def test_rank_0_reads_standard_input():
     arguments = ["-m", "dtransformer.cli", "launch", "-np", "2", "--", "cat"]
     done = subprocess.run(
@@ -130,17 +141,30 @@ def test_a_layout_is_replaced_only_if_ranks_may_be_missing(options, expected):
     ("[0] I0000 00:00:17 5 port.cc:153] oneDNN custom operations are on.\n", False),
     ("[0]<stderr>:I0000 00:00:17 5 port.cc:153] oneDNN custom operations are on.\n", False),
     ("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n", False),
-    ("RuntimeError: Horovod detected that one or more processes exited\n", False),
+    ("Process name: 0\n", False),
     ("[0] E0000 00:00:17 5 cuda.cc:1] no device\n", True),
     ("[0] In 2026\n", True),
 ])  # fmt: skip
 def test_notes_of_tensorflow_and_horovodrun_are_not_shown(line, is_shown):
-    assert Outcome().read(line) is is_shown
+    assert supervisor.Outcome().read(line) is is_shown
+
+
+@pytest.mark.long
+def test_horovodrun_shows_lines_of_ranks_only(monkeypatch, capfd):
+    """It starts ranks of several hosts. Its notes of TensorFlow and its traceback are left out."""
+    monkeypatch.setattr(supervisor, "is_here", lambda host: False)
+    script = "echo 'dtransformer: no such file' >&2; sleep 1; exit 2"
+    assert main(["launch", "-np", "2", "--", "sh", "-c", script]) == 2
+    output, errors = capfd.readouterr()
+    text = output + errors
+    assert "<stderr>:dtransformer: no such file" in text
+    for noise in ("absl", "oneDNN", "Traceback", "Horovod detected", "Exit code"):
+        assert noise not in text
 
 
 @pytest.mark.long
 def test_ranks_find_each_other():
-    script = "import dtransformer; dtransformer.init(); print(dtransformer.size())"
+    script = "import dtransformer as d; d.init(); print(d.size()); d.shutdown()"
     code, output, errors = run(f"exec {sys.executable} -c '{script}'")
     assert code == 0 and sorted(output.splitlines()) == ["[0] 2", "[1] 2"], errors
     assert errors == STARTING

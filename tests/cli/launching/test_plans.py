@@ -70,7 +70,6 @@ OUTPUTS = {
         ["[1]<stderr>:urllib3: Connection refused\n", "Exit code: 1\n"],
         ("a rank has ended with code 1", (), False, False),
     ),
-    "a host": (["ssh: port 22: Connection refused\n"], ("ssh: port 22", (), False, False)),
     "preempted": (["Exit code: 75\n"], ("asked to stop", (), True, False)),
     "refused": (["Exit code: 2\n"], ("ended with code 2", (), False, True)),
     "killed": (["Process name: 1\n", "Exit code: 137\n"], ("code 137", (), False, False)),
@@ -88,24 +87,6 @@ def test_why_a_start_has_ended(lines, expected):
     assert cause in str(outcome)
     found = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
     assert [outcome.hosts, *found] == rest
-
-
-def test_where_horovodrun_was_is_not_shown():
-    output = """[0]<stderr>:Traceback (most recent call last):
-[0]<stderr>:  File "train.py", line 3, in <module>
-[0]<stderr>:dtransformer.errors.InputError: data.npy does not exist
-Process 0 exit with status code 1.
-Traceback (most recent call last):
-  File "bin/horovodrun", line 8, in <module>
-    sys.exit(run_commandline())
-             ^^^^^^^^^^^^^^^^^
-RuntimeError: Horovod detected that one or more processes exited with non-zero status
-Process name: 0
-Exit code: 1
-"""
-    lines, outcome = output.splitlines(keepends=True), Outcome()
-    shown = [line for line in lines if outcome.read(line)]
-    assert shown == lines[:4] and outcome.exit_code == 1
 
 
 # Degrees (data, model, pipeline), devices that are left -> degrees.
