@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # the process is ours: it ends without a last search for garbage
         atexit.register(gc.freeze)
+        warnings.formatwarning = format_warning
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed: send it to a file, or to /dev/null")
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # whatever the locale can say
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        warnings.formatwarning = format_warning
         code = _run(make_parser().parse_args(argv)) or 0
         sys.stdout.flush()
         return code

@@ -5,22 +5,19 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shlex
 import shutil
-import sys
 import types
 import warnings
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief, together
-from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.automatic import summary
 from dtransformer.planner.clusters import Cluster
@@ -46,6 +43,7 @@ from dtransformer.runs.identity import (
 from dtransformer.runs.loading import start_job
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
+from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read, like
@@ -129,10 +127,7 @@ def train(
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
-            options = ["--config", config_path, "--run", folder.path, "--resume"]
-            if settings:
-                options += ["--set", *settings]
-            with _explained(config, folder.path, options):
+            with explained(config, config_path, folder.path, settings):
                 trainer.fit(
                     batches["train"],
                     epochs=config.training.epochs,
@@ -146,16 +141,6 @@ def train(
     job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
-
-
-def _describe_saved(path, options):
-    """Return a sentence about the newest checkpoint, with the command that resumes from it."""
-    steps = saved_steps(path / CHECKPOINTS)
-    if not steps:
-        return "interrupted before the first checkpoint, so that nothing was saved"
-    command = shlex.join(["dtransformer", "train", *map(str, options)])
-    saved = f"the newest checkpoint has {steps[-1][0]} steps ({steps[-1][1]})"
-    return f"interrupted; {saved}. Resume with: {os.environ.get(LAUNCHER, '')}{command}"
 
 
 def layout_plan(config: RunConfig) -> Plan | None:
@@ -180,29 +165,6 @@ def layout_plan(config: RunConfig) -> Plan | None:
             cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
-
-
-@contextlib.contextmanager
-def _explained(config, path, options):
-    """Inside the `with` block, explain how to continue after Ctrl-C or an out-of-memory error.
-
-    Args:
-        config: Config of the run.
-        path: Folder of the run.
-        options: Options of `dtransformer train` that resume the run.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_describe_saved(path, options)) from None
-    except tf.errors.ResourceExhaustedError as error:
-        with contextlib.suppress(InputError):  # of a GPU that no table has
-            if job.is_chief():
-                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
-        raise InputError(
-            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
-            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
-        ) from error
 
 
 def _has_ended(path, config):

@@ -108,8 +108,8 @@ def test_a_warning_in_fit_is_one_plain_line():
 
 def test_a_warning_of_the_command_line_is_one_plain_line():
     code = (
-        "import warnings; from dtransformer.cli import main; main(['new', 'causal_lm']);"
-        "warnings.warn('two\\nlines')"
+        "import warnings; from dtransformer.cli import main; main(); warnings.warn('two\\nlines')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, "new", "reward"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "warning: two lines\n"
