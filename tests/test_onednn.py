@@ -54,7 +54,7 @@ AS_IF_TENSORFLOW = "sys.modules['tensorflow'] = None"
 
 
 def run(flags, imported="", **environment):
-    """Import the package on a processor. Return what it sets, and its warnings."""
+    """Import the package on a processor. Return the variable and the errors."""
     inherited = {key: value for key, value in os.environ.items() if key != "TF_ENABLE_ONEDNN_OPTS"}
     done = subprocess.run(
         [sys.executable, "-c", PATCHED.format(text=cpuinfo(flags), imported=imported)],

@@ -1,4 +1,4 @@
-"""What a user can do after a training that has stopped early."""
+"""Explanations of a training that has stopped early: how to continue it."""
 
 import contextlib
 import os

@@ -80,7 +80,7 @@ class Outcome:
         return self.cause or code or "horovodrun has failed"
 
 
-_SECONDS_TO_SAVE = 120.0  # after a signal. What is left of the job is ended then.
+_SECONDS_TO_SAVE = 120.0  # after a signal. Ranks that still run are killed then.
 _MAX_FILE = 2**20  # bytes
 _SECONDS_TO_END = 30.0  # after a rank has ended with a failure
 _SECONDS_OF_ONE_SIGNAL = 0.5  # programs such as timeout and uv repeat the terminal's signal

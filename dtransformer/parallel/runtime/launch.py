@@ -115,8 +115,9 @@ def start_horovod() -> types.ModuleType | None:
         return None
     if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
         raise InputError(
-            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, and not all else that horovodrun "
-            f"sets ({', '.join(_SET_BY_HOROVODRUN)}): start with horovodrun, or unset HOROVOD_SIZE"
+            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
+            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}): start with dtransformer launch, or "
+            "unset HOROVOD_SIZE"
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
@@ -157,7 +158,7 @@ def _check_alone():
         if number not in ("", "0", "1"):
             raise InputError(
                 f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
-                f"joined by horovodrun: start with horovodrun, or unset {name} where each process "
+                f"joined by Horovod: start with dtransformer launch, or unset {name} where each process "
                 "is to train by itself"
             )
 

@@ -41,7 +41,7 @@ def wait_for(process, word):
 
 
 def test_a_command_needs_neither_ssh_nor_horovodrun(tmp_path):
-    """And prints only its own lines, each with its rank."""
+    """The output has only the lines of the ranks, each with its rank."""
     for program in ("ssh", "horovodrun"):
         (tmp_path / program).write_text("#!/bin/sh\nexit 9\n")
         (tmp_path / program).chmod(0o755)
