@@ -97,8 +97,12 @@ class TokenGroups:
         self._of_sequences = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
-        """[b, s, ...] as `of_sequences` -> [g, n, ...], with zeros after what groups do not divide"""
-        if not (isinstance(self._padding, int) and self._padding == 0):
+        """[b, s, ...] as `of_sequences` -> [g, n, ...], padded with zeros to full groups"""
+        if isinstance(self._padding, int) and self._padding == 0:
+            # If a group is a sequence, the reshape is the identity, and without this DTensor finds
+            # no layout for the sum of the gradients.
+            x = self.of_activations(x)
+        else:
             x = self._padded(x)
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
@@ -130,8 +134,10 @@ class TokenGroups:
         return shard_first(x, self._of_sequences)
 
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
-        """As `of_sequences`, of [b, s, h] and of its gradient."""
-        return laid_out(x, (*self._of_sequences, None)) if trace.is_on_mesh() else x
+        """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`."""
+        if not trace.is_on_mesh():
+            return x
+        return laid_out(x, (*self._of_sequences, *[None] * (len(x.shape) - 2)))
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.

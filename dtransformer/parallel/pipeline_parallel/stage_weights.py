@@ -39,14 +39,36 @@ def built_on_its_stage(build: Callable) -> Callable:
 
 
 def leave_to_others(layer: keras.layers.Layer) -> None:
-    """Keep the shapes alone of a layer's weights: another stage has it."""
+    """Keep only the shapes of a layer's weights, because another stage stores them."""
     for inner in _compat.flat_layers(layer):
-        own, left = _compat.own_variables(inner), getattr(inner, "left_variables", [])
-        object.__setattr__(inner, "left_variables", [*left, *own])
-        for variable in own:
+        trainable, others = getattr(inner, "left_variables", ([], []))
+        local = _compat.own_variables(inner)
+        num_trainable = len(_compat.own_trainable_variables(inner))
+        left = trainable + local[:num_trainable], others + local[num_trainable:]
+        object.__setattr__(inner, "left_variables", left)
+        for variable in local:
             _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
+
+
+def left_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer, without inner layers, that only other stages store."""
+    trainable, others = getattr(layer, "left_variables", ([], []))
+    return [*trainable, *others]
+
+
+def add_left_weights(layer: keras.layers.Layer, add: Callable[[], None]) -> None:
+    """Call `add`, which adds weights to a layer of another stage, and keep only their shapes."""
+    with keras.StatelessScope(initialize_variables=False):
+        add()
+    leave_to_others(layer)
+
+
+def forget_left_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
+    """Remove a weight from the `left_weights` of a layer."""
+    for variables in layer.left_variables:
+        variables[:] = [other for other in variables if other is not variable]
 
 
 def _take_over(layer):
@@ -123,8 +145,8 @@ def full_network(network: keras.Model) -> Iterator[None]:
 
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Return a layer's weights in Keras' order; of those that other stages have the shapes are known."""
-    found = [*(getattr(layer, "left_variables", None) or _compat.own_variables(layer))]
+    """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
+    found = left_weights(layer) or _compat.own_variables(layer)
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         found += all_weights(inner)
     return list({id(weight): weight for weight in found}.values())
@@ -136,32 +158,50 @@ def count_params(network: keras.Model) -> int:
 
 
 def get_weights(network: keras.Model) -> list[np.ndarray]:
-    """Return the values of the weights of all stages, on every rank; all have to call."""
+    """Return the values of all stages' weights in Keras' order; all ranks must call.
+
+    Raises:
+        RuntimeError: If a layer has a different number of weights on its stage and on this one.
+    """
     values, group = {}, job.pipeline_group()
     for layer in placed_layers(network):
-        owner, weights = stages_of(layer, job.placement())[0], all_weights(layer)
-        is_here = job.stage()[0] == owner
-        own = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights) if is_here}
-        if weights:
-            sent = broadcast_arrays(own, group.ranks[owner], group, f"weights_{layer.path}")
-            values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
+        owner = stages_of(layer, job.placement())[0]
+        weights, local = all_weights(layer), {}
+        if job.stage()[0] == owner:
+            local = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights)}
+        sent = broadcast_arrays(local, group.ranks[owner], group, f"weights_{layer.path}")
+        if len(sent) != len(weights):
+            raise RuntimeError(
+                f"{layer.path} has {len(sent)} weights on its stage of the pipeline, but "
+                f"{len(weights)} on this one: add and remove weights on all ranks"
+            )
+        values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
     weights = all_weights(network)
     return [values[id(w)] if id(w) in values else np.asarray(w.numpy()) for w in weights]
 
 
 def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
-    """Set this stage's weights to their values among those of all stages, as of `get_weights`.
+    """Set the weights of this stage to their values in the list of all stages' weights.
+
+    Args:
+        network: a `keras.Model`.
+        values: list of arrays, as `get_weights` returns it.
 
     Raises:
-        ValueError: there are more or fewer, or one has another shape.
+        ValueError: If the number of arrays or one of their shapes is different.
     """
     weights, here = all_weights(network), {id(weight) for weight in network.weights}
-    shapes = [tuple(weight.shape) for weight in weights]
-    if shapes != [np.shape(value) for value in values]:
+    if len(values) != len(weights):
         raise ValueError(
-            f"set_weights got {len(values)} arrays, and {network.name} has {len(weights)} weights on "
-            "all stages, or shapes differ: give what get_weights returns"
+            f"set_weights received {len(values)} arrays, but {network.name} has {len(weights)} "
+            "weights on all stages: pass the list that get_weights returns"
         )
+    for weight, value in zip(weights, values):
+        if tuple(weight.shape) != np.shape(value):
+            raise ValueError(
+                f"set_weights received an array of shape {np.shape(value)} for {weight.path}, which "
+                f"has the shape {tuple(weight.shape)}"
+            )
     for weight, value in zip(weights, values):
         if id(weight) in here:
             weight.assign(value)
