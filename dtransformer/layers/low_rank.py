@@ -40,18 +40,19 @@ class TakesLowRank(keras.layers.Layer):
             dropout: the share of the inputs that the factors do not see in training.
             kind: `"lora"`, or `"dora"`, which adds magnitudes.
         """
-        asked = {"rank": rank, "alpha": alpha, **({"dropout": dropout} if dropout else {})}
-        asked |= {} if kind == "lora" else {"kind": kind}
-        self.low_rank = {**self.low_rank, name: asked}
+        options = {"rank": rank, "alpha": alpha}
+        if dropout:
+            options["dropout"] = dropout
+        if kind != "lora":
+            options["kind"] = kind
+        self.low_rank = {**self.low_rank, name: options}
         _compat.take_weights(self)
-        if stage_weights.left_weights(self):
-            stage_weights.add_left_weights(self, self.add_factors)
-        else:
-            self.add_factors()
+        self.add_factors()
 
+    @stage_weights.built_on_its_stage
     def add_factors(self) -> None:
         """Add the missing factors of `low_rank`, after all other weights."""
-        kernels = {kernel.name: kernel for kernel in self._kernels_of_all_stages()}
+        kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
         for name, asked in self.low_rank.items():
             if name in kernels and low_rank_of(kernels[name]) is None:
                 self._add_factors_of(kernels[name], asked)
@@ -77,8 +78,8 @@ class TakesLowRank(keras.layers.Layer):
         b = add("b", "zeros", lambda x, r: (r, *x[number:]))
         m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
-            is_left = bool(stage_weights.left_weights(self))  # Its stage has the kernel's value.
-            value = np.zeros(shape) if is_left else kernel.numpy()
+            # Only the kernel's stage has its value.
+            value = np.zeros(shape) if stage_weights.left_weights(self) else kernel.numpy()
             norms = np.linalg.norm(np.float32(value), axis=tuple(range(number)))
             begin = lambda shape, dtype: tf.constant(norms, dtype)
             m = add("m", begin, lambda x, _: x[number:], autocast=False)
@@ -88,23 +89,17 @@ class TakesLowRank(keras.layers.Layer):
     @property
     def mask_drawers(self) -> list[InputDropout]:
         """The dropouts of its kernels' additions."""
-        found = [low_rank_of(x) for x in _compat.own_variables(self)] if self.low_rank else []
+        found = [low_rank_of(variable) for variable in _compat.own_variables(self)]
         return [x.dropout for x in found if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
         """Remove the factors of a kernel."""
         self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
-        is_left = bool(stage_weights.left_weights(self))
-        forget = stage_weights.forget_left_weight if is_left else _compat.forget_weight
-        for kernel in self._kernels_of_all_stages():
+        for kernel in stage_weights.own_weights(self):
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
-                    forget(self, factor)
+                    stage_weights.forget_weight(self, factor)
                 del kernel.low_rank
-
-    def _kernels_of_all_stages(self):
-        """Return the local variables of this layer, or the shapes of another stage's."""
-        return stage_weights.left_weights(self) or _compat.own_variables(self)
 
 
 def built_with_factors(build: Callable) -> Callable:

@@ -24,7 +24,6 @@ from dtransformer.parallel.mesh.axis_rules import (
     mesh_axis,
     relayout,
 )
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -98,12 +97,10 @@ class TokenGroups:
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
         """[b, s, ...] as `of_sequences` -> [g, n, ...], padded with zeros to full groups"""
-        if isinstance(self._padding, int) and self._padding == 0:
-            # If a group is a sequence, the reshape is the identity, and without this DTensor finds
-            # no layout for the sum of the gradients.
-            x = self.of_activations(x)
-        else:
-            x = self._padded(x)
+        x = self.of_activations(x)
+        if not (isinstance(self._padding, int) and self._padding == 0):
+            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
+            x = self.of_activations(tf.pad(x, more))
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
@@ -112,18 +109,6 @@ class TokenGroups:
         x = self.relayout(x)
         x = tf.reshape(x, [batch, length + self._padding, *x.shape[len(self.axes) + 1 :]])
         return self.of_sequences(self.of_sequences(x)[:, :length])
-
-    def _padded(self, x):
-        @custom_gradient  # DTensor would shard the gradient as what came before was
-        def padded(x):
-            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
-
-            def gradient(dy):
-                return self.of_sequences(self.of_sequences(dy)[:, : self._shape[1]])
-
-            return self.of_sequences(tf.pad(self.of_sequences(x), more)), gradient
-
-        return padded(x)
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor of all groups [g, ...] out as these are."""
@@ -134,7 +119,10 @@ class TokenGroups:
         return shard_first(x, self._of_sequences)
 
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`."""
+        """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`.
+
+        If only the tensor has a layout, DTensor finds none for a sum of several gradients.
+        """
         if not trace.is_on_mesh():
             return x
         return laid_out(x, (*self._of_sequences, *[None] * (len(x.shape) - 2)))

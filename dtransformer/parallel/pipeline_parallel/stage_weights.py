@@ -24,11 +24,14 @@ from dtransformer.parallel.runtime import job
 
 
 def built_on_its_stage(build: Callable) -> Callable:
-    """Return a layer's method `build`, which gives weights no values where others have them."""
+    """Return a layer's method, such as `build`, that adds weights only on the layer's stage.
+
+    Other stages keep the shapes of these weights.
+    """
 
     @functools.wraps(build)
     def build_here(layer, *args, **kwargs):
-        if not is_elsewhere(layer):
+        if not is_elsewhere(layer) and not left_weights(layer):
             build(layer, *args, **kwargs)
         else:
             with keras.StatelessScope(initialize_variables=False):
@@ -41,11 +44,8 @@ def built_on_its_stage(build: Callable) -> Callable:
 def leave_to_others(layer: keras.layers.Layer) -> None:
     """Keep only the shapes of a layer's weights, because another stage stores them."""
     for inner in _compat.flat_layers(layer):
-        trainable, others = getattr(inner, "left_variables", ([], []))
         local = _compat.own_variables(inner)
-        num_trainable = len(_compat.own_trainable_variables(inner))
-        left = trainable + local[:num_trainable], others + local[num_trainable:]
-        object.__setattr__(inner, "left_variables", left)
+        object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
             _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
@@ -54,21 +54,19 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
 
 def left_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the weights of a layer, without inner layers, that only other stages store."""
-    trainable, others = getattr(layer, "left_variables", ([], []))
-    return [*trainable, *others]
+    return getattr(layer, "left_variables", [])
 
 
-def add_left_weights(layer: keras.layers.Layer, add: Callable[[], None]) -> None:
-    """Call `add`, which adds weights to a layer of another stage, and keep only their shapes."""
-    with keras.StatelessScope(initialize_variables=False):
-        add()
-    leave_to_others(layer)
+def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return a layer's weights without inner layers. Weights of other stages only have a shape."""
+    return left_weights(layer) or _compat.own_variables(layer)
 
 
-def forget_left_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
-    """Remove a weight from the `left_weights` of a layer."""
-    for variables in layer.left_variables:
-        variables[:] = [other for other in variables if other is not variable]
+def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
+    """Remove a weight from a layer, on the layer's stage and on others."""
+    left = left_weights(layer)
+    left[:] = [other for other in left if other is not variable]
+    _compat.forget_weight(layer, variable)
 
 
 def _take_over(layer):
@@ -125,28 +123,23 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
 def full_network(network: keras.Model) -> Iterator[None]:
     """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
 
-    All ranks have to come here. What other stages have comes to rank 0's memory, one layer
-    after the other.
+    All ranks must enter it. Rank 0 receives the weights of other stages layer by layer.
     """
-    lent = []
-    try:
+    with contextlib.ExitStack() as stack:
         for layer in placed_layers(network) if job.stage()[1] > 1 else []:
             owner = stages_of(layer, job.placement())[0]
-            if owner:  # rank 0 has the first stage's
-                for inner in _compat.flat_layers(layer):
-                    values = _from_stage(inner, owner)
-                    if job.is_chief():
-                        lent.append((inner, inner.save_own_variables))
-                        object.__setattr__(inner, "save_own_variables", _saving(values))
+            for inner in (
+                _compat.flat_layers(layer) if owner else []
+            ):  # rank 0 has the first stage's
+                save = functools.partial(_copy_into, _from_stage(inner, owner))
+                if job.is_chief():
+                    stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
         yield
-    finally:
-        for layer, save in lent:
-            object.__setattr__(layer, "save_own_variables", save)
 
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
-    found = left_weights(layer) or _compat.own_variables(layer)
+    found = [*own_weights(layer)]
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         found += all_weights(inner)
     return list({id(weight): weight for weight in found}.values())
@@ -191,17 +184,11 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
         ValueError: If the number of arrays or one of their shapes is different.
     """
     weights, here = all_weights(network), {id(weight) for weight in network.weights}
-    if len(values) != len(weights):
+    if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
-            f"set_weights received {len(values)} arrays, but {network.name} has {len(weights)} "
-            "weights on all stages: pass the list that get_weights returns"
+            f"set_weights received {len(values)} arrays for the {len(weights)} weights on all stages "
+            f"of {network.name}, or arrays of other shapes: pass the list that get_weights returns"
         )
-    for weight, value in zip(weights, values):
-        if tuple(weight.shape) != np.shape(value):
-            raise ValueError(
-                f"set_weights received an array of shape {np.shape(value)} for {weight.path}, which "
-                f"has the shape {tuple(weight.shape)}"
-            )
     for weight, value in zip(weights, values):
         if id(weight) in here:
             weight.assign(value)
@@ -216,12 +203,9 @@ def _from_stage(layer, owner):
     return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
 
-def _saving(values):
-    def save(store):
-        for name, value in values.items():
-            store[name] = value
-
-    return save
+def _copy_into(values, store):
+    for name, value in values.items():
+        store[name] = value
 
 
 # Gradients of weights that several stages have are added up.
