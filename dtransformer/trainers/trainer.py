@@ -121,10 +121,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             optimizer: a Keras optimizer, or its name.
             loss: a `CrossEntropyLoss`, or what Keras takes: a Keras loss, its name, a function of
                 (y_true, y_pred), or lists or dicts of them, one for each output. A loss is reduced
-                over the global batch as it says itself. `None` takes the loss and `loss_weights`
-                of the network's own `compile`. Without one it is `CrossEntropyLoss()` if the
-                network has the method `logits_vocab_size`, as in `dtransformer.models`, else the
-                sum of the layers' `add_loss`.
+                over the global batch with its own `reduction`. `None` takes the loss and
+                `loss_weights` of the network's own `compile`. Without one it is
+                `CrossEntropyLoss()` if the network has the method `logits_vocab_size`, as in
+                `dtransformer.models`, else the sum of the layers' `add_loss`.
             loss_weights: the factors of several losses; as Keras'.
             metrics: list of Keras metrics; their states are sums over the ranks. `None`, here and
                 for `weighted_metrics`, takes the metrics of the network's own `compile`, as a

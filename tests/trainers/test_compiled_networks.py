@@ -17,7 +17,7 @@ Y = rng.integers(0, CLASSES, ROWS)
 
 
 class TaskModel(keras.Model):
-    """A classifier that compiles itself and preprocesses data in its own loops."""
+    """A classifier with a default `compile` and with loops that preprocess the data."""
 
     def __init__(self):
         inputs = keras.Input((FEATURES,))

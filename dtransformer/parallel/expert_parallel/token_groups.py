@@ -121,7 +121,7 @@ class TokenGroups:
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`.
 
-        If only the tensor has a layout, DTensor finds none for a sum of several gradients.
+        DTensor cannot add several gradients of a tensor if their layout is not specified.
         """
         if not trace.is_on_mesh():
             return x
