@@ -56,18 +56,33 @@ def like(task: str) -> str:
     return LIKE.get(task, task)
 
 
+def check_optimizer(name: str) -> None:
+    """Refuse Muon by name, before Keras is asked for its class.
+
+    Raises:
+        InputError: If the name is `"muon"`.
+    """
+    if name.lower() == "muon":
+        raise InputError(
+            "training.optimizer: muon is not supported yet, because Keras' Muon would update the "
+            "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
+            "and attention biases (two dimensions) with Muon; use adamw, adafactor, lion or sgd"
+        )
+
+
 def check_read(config: RunConfig) -> None:
-    """Refuse keys that the run of a config would not read, weights of sources, and what data lack.
+    """Refuse Muon, keys that the task does not read, weights of sources, and missing data.
 
     Raises:
         InputError: names the first, and what would read it.
     """
-    given = {
-        f"{name}.{key_of(field)}": value
+    check_optimizer(config.training.optimizer)
+    given = [
+        f"{name}.{key_of(field)}"
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
-    }
+    ]
     for key in given:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])
