@@ -9,7 +9,8 @@ from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.planner import Cluster
 from dtransformer.planner.machine import this_device
 from dtransformer.runs.depth import config_of_depth
-from dtransformer.runs.preview import dry_run, new_config
+from dtransformer.runs.dry_run import dry_run
+from dtransformer.runs.preview import new_config
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -19,7 +20,8 @@ def train(arguments: argparse.Namespace) -> None:
         InputError: something in the config or the data is wrong.
     """
     if arguments.dry_run:
-        return dry_run(arguments.config, arguments.set, sys.stdout.isatty())
+        in_color = sys.stdout.isatty()
+        return dry_run(arguments.config, arguments.set, in_color, arguments.overwrite)
     profile = _steps(arguments.profile)
     run = importlib.import_module("dtransformer.runs.run")
     places = arguments.run, arguments.overwrite, arguments.resume

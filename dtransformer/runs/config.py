@@ -67,21 +67,31 @@ def key_of(field: str) -> str:
     return field.rstrip("_")
 
 
-def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
-    """Read a config file, and replace the values that `--set` gives.
+def load_config(
+    path: str | os.PathLike | None = None, settings: Iterable[str] = (), needs_task: bool = False
+) -> RunConfig:
+    """Read a config file, and replace values.
 
     Args:
-        path: a YAML file; None for the defaults.
-        settings: texts "section.key=value".
+        path: A YAML file. `None` returns the defaults.
+        settings: Texts "section.key=value" that replace values of the file.
+        needs_task: Whether to refuse a config that has neither a task nor data, such as
+            the layout of `dtransformer plan`.
 
     Raises:
-        InputError: the file is missing or not YAML, a key is unknown (says the
-            nearest known one), or a value is wrong.
+        InputError: If the file is missing or not YAML, a key is unknown, a value is wrong,
+            or the config does not say what to train.
     """
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
     given = [parse_setting(text, "--set", "section.key=value") for text in settings]
+    sections = {key.partition(".")[0] for key in (*(content or ()), *dict(given))}
+    if needs_task and sections.isdisjoint(("task", "data")):
+        raise InputError(
+            f"{path} has {', '.join(map(str, sections)) or 'no sections'}, but neither task nor data: add "
+            "`task:`, `data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
+        )
     task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
     config = RunConfig(task)
     for section, values in (content or {}).items():

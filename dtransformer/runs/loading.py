@@ -13,6 +13,7 @@ from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.load import from_pretrained
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.folder import replaced_run
@@ -61,7 +62,7 @@ def load_run(
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if trained:
+    if trained and not trace.current().without_values:
         load_trained(own)
     return own
 
@@ -98,7 +99,7 @@ def opened(
         tokenizer, model = run.tokenizer, run.core
     else:
         tokenizer = load_tokenizer(folder)
-        needs.check_published(folder, job.size())
+        needs.check_published(folder)
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
