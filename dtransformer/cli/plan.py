@@ -41,17 +41,17 @@ def run_plan(arguments: argparse.Namespace) -> None:
         if arguments.model is None:
             return
     found, notes = plan_of(arguments)
-    if arguments.json:
-        print(json.dumps({**report.json_of(found, tokens), "notes": notes}, indent=2))
-    else:
-        print("\n".join([report.text_of(found, tokens), *notes]))
-    folder = arguments.model if os.path.isdir(arguments.model) else None
+    config = yaml_of(found, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
-        write_text_atomically(arguments.yaml, yaml_of(found, folder))
-    elif not arguments.json and found.fits:
-        print(f"\n{yaml_of(found, folder)}", end="")
+        write_text_atomically(arguments.yaml, config)
     if arguments.plot:
         report.draw(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps({**report.json_of(found, tokens), "notes": notes}, indent=2))
+        return
+    print("\n".join([report.text_of(found, tokens), *notes]))
+    if found.fits and not arguments.yaml:
+        print(f"\n{config}", end="")
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:

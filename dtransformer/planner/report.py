@@ -26,8 +26,9 @@ _WORDS = {
     "update": "optimizer update",
 }
 _ASSUMPTIONS = (
-    "Assumptions: devices and links keep their speed, input pipelines keep up, the gradient reduction "
-    "is half hidden without a mesh or a pipeline, and 8% of the memory stays free. See docs/planner.md."
+    "Assumptions: devices and links keep their speed; reading data takes no time; half of the gradient "
+    "reduction overlaps with the backward pass (none on a mesh or in a pipeline); 8% of the memory "
+    "stays free. See docs/planner.md."
 )
 
 
