@@ -12,6 +12,7 @@ from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
 from dtransformer.parallel.ops.training_noise import InputDropout
+from dtransformer.parallel.tracing import trace
 
 
 class TakesLowRank(keras.layers.Layer):
@@ -73,8 +74,10 @@ class TakesLowRank(keras.layers.Layer):
         b = add("b", "zeros", lambda x, r: (r, *x[number:]))
         m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
-            norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
-            begin = lambda shape, dtype: tf.constant(norms, dtype)
+            begin = "ones"
+            if not trace.current().without_values:
+                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
+                begin = lambda shape, dtype: tf.constant(norms, dtype)
             m = add("m", begin, lambda x, _: x[number:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
         kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)

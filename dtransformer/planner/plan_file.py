@@ -11,8 +11,6 @@ from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
 
-_TASKS = {"CausalLM": "causal_lm", "MaskedLM": "masked_lm", "EncoderDecoderLM": "span_corruption"}
-
 
 def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
     """Return the first layout of a plan as YAML.
@@ -90,10 +88,8 @@ def _model_section(model, folder):
 
 
 def _task(model, folder):
-    if folder is None:
-        return _TASKS[ARCHITECTURES[model.name].network]
     if model.encoder_layers:
-        return "seq2seq"
+        return "seq2seq" if folder else "span_corruption"
     return "causal_lm" if model.is_causal else "masked_lm"
 
 

@@ -91,14 +91,18 @@ def fit_line(cost: Cost) -> str:
 
 def _spent(cost):
     """Return the lines of two tables: the time and the memory of a layout by kind."""
-    seconds, needed = [("time", "s", "share")], [("memory of the fullest rank", "GB", "share")]
-    for kind, value in cost.seconds_by_kind.items():
-        if value:
-            seconds.append((_WORDS[kind], f"{value:,.4g}", f"{value / cost.step_seconds:.1%}"))
-    for kind, value in cost.bytes_by_kind.items():
-        if value:
-            needed.append((kind, f"{value / 1e9:,.3g}", f"{value / cost.memory_bytes:.1%}"))
-    return [*columns(seconds, right=(1, 2)), "", *columns(needed, right=(1, 2))]
+    seconds = {_WORDS[kind]: value for kind, value in cost.seconds_by_kind.items()}
+    gigabytes = {kind: value / 1e9 for kind, value in cost.bytes_by_kind.items()}
+    time = _shares(seconds, ("time", "s", "share"), ",.4g")
+    memory = _shares(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
+    return [*time, "", *memory]
+
+
+def _shares(values, header, form):
+    """Return the lines of a table of all values except zeros, with their shares of the sum."""
+    total = sum(values.values())
+    rows = [(kind, f"{x:{form}}", f"{x / total:.1%}") for kind, x in values.items() if x]
+    return columns([header, *rows], right=(1, 2))
 
 
 def json_of(plan: Plan, tokens: float | None = None) -> dict:
@@ -131,14 +135,9 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
 
 
 def json_of_cost(cost: Cost) -> dict:
-    """Return a cost as what JSON has."""
-    fields = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
-    return {
-        **fields,
-        "config": fields_of(cost.config),
-        "fits": cost.fits,
-        "missing_bytes": cost.missing_bytes,
-    }
+    """Return a cost as a JSON object."""
+    own = {"config": fields_of(cost.config), "fits": cost.fits, "missing_bytes": cost.missing_bytes}
+    return {**vars(cost), **own}
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:
@@ -155,11 +154,11 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     """Write a picture of a plan: bars of its layouts, and all layouts by memory and time.
 
     Args:
-        plan: the `Plan`.
-        path: the file, .png, .svg or .pdf.
+        plan: The plan.
+        path: Path of a .png, .svg or .pdf file.
 
     Raises:
-        InputError: matplotlib is not installed, or does not know such files.
+        InputError: If matplotlib is missing or does not know the file type.
     """
     check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
@@ -177,22 +176,21 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 
 
 def _bars(axes, by_kind, unit, label):
-    start, places = np.zeros(len(by_kind)), np.arange(len(by_kind))
-    for number, kind in enumerate(by_kind[0]):
-        values = np.array([one[kind] / unit for one in by_kind])
+    """Draw a bar for each layout, with a part for each kind of cost that any layout has."""
+    start, places = 0, range(1, len(by_kind) + 1)
+    for kind in by_kind[0]:
+        values = np.array([costs[kind] / unit for costs in by_kind])
         if values.any():
-            hatch = "//" * (number // 10)
-            name = kind.replace("_", " ")
-            axes.barh(places, values, left=start, label=name, color=f"C{number % 10}", hatch=hatch)
+            axes.barh(places, values, left=start, label=kind.replace("_", " "))
             start += values
-    axes.set_yticks(places, [str(place + 1) for place in places])
+    axes.set_yticks(places)
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.legend(fontsize=7)
 
 
 def _frontier(axes, plan):
-    """Draw all layouts, and those that no other one beats in time and in memory."""
+    """Draw all layouts by memory and time, and the Pareto frontier."""
     layouts = grid_of(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
     needed, seconds = memory.total / 1e9, time.total

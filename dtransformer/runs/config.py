@@ -85,33 +85,34 @@ def load_config(
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
-    given = [parse_setting(text, "--set", "section.key=value") for text in settings]
-    sections = {key.partition(".")[0] for key in (*(content or ()), *dict(given))}
+    options = [(key, value, str(path)) for key, value in _flat(content or {})]
+    options += [(*parse_setting(text, "--set", "section.key=value"), "--set") for text in settings]
+    sections = {key.partition(".")[0] for key, _, _ in options}
     if needs_task and sections.isdisjoint(("task", "data")):
         raise InputError(
-            f"{path} has {', '.join(map(str, sections)) or 'no sections'}, but neither task nor data: add "
-            "`task:`, `data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
+            f"{path} has {', '.join(sections) or 'no sections'}, but neither task nor data: add `task:`, "
+            "`data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
         )
-    task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
-    config = RunConfig(task)
-    for section, values in (content or {}).items():
-        if (section, values) == ("parallel", "auto"):
-            section, values = "training", {"layout": "auto"}
-        is_known = section in config.sections()
-        if isinstance(values, dict) or (values is None and is_known):
-            for key, value in (values or {}).items():
-                set_option(config, f"{section}.{key}", value, str(path))
-        elif is_known:
-            told = f"section {section} holds {shown(values)}, expected keys and values"
-            raise InputError(f"{path}: {told}")
-        elif section != "task":
-            set_option(config, section, values, str(path))  # says what is near
-    for key, value in given:
+    config = RunConfig({"task": TRANSLATION, **{key: value for key, value, _ in options}}["task"])
+    for key, value, origin in options:
         if (key, value) == ("parallel", "auto"):
             config.training.layout = "auto"
-        elif key != "task":
-            set_option(config, key, value, "--set")
+        elif key not in config.sections():
+            if key != "task":
+                set_option(config, key, value, origin)
+        elif value is not None:
+            told = f"section {key} holds {shown(value)}, expected keys and values"
+            raise InputError(f"{origin}: {told}")
     return config
+
+
+def _flat(content):
+    """Yield the options of a file, "section.key" and value, and sections without keys."""
+    for section, values in content.items():
+        if isinstance(values, dict):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
+        else:
+            yield section, values
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:

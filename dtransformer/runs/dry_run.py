@@ -1,21 +1,29 @@
 """`dtransformer train --dry-run`: plan a run and check everything that training would refuse."""
 
-import importlib
 import math
 import os
 import pathlib
 import tempfile
 from collections.abc import Iterable
 
+import tensorflow as tf
+
 from dtransformer.errors import refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.variable_factory import shapes_alone
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import num_ranks, this_cluster, this_device
 from dtransformer.planner.report import fields_of, fit_line
 from dtransformer.planner.search import cost
+from dtransformer.runs import needs
 from dtransformer.runs.automatic import batch_of_run, plan_of_run, shape_of_run
+from dtransformer.runs.callbacks import check_logs
 from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.exporting import check_export
+from dtransformer.runs.optimizers import group_weights, make_optimizer
+from dtransformer.runs.run import layout_plan
+from dtransformer.runs.tasks import task_of
 from dtransformer.runs.unread import check_read
 
 _NUM_RECORDS = 3
@@ -54,17 +62,18 @@ def dry_run(
     if not (getattr(data, "train", None) or getattr(data, "source", None)):
         print("data is not given, so neither records nor weights are checked")
         return
-    tasks = importlib.import_module("dtransformer.runs.tasks")
     with tempfile.TemporaryDirectory() as folder:
-        task = tasks.task_of(config, folder=pathlib.Path(folder) / "run")
+        task = task_of(config, folder=pathlib.Path(folder) / "run")
         task.read()
         print("\n".join(task.told()))
         for record in task.preview(_NUM_RECORDS):
             print("".join(_marked(text, learnt, in_color) for text, learnt in record))
-        started = num_ranks()
-        ranks = cluster.num_devices // cluster.local_devices
-        # The memory of ranks on other machines is unknown.
-        _check_training(task, overwrite, ranks if started == ranks else math.inf)
+        if cluster.num_devices != num_ranks() * cluster.local_devices:
+            # The ranks are not started, so their machines and their memory are unknown.
+            needs.planned_ranks.set(math.inf)
+        else:
+            needs.planned_ranks.set(num_ranks())
+        _check_training(task, overwrite)
 
 
 def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
@@ -77,7 +86,7 @@ def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
     ranks = num_ranks()
     if ranks > 1:
         cluster = this_cluster(local_devices=local)
-        plan = importlib.import_module("dtransformer.runs.run").layout_plan(config)
+        plan = layout_plan(config)
     else:
         degrees = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel)
         devices = max(math.prod(degrees) * (parallel.data_parallel or 1), local)
@@ -92,15 +101,14 @@ def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
 
 def _planned(config, parallel, cluster):
     """Return lines on the size, the layout, the step time and the memory of a run."""
-    devices, local = cluster.num_devices, cluster.local_devices
-    training = config.training
+    devices, training = cluster.num_devices, config.training
     length, rows = batch_of_run(config, devices)
     model = shape_of_run(config, length)
     options = training.precision, training.optimizer, fields_of(parallel), bool(training.ema)
     found = cost(model, cluster, Job(rows, *options), parallel)
     source = getattr(config.model, "from_", None)
     weights = f"weights of {source}" if source else "random weights"
-    ranks = devices // local
+    ranks = devices // cluster.local_devices
     lines = [
         f"Model: {model.name}, {model.parameters():,} parameters, {weights}; rows of {length:,} "
         f"tokens, {rows:,} per step",
@@ -118,26 +126,16 @@ def _marked(text, is_learnt, in_color):
     return f"{_GREEN}{text}{_PLAIN}" if in_color else f"⟦{text}⟧"
 
 
-def _check_training(task, overwrite, ranks):
+def _check_training(task, overwrite):
     """Check the network, its weights, the optimizer and the exports of a task, without values."""
-    import tensorflow as tf
-
-    from dtransformer.parallel.variable_factory import shapes_alone
-    from dtransformer.runs import needs
-    from dtransformer.runs.callbacks import check_logs
-    from dtransformer.runs.exporting import check_export
-    from dtransformer.runs.optimizers import group_weights, make_optimizer
-    from dtransformer.runs.tasks.base import PARTS
-
     check_logs(task.config)
-    needs.planned_ranks.set(ranks)
     with tf.device("CPU"):
         with shapes_alone():
             task.make_network()
             check_export(task, overwrite)
         group_weights(task.network, task.config)
-        batches = {part: task.batches(part) for part in PARTS}
-        num_batches = len(batches["train"])
+        num_batches = len(task.batches("train"))
+        task.batches("dev")
         make_optimizer(task.config, num_batches)
     trained, total = (
         sum(math.prod(weight.shape) for weight in weights)

@@ -12,7 +12,6 @@ from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.load import from_pretrained
-from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config

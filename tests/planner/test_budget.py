@@ -113,23 +113,23 @@ def test_every_kind_of_device_states_what_is_known(tmp_path, capsys):
 
 # Adapters of a model whose float32 weights fill a device, and what bfloat16 weights allow.
 HINTS = [
-    ("llama3_8b", {"adapter_rank": 16}, 1, "h100", "one device · 32 micro-batches of 1,"),
-    ("llama3_8b", {"adapter_rank": 16}, 2, "h100", "data 2 · 16 micro-batches of 1,"),
-    ("llama2_13b", {"adapter_rank": 16}, 8, "a100", "data 8 · 4 micro-batches of 1,"),
+    ("llama3_8b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
+    ("llama3_8b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
+    ("llama2_13b", 8, "a100", 64, "data 8 · 8 micro-batches of 1,"),
 ]
 
 
-@pytest.mark.parametrize("name, frozen, devices, device, layout", HINTS)
-def test_a_far_simpler_layout_in_bfloat16_is_hinted_at(name, frozen, devices, device, layout):
-    model, cluster = named(name, **frozen), Cluster(device_named(device), devices)
-    mixed = plan(model, cluster, Job(32))
+@pytest.mark.parametrize("name, devices, device, batch, layout", HINTS)
+def test_a_far_simpler_layout_in_bfloat16_is_hinted_at(name, devices, device, batch, layout):
+    model, cluster = named(name, adapter_rank=16), Cluster(device_named(device), devices)
+    mixed = plan(model, cluster, Job(batch))
     hint = bfloat16_hint(mixed)
     assert hint.startswith("Simpler with --precision bfloat16") and layout in hint
     assert "Adapters stay in float32." in hint
     seconds = float(re.search(r"([\d.]+) s/step", hint)[1])
     assert seconds <= mixed.best.step_seconds * 1.02
     assert mixed.best.num_techniques > 0
-    plain = plan(model, cluster, Job(32, "bfloat16"), top=200)
+    plain = plan(model, cluster, Job(batch, "bfloat16"), top=200)
     assert any(layout.rstrip(",") in cost.layout and cost.fits for cost in plain.costs)
 
 

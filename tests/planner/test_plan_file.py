@@ -11,9 +11,9 @@ from dtransformer.planner.plan_file import yaml_of
 from dtransformer.runs.config import load_config
 
 LLAMA = {
-    **{"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128},
-    **{"bos_token_id": 1, "eos_token_id": 2},
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2,
 }
 
 
@@ -89,7 +89,7 @@ def test_the_file_of_a_name_with_adapters_is_refused_without_the_weights(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("one two\n")
-    file_of(tmp_path, "--model", "llama2-7b", "--lora", "16")
+    file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
     train = ["train", "--config", "plan.yaml", "--set", "data.train=text.txt"]
     assert main(train) == 2
     assert "there is no folder 'models/llama2_7b'" in capsys.readouterr().err
