@@ -12,7 +12,6 @@ from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
 from dtransformer.parallel.ops.training_noise import InputDropout
-from dtransformer.parallel.tracing import trace
 
 
 class TakesLowRank(keras.layers.Layer):
@@ -75,7 +74,7 @@ class TakesLowRank(keras.layers.Layer):
         m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
             begin = "ones"
-            if not trace.current().without_values:
+            if _compat.makes_values():
                 norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
                 begin = lambda shape, dtype: tf.constant(norms, dtype)
             m = add("m", begin, lambda x, _: x[number:], autocast=False)

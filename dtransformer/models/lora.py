@@ -19,7 +19,6 @@ from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.parallel.collectives.objects import all_gather_json, together
 from dtransformer.parallel.ops.low_rank import KINDS, low_rank_of
-from dtransformer.parallel.tracing import trace
 
 
 def add_lora(
@@ -132,7 +131,7 @@ def merge_lora(network: keras.Model) -> list[str]:
     """
     check_adapted(network, "merge_lora")
     merged = adapted_kernels(network)
-    for kernel in [] if trace.current().without_values else merged.values():
+    for kernel in merged.values() if _compat.makes_values() else ():
         kernel.assign(tf.cast(_with_addition(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):

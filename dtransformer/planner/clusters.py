@@ -45,6 +45,8 @@ class Constants:
 _TABLES = read_table(pathlib.Path(__file__).with_name("devices.yaml"))
 A100, CPU = (Constants(**_TABLES["constants"][name]) for name in ("a100", "cpu"))
 HOPPER = dataclasses.replace(A100, **_TABLES["constants"]["hopper"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
     """What one axis of the grid is measured to send, all of its groups at once.

@@ -90,8 +90,8 @@ def load_config(
     sections = {key.partition(".")[0] for key, _, _ in options}
     if needs_task and sections.isdisjoint(("task", "data")):
         raise InputError(
-            f"{path} has {', '.join(sections) or 'no sections'}, but neither task nor data: add `task:`, "
-            "`data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
+            f"{path} has {', '.join(sections) or 'no sections'}, but neither task nor data: add "
+            "`task:`, `data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
         )
     config = RunConfig({"task": TRANSLATION, **{key: value for key, value, _ in options}}["task"])
     for key, value, origin in options:

@@ -116,7 +116,9 @@ def _planned(config, parallel, cluster):
         f"{found.step_seconds:.3g} s/step. {fit_line(found)}",
     ]
     if ranks > num_ranks():
-        lines.append(f"Start {ranks} ranks: dtransformer launch -np {ranks} -- dtransformer train …")
+        lines.append(
+            f"Start {ranks} ranks: dtransformer launch -np {ranks} -- dtransformer train …"
+        )
     return "\n".join(lines)
 
 

@@ -6,13 +6,13 @@ import pathlib
 import keras
 
 import dtransformer
+from dtransformer import _compat
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.load import from_pretrained
-from dtransformer.parallel.tracing import trace
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.folder import replaced_run
@@ -61,7 +61,7 @@ def load_run(
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if trained and not trace.current().without_values:
+    if trained and _compat.makes_values():
         load_trained(own)
     return own
 

@@ -92,7 +92,7 @@ def _check_adapters(config):
     adapters = getattr(config.model, "adapters", None)
     if adapters is not None and config.model.from_ is None:
         raise InputError(
-            "model.adapters: there are no weights to adapt. Set model.from to the folder of a "
+            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
             "published model or of a run"
         )
     trains_head = like(config.task) in _NEW_HEADS

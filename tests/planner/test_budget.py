@@ -47,10 +47,10 @@ def test_tokens_must_be_a_positive_number(tokens, capsys):
 
 
 def test_the_default_batch_is_compute_optimal():
-    """DeepSeek-AI, 2024: 0.2920 C^0.3271 tokens, with C = 6 FLOP per weight and token and attention's."""
+    """DeepSeek-AI, 2024: 0.2920 C^0.3271 tokens. C counts products with weights and attention."""
     assert optimal_batch_tokens(1e20) == pytest.approx(0.2920 * 10 ** (20 * 0.3271))
     model = named("llama2_7b")
-    flops = (6 * 6.607e9 + 6 * 2 * 32 * 4096 * 4096 / 1) * 1e9
+    flops = (6 * 6.607e9 + 6 * 2 * 32 * 4096 * 4096) * 1e9
     target = 0.2920 * flops**0.3271 / 4096
     sequences, reason = default_batch(model, 8, tokens=1e9)
     assert sequences == 256 and 2**-0.5 < sequences / target < 2**0.5

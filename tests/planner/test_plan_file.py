@@ -11,9 +11,15 @@ from dtransformer.planner.plan_file import yaml_of
 from dtransformer.runs.config import load_config
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 

@@ -44,7 +44,6 @@ class TraceContext:
         names_are_global: whether collectives have the names that they are given, whatever the
             scopes around. TensorFlow numbers those of branches by what else a function
             computes, which is not the same on ranks that update different weights.
-        without_values: Whether weights get shapes only; see `variable_factory.shapes_alone`.
     """
 
     on_mesh: bool = False
@@ -68,7 +67,6 @@ class TraceContext:
     in_loop: bool = False
     collective: str | None = None
     names_are_global: bool = False
-    without_values: bool = False
 
 
 _current = contextvars.ContextVar("dtransformer_trace", default=TraceContext())  # noqa: B039
