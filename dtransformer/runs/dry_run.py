@@ -1,5 +1,6 @@
 """`dtransformer train --dry-run`: plan a run and check everything that training would refuse."""
 
+import contextvars
 import math
 import os
 import pathlib
@@ -8,10 +9,11 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from dtransformer.errors import refusing
-from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.errors import InputError, refusing
+from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
 from dtransformer.parallel.variable_factory import shapes_alone
 from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.grid import mismatch, supported_error
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import num_ranks, this_cluster, this_device
 from dtransformer.planner.report import fields_of, fit_line
@@ -25,6 +27,7 @@ from dtransformer.runs.optimizers import group_weights, make_optimizer
 from dtransformer.runs.run import layout_plan
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.unread import check_read
+from dtransformer.trainers.optimizer.checks import check_elementwise
 
 _NUM_RECORDS = 3
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
@@ -68,12 +71,10 @@ def dry_run(
         print("\n".join(task.told()))
         for record in task.preview(_NUM_RECORDS):
             print("".join(_marked(text, learnt, in_color) for text, learnt in record))
-        if cluster.num_devices != num_ranks() * cluster.local_devices:
-            # The ranks are not started, so their machines and their memory are unknown.
-            needs.planned_ranks.set(math.inf)
-        else:
-            needs.planned_ranks.set(num_ranks())
-        _check_training(task, overwrite)
+        ranks = num_ranks()
+        if cluster.num_devices > ranks * cluster.local_devices:
+            ranks = math.inf  # They are not started, so the memory of their machines is unknown.
+        contextvars.copy_context().run(_check_training, task, parallel, overwrite, ranks)
 
 
 def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
@@ -100,12 +101,22 @@ def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
 
 
 def _planned(config, parallel, cluster):
-    """Return lines on the size, the layout, the step time and the memory of a run."""
+    """Return lines on the size, the layout, the step time and the memory of a run.
+
+    Raises:
+        InputError: If the layout does not fit the network or the batch.
+    """
     devices, training = cluster.num_devices, config.training
     length, rows = batch_of_run(config, devices)
     model = shape_of_run(config, length)
-    options = training.precision, training.optimizer, fields_of(parallel), bool(training.ema)
-    found = cost(model, cluster, Job(rows, *options), parallel)
+    fields = fields_of(parallel)
+    if not hasattr(config.data, "length"):
+        fields.pop("context_parallel", None)  # The lengths of sentence pairs vary.
+    job = Job(rows, training.precision, training.optimizer, fields, bool(training.ema))
+    wrong = supported_error(parallel, cluster.local_devices) or mismatch(model, cluster, job)
+    if wrong:
+        raise InputError(f"parallel: {wrong}")
+    found = cost(model, cluster, job, parallel)
     source = getattr(config.model, "from_", None)
     weights = f"weights of {source}" if source else "random weights"
     ranks = devices // cluster.local_devices
@@ -128,8 +139,9 @@ def _marked(text, is_learnt, in_color):
     return f"{_GREEN}{text}{_PLAIN}" if in_color else f"⟦{text}⟧"
 
 
-def _check_training(task, overwrite):
+def _check_training(task, parallel, overwrite, ranks):
     """Check the network, its weights, the optimizer and the exports of a task, without values."""
+    needs.planned_ranks.set(ranks)
     check_logs(task.config)
     with tf.device("CPU"):
         with shapes_alone():
@@ -138,7 +150,11 @@ def _check_training(task, overwrite):
         group_weights(task.network, task.config)
         num_batches = len(task.batches("train"))
         task.batches("dev")
-        make_optimizer(task.config, num_batches)
+        optimizer = make_optimizer(task.config, num_batches)
+    degrees = (parallel.model_parallel, parallel.context_parallel, parallel.expert_parallel)
+    if math.prod(degrees) > 1 or (parallel.optimizer_shard and parallel.data_parallel > 1):
+        with parallel_config(parallel), refusing("training.optimizer"):
+            check_elementwise(optimizer)
     trained, total = (
         sum(math.prod(weight.shape) for weight in weights)
         for weights in (task.core.trainable_variables, task.core.variables)

@@ -168,6 +168,33 @@ def test_a_layout_that_the_started_ranks_do_not_fit_is_refused(setting, dry_run,
     assert code == 2 and "but the job has 2" in err
 
 
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        (["model_parallel=4"], "model_parallel=4 does not divide num_heads=2"),
+        (["pipeline_stage=2", "micro_batch_num=2"], "pipeline_stage=2 is more than the 1 blocks"),
+        (["context_parallel=3"], "context_parallel=3 does not divide sequences of 32"),
+        (["expert_parallel=2"], "expert_parallel=2 does not divide num_experts=1"),
+        (["data_parallel=3"], "global_batch=4 is not divisible by data_parallel=3"),
+    ],
+)
+def test_a_layout_that_the_network_or_the_batch_does_not_fit_is_refused(settings, told, dry_run):
+    code, _, err = dry_run("gpt", *(f"parallel.{setting}" for setting in settings))
+    assert code == 2 and told in err
+
+
+def test_techniques_that_do_not_go_together_are_refused(dry_run):
+    settings = ["pipeline_stage=2", "model_parallel=2", "micro_batch_num=2"]
+    settings += ["pipeline_schedule=zb_h1"]
+    options = [f"parallel.{setting}" for setting in settings]
+    code, _, err = dry_run("gpt", "model.num_layers=2", *options)
+    assert code == 2 and "needs stages of one device" in err
+    options = ["parallel.data_parallel=2", "parallel.optimizer_shard=3"]
+    code, _, err = dry_run("gpt", *options, "training.optimizer=adafactor")
+    assert code == 2 and "Adafactor computes with full weights" in err
+    assert dry_run("gpt", *options)[0] == 0
+
+
 def test_ranks_to_start_are_told(dry_run):
     _, out, _ = dry_run("gpt", "parallel.data_parallel=2")
     assert "2 × cpu" in out and "dtransformer launch -np 2" in out
