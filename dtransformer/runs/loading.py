@@ -6,13 +6,13 @@ import pathlib
 import keras
 
 import dtransformer
+from dtransformer import _compat
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.load import from_pretrained
-from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.folder import replaced_run
@@ -61,7 +61,7 @@ def load_run(
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if trained:
+    if trained and _compat.makes_values():
         load_trained(own)
     return own
 
@@ -98,7 +98,7 @@ def opened(
         tokenizer, model = run.tokenizer, run.core
     else:
         tokenizer = load_tokenizer(folder)
-        needs.check_published(folder, job.size())
+        needs.check_published(folder)
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")

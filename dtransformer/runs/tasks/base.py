@@ -212,12 +212,15 @@ class Task(abc.ABC):
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
     def needed(self, section: str, key: str) -> Any:
-        """Return an option that has to be given.
+        """Return a required option.
 
         Raises:
-            InputError: it is not.
+            InputError: If it is missing or empty.
         """
         value = getattr(getattr(self.config, section), key, None)
         if not value:
-            raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
+            raise InputError(
+                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
+                f"config, or give --set {section}.{key}=FILE"
+            )
         return value
