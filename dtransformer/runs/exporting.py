@@ -82,7 +82,9 @@ def export(
     landed = save_pretrained(
         network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
     )
-    return _told(landed, "The model is", "dtransformer generate and transformers")
+    command = task.command.replace("--run", "--model").format(landed)
+    also = "" if command.startswith("evaluate") else f" and dtransformer {command}"
+    return _told(landed, "The model is", f"transformers{also}")
 
 
 def _told(folder, what, use):

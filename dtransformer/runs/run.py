@@ -47,7 +47,7 @@ from dtransformer.runs.optimizers import group_weights, make_optimizer, optimize
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import check_read, like
+from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -140,7 +140,8 @@ def train(
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    command = task.command.format(folder.path)
+    job.print_once(f"The run is in {folder.path}. Use it with: dtransformer {command}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
@@ -188,13 +189,6 @@ def _has_ended(path, config):
     """Return whether a run has made all steps that `training.max_steps` asks for."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
-
-
-def _next(config, path):
-    """Return what can be done with a run."""
-    if like(config.task) == "translation":
-        return f"Translate with: dtransformer translate --run {path} < FILE"
-    return f"Evaluate it with: dtransformer evaluate --run {path} --data FILE"
 
 
 def make_trainer(task: Task, total_steps: int) -> Trainer:
@@ -299,7 +293,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
+        evaluate = functools.partial(task.evaluate, trainer, batches["dev"])
+        callbacks.append(Evaluations(evaluate, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))

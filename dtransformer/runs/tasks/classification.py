@@ -4,23 +4,25 @@ import keras
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
+from dtransformer.datasets.record_batches import EncodedRecords
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
-from dtransformer.runs.scores import macro_f1, matthews
+from dtransformer.runs.scores import macro_f1, matthews, softmax
 from dtransformer.runs.tasks.records import RecordTask
 
 _MAX_NAME = 100  # characters, as of data.labels
+_MAX_SHOWN = 30  # labels in a log line
 
 
 class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
-    always_trained, learnt = "head/*", ""
+    always_trained, command = "head/*", "predict --run {} < FILE"
     _sides = frozenset()  # numbers of texts of the records so far
 
     def texts(self, record, place) -> list[str]:
@@ -37,6 +39,12 @@ class LabelTask(RecordTask):
             found = self.tokenizer.encode_with_offsets(*zip(*given))
             return [(one.ids, one.types) for one in found]
         return self.encode_whole([text for (text,) in given])
+
+    def encode_inputs(self, records):
+        return [[row] for row in self.encode_texts(records)]
+
+    def describe(self, records):
+        return ""
 
     def encode_whole(self, texts: list[str]) -> list[tuple]:
         """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
@@ -125,22 +133,43 @@ class Classification(LabelTask):
         return [names.index(name) for name in found]
 
     def encode(self, records):
-        rows = self.encode_texts(records)
-        return [[row] for row in rows], [self.numbers(record, place) for place, record in records]
+        targets = [self.numbers(record, place) for place, record in records]
+        return self.encode_inputs(records), targets
 
     def form(self, records, numbers, length) -> tuple:
         label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else IGNORED
         return self.row(records, numbers, length), np.int32(label)
 
-    def results(self, trainer, batches) -> dict[str, float]:
-        labels, predicted = self.labels_and_predicted(trainer)
-        scores = {"f1": macro_f1(labels, predicted), "matthews": matthews(labels, predicted)}
-        return {**super().results(trainer, batches), **scores}
+    def labels(self, records: EncodedRecords) -> list[np.ndarray]:
+        """Return the label ids of each record, int [n]. Ids below 0 are ignored."""
+        return list(records.targets.astype(int))
 
-    def labels_and_predicted(self, trainer) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels of the held-out records, and the likeliest ones, int [n]."""
-        outputs = self.predictions(trainer, "dev")
-        return self.records["dev"].targets[:, 0].astype(int), outputs.argmax(-1)
+    def describe(self, records):
+        names, labels = self.config.data.labels, np.concatenate(self.labels(records))
+        counts = np.bincount(labels[labels >= 0], minlength=len(names))
+        shown = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
+        shown += ["…"] * (len(names) > _MAX_SHOWN)
+        return f", {len(names)} labels: {', '.join(shown)}"
+
+    def scores_of_dev(self, trainer) -> dict[str, float]:
+        outputs, labels = self.predictions(trainer, "dev"), self.labels(self.records["dev"])
+        predicted = [np.atleast_2d(x)[: len(y)].argmax(-1) for x, y in zip(outputs, labels)]
+        return self.label_scores(labels, predicted)
+
+    def label_scores(self, labels: list, predicted: list) -> dict[str, float]:
+        """Return scores of label ids, each a list of int arrays [n], one for each record."""
+        is_counted = np.concatenate(labels) >= 0
+        flat = [np.concatenate(ids)[is_counted] for ids in (labels, predicted)]
+        return {"f1": macro_f1(*flat), "matthews": matthews(*flat)}
+
+    def prediction(self, record, row, output):
+        names, probabilities = self.config.data.labels, softmax(output).tolist()
+        best = int(output.argmax())
+        return {
+            "label": names[best],
+            "probability": probabilities[best],
+            "probabilities": dict(zip(names, probabilities)),
+        }
 
 
 def label_name(label: object, place: str) -> str:

@@ -1,6 +1,7 @@
 """Embedding: vectors of texts, near to each other where texts belong together."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.record_batches import group_row
@@ -12,6 +13,7 @@ from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.parallel import collectives
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job
+from dtransformer.runs.scores import retrieval
 from dtransformer.runs.tasks.classification import LabelTask
 
 
@@ -46,7 +48,7 @@ class InBatchLoss(keras.losses.Loss):
 class Embedding(LabelTask):
     """A network whose vectors of a query and of its text are alike, and of others not."""
 
-    num_sequences, always_trained = 2, None
+    num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
         for name in ("negative", "negatives"):
@@ -70,6 +72,23 @@ class Embedding(LabelTask):
         given = [text for place, record in records for text in self.texts(record, place)]
         rows = self.encode_whole(given)
         return list(zip(rows[::2], rows[1::2])), [[1.0]] * len(records)
+
+    def encode_inputs(self, records):
+        names = ("text", "query", "positive")
+        found = []
+        for place, record in records:
+            name = next((x for x in names if x in record), "text")
+            found.append(text_of(record, name, place))
+        return [[row] for row in self.encode_whole(found)]
+
+    def prediction(self, record, row, output):
+        return {"vector": output[0]}
+
+    def scores_of_dev(self, trainer) -> dict[str, float]:
+        vectors, records, known = self.predictions(trainer, "dev"), self.records["dev"], {}
+        texts = (records.sequence(index, 1)[0].tobytes() for index in range(len(records)))
+        ids = np.array([known.setdefault(text, len(known)) for text in texts])
+        return retrieval(vectors[:, 0], vectors[:, 1], ids)
 
     def form(self, *args) -> tuple:
         inputs, target, weight = group_row(*args, with_labels=False)

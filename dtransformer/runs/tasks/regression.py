@@ -14,14 +14,17 @@ class Regression(LabelTask):
 
     num_labels = 1
 
+    def describe(self, records):
+        low, mean, high = (f(records.targets) for f in (np.min, np.mean, np.max))
+        return f", labels from {low:.4g} to {high:.4g}, {mean:.4g} on average"
+
     def encode(self, records):
         for place, record in records:
             if type(record.get("label")) not in (int, float):
                 raise InputError(
                     f"{place}: label is {shown(record.get('label'))}, expected a number"
                 )
-        rows = self.encode_texts(records)
-        return [[row] for row in rows], [[float(record["label"])] for _, record in records]
+        return self.encode_inputs(records), [[float(record["label"])] for _, record in records]
 
     def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)
@@ -30,10 +33,9 @@ class Regression(LabelTask):
     def loss(self):
         return keras.losses.MeanSquaredError("mean_with_sample_weight")
 
-    def results(self, trainer, batches) -> dict[str, float]:
+    def scores_of_dev(self, trainer) -> dict[str, float]:
         values = self.records["dev"].targets[:, 0]
-        found = spearman(values, self.predictions(trainer, "dev")[:, 0])
-        return {**super().results(trainer, batches), "spearman": found}
+        return {"spearman": spearman(values, self.predictions(trainer, "dev")[:, 0])}
 
 
 TASK = Regression
