@@ -19,8 +19,8 @@ from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode_lines, read_text_lines
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.config import set_option
 from dtransformer.runs.loading import load_published, load_run, start_job_of
+from dtransformer.runs.networks import check_positions
 from dtransformer.runs.run import make_trainer
 
 
@@ -46,7 +46,9 @@ def embed(arguments: argparse.Namespace) -> None:
     """
     out = sys.stdout
     if out.isatty() and not (arguments.json or arguments.out):
-        raise InputError("the NumPy file would go to the terminal: add > FILE, --out FILE or --json")
+        raise InputError(
+            "the NumPy file would go to the terminal: add > FILE, --out FILE or --json"
+        )
     with contextlib.redirect_stdout(sys.stderr):
         vectors = [found["vector"] for found in _predictions(arguments, "embed")]
     if not job.is_chief():
@@ -66,17 +68,22 @@ def embed(arguments: argparse.Namespace) -> None:
 
 def _predictions(arguments, command):
     """Yield the predictions for all records on rank 0. All ranks call it."""
-    if arguments.run is not None:
-        folder = pathlib.Path(arguments.run)
+    folder = pathlib.Path(arguments.run or arguments.model)
+    if arguments.run:
         task = load_run(folder, start_job_of(folder).training.precision)
     else:
-        task = load_published(pathlib.Path(arguments.model))
+        task = load_published(folder)
     config = task.config
     if not task.command.startswith(command):
         use = task.command.format("FOLDER")
-        raise InputError(f"the model is of task {config.task}, not for {command}: dtransformer {use}")
+        raise InputError(
+            f"the model is of task {config.task}, not for {command}: dtransformer {use}"
+        )
     if arguments.batch_size is not None:
-        set_option(config, "training.batch_size", arguments.batch_size, "--batch-size")
+        config.training.batch_size = arguments.batch_size
+    if arguments.max_length is not None:
+        check_positions(task.core, arguments.max_length)
+        config.data.length = arguments.max_length
     fields = {"text": arguments.field} if arguments.field else config.data.fields
     records = from_chief(lambda: list(_records(arguments, fields)), "predict/records")
     if not records:
@@ -99,7 +106,9 @@ def _records(arguments, fields) -> Iterator[tuple[str, dict]]:
         if values is None:
             lines = read_text_lines(path) if arguments.data else _stdin_lines(path)
             first = next((line for line in lines if line.strip()), "")
-            placed = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)]
+            placed = [
+                (f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)
+            ]
             if arguments.text or not first.startswith("{"):
                 yield from ((place, {"text": line}) for place, line in placed)
                 continue

@@ -63,9 +63,7 @@ def read_records(
     yield from named_records(objects(found, fields.values()), fields)
 
 
-def named_records(
-    values: Iterable[tuple[str, Record]], fields: Mapping[str, str]
-) -> Iterator[tuple[str, Record]]:
+def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
     """Yield records with this library's names of fields, each after its place.
 
     Args:

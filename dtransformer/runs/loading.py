@@ -88,19 +88,20 @@ def load_published(folder: pathlib.Path) -> Task:
         InputError: If the folder is not usable, or its network has no such head.
     """
     fields = read_object(folder / "config.json")
-    labels, (name, *_) = labels_of(fields, folder), fields.get("architectures") or [""]
-    kind = "regression" if len(labels) == 1 else "classification"
+    labels, name = labels_of(fields, folder), str(fields.get("architectures"))
     if (folder / MODULES).exists():
         kind = "embedding"
-    elif str(name).endswith(TOKENS):
+    elif TOKENS in name:
         kind = "token_classification"
-    elif not str(name).endswith(SEQUENCE):
-        raise InputError(f"{folder}: holds a {name}, which gives no labels and no vectors")
+    elif SEQUENCE in name:
+        kind = "regression" if len(labels) == 1 else "classification"
+    else:
+        raise InputError(f"{folder}: holds {name}, which gives no labels and no vectors")
     config = RunConfig(kind)
-    set_option(config, "model.from", str(folder), "--model")
     set_option(config, "data.labels", labels, str(folder))
     positions = architecture_of(folder).arguments.get("max_length") or config.data.length
     config.data.length = min(config.data.length, positions)
+    config.model.from_ = str(folder)
     start_job(config)
     task = task_of(config)
     task.find_tokenizer(list)

@@ -293,8 +293,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        evaluate = functools.partial(task.evaluate, trainer, batches["dev"])
-        callbacks.append(Evaluations(evaluate, every_steps, sinks))
+        callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))

@@ -8,35 +8,29 @@ arXiv 2101.00027, §3.1).
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-_QUERIES = 1024  # compared with all texts in one product
-
 
 def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the mean of the F1 of each class that is there; arguments int [n].
+    """Return the mean F1 of the classes that occur or are predicted. Arguments are int [n].
 
     Example:
 
     >>> macro_f1(np.array([0, 0, 1]), np.array([0, 1, 1]))
     0.6666666666666666
     """
-    classes = np.union1d(labels, predicted)
-    right = [np.sum((labels == c) & (predicted == c)) for c in classes]
-    there = [np.sum(labels == c) + np.sum(predicted == c) for c in classes]
-    return float(np.mean(2 * np.array(right) / np.array(there)))
+    counts = np.bincount(np.concatenate([labels, predicted]))
+    correct = np.bincount(labels[labels == predicted], minlength=len(counts))
+    return float(np.mean(2 * correct[counts > 0] / counts[counts > 0]))
 
 
-def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
-    """Return the (start, end, type) of each entity of a sentence, by conlleval's rule.
+def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
+    """Return the (start, end, type) of each entity in the labels of words, by conlleval's rule.
 
-    An entity continues from `B-` or `I-` to `I-` or `E-` of the same type. Every other label with a
-    prefix begins an entity. Labels without a prefix, such as `O`, belong to none.
-
-    Args:
-        labels: Label of each word.
+    An entity continues from `B-` or `I-` to `I-` or `E-` of the same type. Every other label with one
+    of these prefixes or `S-` begins an entity.
 
     Example:
 
@@ -44,27 +38,15 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC')]
     """
     found, start = set(), 0
-    parts = [label.partition("-") for label in (*labels, "")]
-    for end, ((prefix, dash, kind), after) in enumerate(itertools.pairwise(parts), start=1):
-        if prefix in "BI" and after[0] in ("I", "E") and kind == after[2]:
+    pairs = itertools.pairwise([*labels, "O"])
+    for end, (label, after) in enumerate(pairs, start=1):
+        kind = label[2:]
+        if label[:2] in ("B-", "I-") and after in (f"I-{kind}", f"E-{kind}"):
             continue
-        if dash:
+        if label[:2] in ("B-", "I-", "E-", "S-"):
             found.add((start, end, kind))
         start = end
     return found
-
-
-def entity_f1(labels: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]]) -> float:
-    """Return the F1 of all entities of some sentences, as seqeval reports it; 0 if there are none."""
-    pairs = [(entities(x), entities(y)) for x, y in zip(labels, predicted, strict=True)]
-    total = sum(len(x) + len(y) for x, y in pairs)
-    return 2 * sum(len(x & y) for x, y in pairs) / max(total, 1)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities of logits [..., n]."""
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[str, float]:
@@ -76,7 +58,7 @@ def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[s
     Args:
         queries: Float array [n, h].
         texts: Float array [n, h]. Row i is the text of query i.
-        ids: Int array [n]. Equal texts have the same id, from 0.
+        ids: Int array [n]. Equal texts have the same id, counted from 0.
 
     Example:
 
@@ -84,14 +66,10 @@ def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[s
     >>> found["recall@1"], found["recall@5"], found["mrr"]
     (0.0, 1.0, 0.5)
     """
-    _, first = np.unique(ids, return_index=True)
-    norms = np.linalg.norm(texts, axis=1, keepdims=True)
-    texts, ranks = (texts / np.maximum(norms, 1e-12))[first], np.zeros(len(ids), int)
-    for start in range(0, len(ids), _QUERIES):
-        part = slice(start, start + _QUERIES)
-        scores = queries[part] @ texts.T
-        own = np.take_along_axis(scores, ids[part, None], axis=1)
-        ranks[part] = (scores >= own).sum(axis=1)
+    texts = texts[np.unique(ids, return_index=True)[1]]
+    texts = texts / np.maximum(np.linalg.norm(texts, axis=1, keepdims=True), 1e-12)
+    scores = (texts @ query for query in queries)
+    ranks = np.array([np.sum(x >= x[own]) for x, own in zip(scores, ids)])
     recalls = {f"recall@{k}": float(np.mean(ranks <= k)) for k in (1, 5, 10)}
     return {**recalls, "mrr": float(np.mean(1 / ranks))}
 

@@ -170,10 +170,6 @@ class Task(abc.ABC):
             trainer: Trainer of the network.
             batches: Batches of the held-out records.
         """
-        return self.evaluate(trainer, batches)
-
-    def evaluate(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
-        """Return the results of the held-out records that are logged while training."""
         logs = trainer.evaluate(batches, verbose=0, return_dict=True)
         return {**logs, **self.scores_of_dev(trainer)}
 

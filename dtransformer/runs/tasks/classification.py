@@ -11,7 +11,7 @@ from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
-from dtransformer.runs.scores import macro_f1, matthews, softmax
+from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
 _MAX_NAME = 100  # characters, as of data.labels
@@ -163,13 +163,11 @@ class Classification(LabelTask):
         return {"f1": macro_f1(*flat), "matthews": matthews(*flat)}
 
     def prediction(self, record, row, output):
-        names, probabilities = self.config.data.labels, softmax(output).tolist()
-        best = int(output.argmax())
-        return {
-            "label": names[best],
-            "probability": probabilities[best],
-            "probabilities": dict(zip(names, probabilities)),
-        }
+        values = np.exp(output - np.logaddexp.reduce(output)).tolist()
+        probabilities = dict(zip(self.config.data.labels, values))
+        label = max(probabilities, key=probabilities.get)
+        probability = probabilities[label]
+        return {"label": label, "probability": probability, "probabilities": probabilities}
 
 
 def label_name(label: object, place: str) -> str:

@@ -74,12 +74,8 @@ class Embedding(LabelTask):
         return list(zip(rows[::2], rows[1::2])), [[1.0]] * len(records)
 
     def encode_inputs(self, records):
-        names = ("text", "query", "positive")
-        found = []
-        for place, record in records:
-            name = next((x for x in names if x in record), "text")
-            found.append(text_of(record, name, place))
-        return [[row] for row in self.encode_whole(found)]
+        texts = [text_of(x, "query" if "query" in x else "text", place) for place, x in records]
+        return [[row] for row in self.encode_whole(texts)]
 
     def prediction(self, record, row, output):
         return {"vector": output[0]}

@@ -18,7 +18,6 @@ from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
 _ENCODED = 4096  # records together, whose tokens are lists meanwhile
-_MIN_LENGTH = 16  # tokens of a row
 
 
 class RecordTask(Task):
@@ -138,10 +137,11 @@ class RecordTask(Task):
 
     def callbacks(self, trainer):
         def add_scores(_, logs):
-            logs.update({f"val_{name}": x for name, x in self.scores_of_dev(trainer).items()})
+            if "dev" in self.records:
+                logs.update({f"val_{name}": x for name, x in self.scores_of_dev(trainer).items()})
 
-        adds = [keras.callbacks.LambdaCallback(on_epoch_end=add_scores)] * ("dev" in self.records)
-        return [*adds, *super().callbacks(trainer)]
+        adds_scores = keras.callbacks.LambdaCallback(on_epoch_end=add_scores)
+        return [adds_scores, *super().callbacks(trainer)]
 
     def predict(self, trainer: keras.Model, placed: list[Placed]) -> Iterator[dict[str, Any]]:
         """Yield the prediction for each record, in order. All ranks call it.
@@ -159,19 +159,13 @@ class RecordTask(Task):
         for start in range(0, len(placed), _ENCODED):
             part = placed[start : start + _ENCODED]
             rows = self.encode_inputs(part)
-            longest = [max(len(ids) for ids, _ in row) for row in rows]
-            self.num_cut += sum(size > length for size in longest)
+            self.num_cut += sum(any(len(ids) > length for ids, _ in row) for row in rows)
             rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
-            self.config.data.length = length
-            if job.size() == 1 and job.mesh() is None:  # a layout may divide rows
-                self.config.data.length = _shorter(length, max(longest))
             no_targets = [[0.0, 0.0]] * len(rows)
             self.records = {"inputs": EncodedRecords(rows, no_targets, self.tokenizer.pad_id or 0)}
             outputs = self.predictions(trainer, "inputs")
             for (_, record), row, output in zip(part, rows, outputs, strict=True):
                 yield self.prediction(record, row, output)
-
-        self.config.data.length = length
 
     def encode_inputs(self, records: list[Placed]) -> list:
         """Return the sequences of each record, pairs of ids and labels, without reading a label."""
@@ -217,10 +211,3 @@ class RecordTask(Task):
         return [
             (decode(ids[a:b]), bool(is_learnt[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]
-
-
-def _shorter(length, longest):
-    """Return the length, halved as long as the longest record fits: few lengths are compiled."""
-    while length % 2 == 0 and length // 2 >= max(longest, _MIN_LENGTH):
-        length //= 2
-    return length

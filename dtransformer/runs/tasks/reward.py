@@ -21,7 +21,7 @@ class Reward(PairTask):
 
     def prediction(self, record, row, output):
         names = ("score",) if len(row) == 1 else ("chosen", "rejected")
-        return dict(zip(names, output.tolist(), strict=True))
+        return dict(zip(names, output.tolist()))
 
     def target(self, record, place) -> list[float]:
         margin = 0.0 if record.get("margin") is None else record["margin"]

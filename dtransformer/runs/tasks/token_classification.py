@@ -9,7 +9,7 @@ from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import TokenHead
 from dtransformer.models.pretrained.families.task_heads import TOKENS
-from dtransformer.runs.scores import entities, entity_f1, softmax
+from dtransformer.runs.scores import entities
 from dtransformer.runs.tasks.classification import Classification, label_name
 
 # Words of a text: punctuation before and after letters and digits is apart.
@@ -91,39 +91,36 @@ class TokenClassification(Classification):
     def labels(self, records):
         return [records.sequence(index)[1] for index in range(len(records))]
 
-    @property
-    def has_entities(self) -> bool:
-        """Whether labels mark the begin and the inside of entities."""
-        return any(name.startswith(("B-", "I-")) for name in self.config.data.labels)
-
     def label_scores(self, labels, predicted):
-        scores = super().label_scores(labels, predicted)
-        if self.has_entities:
-            names = np.array(self.config.data.labels)
-            of_words = lambda ids: [names[x[y >= 0]].tolist() for x, y in zip(ids, labels)]
-            scores["f1"] = entity_f1(of_words(labels), of_words(predicted))
+        scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
+        if any(map(entities, zip(names))):
+            # One word outside of entities comes after each sentence.
+            is_word = np.concatenate([np.append(ids, 0) >= 0 for ids in labels])
+            sides = []
+            for side in (labels, predicted):
+                ids = np.concatenate([np.append(ids, len(names) - 1) for ids in side])
+                sides.append(entities(names[x] for x in ids[is_word]))
+            correct = len(sides[0] & sides[1])
+            scores["f1"] = 2 * correct / max(len(sides[0]) + len(sides[1]), 1)
         return scores
 
     def prediction(self, record, row, output):
-        words, end, found = self._words(record, "the record"), 0, []
+        words, end, found = self._words(record, ""), 0, []
         text = " ".join(words) if "tokens" in record else record["text"]
-        names, probabilities = self.config.data.labels, softmax(output)
+        probabilities = np.exp(output - np.logaddexp.reduce(output, axis=-1, keepdims=True))
         places = {word: place for place, word in enumerate(row[0][1])}
         for index, word in enumerate(words):
             start = text.index(word, end)
             end = start + len(word)
-            label = probability = None  # of a word that was cut off
-            if index in places:
+            found.append({"word": word, "start": start, "end": end, "label": None})
+            if index in places:  # else it was cut off
                 own = probabilities[places[index]]
-                label, probability = names[own.argmax()], float(own.max())
-            place = {"start": start, "end": end}
-            found.append({"word": word, **place, "label": label, "probability": probability})
-        if not self.has_entities:
-            return {"words": found}
-        spans = []
-        for first, last, kind in sorted(entities([word["label"] or "" for word in found])):
-            start, end = found[first]["start"], found[last - 1]["end"]
-            spans.append({"type": kind, "text": text[start:end], "start": start, "end": end})
+                label = self.config.data.labels[own.argmax()]
+                found[-1] |= {"label": label, "probability": float(own.max())}
+        spans = [
+            {"type": kind, "start": found[first]["start"], "end": found[last - 1]["end"]}
+            for first, last, kind in sorted(entities(word["label"] or "O" for word in found))
+        ]
         return {"words": found, "entities": spans}
 
 
