@@ -74,7 +74,7 @@ class Embedding(LabelTask):
         return list(zip(rows[::2], rows[1::2])), [[1.0]] * len(records)
 
     def encode_inputs(self, records):
-        texts = [text_of(x, "query" if "query" in x else "text", place) for place, x in records]
+        texts = [text_of(x, "text" if "text" in x else "query", place) for place, x in records]
         return [[row] for row in self.encode_whole(texts)]
 
     def prediction(self, record, row, output):

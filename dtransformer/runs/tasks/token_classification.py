@@ -33,7 +33,8 @@ class TokenClassification(Classification):
         return words
 
     def labels_of_record(self, record, place) -> list[str]:
-        words, labels = self._words(record, place), record.get("labels")
+        words = self._words({"tokens": record.get("tokens")}, place)
+        labels = record.get("labels")
         if not isinstance(labels, list) or len(labels) != len(words):
             raise InputError(
                 f"{place}: labels are {shown(labels)}, expected one for each of tokens"
