@@ -3,6 +3,7 @@
     python benchmarks/against_peers.py [--pairs SOURCE TARGET] [--environments FOLDER]
         [--workloads translation,wide,language_model,sentences,greedy,beam_search,llama,gpt2,bert,t5,
         mixtral,qwen3,llama_lora] [--rounds 5] [--steps 4] [--picture FILE.png] [--processor]
+        [--without-onednn]
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
 trains a few steps, or generates, while the others wait, round after round: a machine whose speed
@@ -62,6 +63,7 @@ PUBLISHED = {
     "transformers_compiled": (PYTORCH, "transformers_training.py", ["compiled"]),
 }
 OURS, LIMIT = "dtransformer", "products"
+WITHOUT_ONEDNN = "dtransformer_without_onednn"
 GENERATES = "greedy", "beam_search"
 CONTESTANTS = {
     **dict.fromkeys(("translation", "wide", "language_model"), TRAINING),
@@ -86,6 +88,11 @@ def parse_arguments():
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("build/peers"))
     parser.add_argument("--pairs", nargs=2, metavar="FILE", help="of the workload sentences")
     parser.add_argument("--before", type=pathlib.Path, help="another checkout, to compare with")
+    parser.add_argument(
+        "--without-onednn",
+        action="store_true",
+        help="add a contestant: this checkout with TF_ENABLE_ONEDNN_OPTS=0",
+    )
     parser.add_argument("--picture", type=pathlib.Path)
     parser.add_argument(
         "--processor",
@@ -127,8 +134,13 @@ class Contestant:
         peak_bytes: the most resident memory that it has had, from `close` on.
     """
 
-    def __init__(self, python, script, arguments, root):
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
+    def __init__(self, python, script, arguments, root, variables):
+        environment = {
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONPATH": str(root),
+            **variables,
+        }
         self._process = subprocess.Popen(
             [python, PEERS / script, *arguments],
             stdin=subprocess.PIPE,
@@ -170,10 +182,14 @@ def measured(workload, args):
     roots = dict.fromkeys(chosen, root)
     if args.before:
         chosen["before"], roots["before"] = known[OURS], args.before.absolute()
+    if args.without_onednn:
+        chosen[WITHOUT_ONEDNN], roots[WITHOUT_ONEDNN] = known[OURS], root
     try:
         for name, (packages, script, arguments) in chosen.items():
             python = python_of(packages, args.environments)
-            contestants[name] = Contestant(python, script, [workload, *arguments], roots[name])
+            variables = {"TF_ENABLE_ONEDNN_OPTS": "0"} if name == WITHOUT_ONEDNN else {}
+            command_line = [workload, *arguments]
+            contestants[name] = Contestant(python, script, command_line, roots[name], variables)
             print(f"{workload}: {name} started", file=sys.stderr)
         for number in range(args.rounds + 1):
             for name, contestant in contestants.items():

@@ -17,7 +17,7 @@ import threading
 PACKAGE = pathlib.Path(__file__).parents[1] / "dtransformer"
 sys.path.insert(0, str(PACKAGE.parent))  # harness/ is not installed
 
-from harness.code_lines import code_lines  # noqa: E402
+from harness.code_size import count_lines  # noqa: E402
 
 LAYOUTS = {
     "one_device": ({}, 1),
@@ -100,7 +100,7 @@ def main():
     parser.add_argument("layout", choices=LAYOUTS, nargs="?", default="one_device")
     layout = parser.parse_args().layout
     files = walk(layout)
-    lines = {str(file): code_lines(PACKAGE / file) for file in files}
+    lines = {str(file): count_lines((PACKAGE / file).read_text("utf-8")) for file in files}
     print(json.dumps({"layout": layout, "files": len(lines), "lines": sum(lines.values())}))
     print(json.dumps(lines, indent=1))
 

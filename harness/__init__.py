@@ -15,6 +15,7 @@ Not part of the installed package. From the bottom up:
     quick.py       what tests leave out to compile quickly
     compare.py     differences from one process, within tolerances.py
     measure.py     a larger network, and what memory a step takes: for benchmarks
-    code_lines.py  lines of code, of which tests hold a budget
+    code_size.py   size of the code in tokens, for the budget in tests/test_house.py
+    prose.py       search for stilted English, for the ceilings in tests/test_prose.py
     published_tables/   published figures beside the planner's
 """

@@ -38,6 +38,7 @@ CHECK = (
     "planner",
     "test_docs.py",
     "test_house.py",
+    "test_prose.py",
     "test_tiers.py",
     "test_words.py",
 )

@@ -13,6 +13,7 @@ import tokenizers
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
 from dtransformer.datasets.chat_template import ChatTemplate
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.special_tokens import FILES
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
@@ -26,12 +27,17 @@ class Encoding(NamedTuple):
     Args:
         ids: list of ints.
         places: list of (start, end), the characters of each; (0, 0) of special tokens.
-        types: list of ints, 1 for tokens of the second text of a pair, else 0.
+        types: List of token type ids. Outside the second text of a pair, -100 instead of 0.
     """
 
     ids: list[int]
     places: list[tuple[int, int]]
     types: list[int]
+
+
+def _second_text_types(found):
+    pairs = zip(found.type_ids, found.sequence_ids, strict=True)
+    return [kind if kind or part else IGNORED for kind, part in pairs]
 
 
 class BaseTokenizer:
@@ -106,7 +112,7 @@ class BaseTokenizer:
         if others is not None:
             inputs = list(zip(inputs, whole_texts(others), strict=True))
         found = self._library.encode_batch(inputs, add_special_tokens=others is not None)
-        return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
+        return [Encoding(one.ids, one.offsets, _second_text_types(one)) for one in found]
 
     @functools.cached_property
     def _ends(self) -> tuple[list[int], list[int]]:

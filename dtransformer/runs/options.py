@@ -76,8 +76,6 @@ class Source:
 
 
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-
-
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
 
@@ -318,6 +316,13 @@ class PreferenceTraining(NetworkTraining):
 
 
 @_options
+class RewardTraining(NetworkTraining):
+    """How the model is trained to rate answers."""
+
+    center_rewards: NotNegative | None = None  # factor of (chosen + rejected reward)² in the loss
+
+
+@_options
 class EmbeddingTraining(NetworkTraining):
     """How the model is trained to tell texts that belong together."""
 
@@ -387,7 +392,7 @@ SECTIONS = {
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
-    "reward": {"data": ChatData, **_TOKENIZED},
+    "reward": {"data": ChatData, **_TOKENIZED, "training": RewardTraining},
     **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
     "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},

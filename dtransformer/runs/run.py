@@ -70,7 +70,7 @@ _FREE = (
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
-    *("training.z_loss", "training.neftune_alpha", "training.ema"),
+    *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
 )
 
 

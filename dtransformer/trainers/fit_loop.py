@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -105,8 +106,6 @@ class FitLoop(StepFunctions):
                 (x, y, sample_weight), validation_split
             )
         first, data = self._take_data(x, shard, batch_size)
-        if class_weight is not None and isinstance(data, tf.data.Dataset):
-            data, class_weight = _compat.with_class_weights(data, class_weight), None
         validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             of_validation, validation_data = peek(as_data(validation_data))
@@ -119,6 +118,11 @@ class FitLoop(StepFunctions):
             self._num_fits = getattr(self, "_num_fits", 0) + 1
             tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(first)
+        if class_weight is not None:
+            labels = keras.utils.unpack_x_y_sample_weight(first)[1] if y is None else y
+            self.objective.check_class_weight(labels)
+            if isinstance(data, tf.data.Dataset):
+                data, class_weight = _compat.with_class_weights(data, class_weight), None
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
@@ -222,6 +226,8 @@ class FitLoop(StepFunctions):
         with self._apart_from_fit(), errors_in_one_line():
             self._take_batch(x, shard)
             self._prepare((x,))
+            if class_weight is not None:
+                self.objective.check_class_weight(y)
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
             logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))

@@ -30,7 +30,11 @@ class LabelTask(RecordTask):
         return [text_of(record, name, place) for name in names]
 
     def encode_texts(self, records) -> list[tuple]:
-        """Return the ids of texts with their special tokens, and the types of tokens."""
+        """Return the ids of texts with their special tokens, and the types of the tokens.
+
+        Pairs have `IGNORED` instead of type 0 outside the second text, so that a record is left out
+        if a cut leaves nothing of its second text.
+        """
         given = [self.texts(record, place) for place, record in records]
         self._sides |= {len(texts) for texts in given}
         if len(self._sides) > 1:

@@ -90,7 +90,7 @@ class RecordTask(Task):
             targets += [their[number] for number in kept] if their else []
             sizes.append(len(own))
         encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
-        if not len(encoded) or min(sizes) == 0:
+        if min(sizes) == 0:
             raise InputError(
                 f"data.{name}: all records of a file have more than data.length={options.length} "
                 "tokens: give more"
@@ -118,11 +118,12 @@ class RecordTask(Task):
             return None
         options = self.config.data
         weights = [source.weight for source in getattr(options, part)]
-        is_mixture = part == "train" and any(weight is not None for weight in weights)
-        if part == "train" and options.mixture != "once" and not is_mixture:
-            raise InputError("data.mixture: give each file of data.train a weight")
+        is_mixture = part == "train" and (options.mixture != "once" or any(weights))
         if is_mixture and None in weights:
-            raise InputError("data.train: some files have a weight: give each of them one")
+            raise InputError(
+                f"data.train: {weights.count(None)} of {len(weights)} files of a mixture have no "
+                "weight. Give each of them one."
+            )
         return RecordBatches(
             self.records[part],
             self.form,

@@ -31,7 +31,9 @@ class Regression(LabelTask):
         return self.row(records, numbers, length), targets_of(records, numbers), weight
 
     def loss(self):
-        return keras.losses.MeanSquaredError("mean_with_sample_weight")
+        loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
+        loss.weights_epoch_means = True
+        return loss
 
     def scores_of_dev(self, trainer) -> dict[str, float]:
         values = self.records["dev"].targets[:, 0]

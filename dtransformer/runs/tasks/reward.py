@@ -34,7 +34,7 @@ class Reward(PairTask):
         return with_task_head(core, head)
 
     def loss(self) -> RewardLoss:
-        return RewardLoss()
+        return RewardLoss(self.config.training.center_rewards)
 
     def metrics(self) -> dict:
         right = lambda _, r: keras.ops.cast(r[:, 0] > r[:, 1], "float32")
