@@ -25,7 +25,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         return
     if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
         raise InputError(
-            f"export.saved_model: {options.saved_model} is there already: give another, or --overwrite"
+            f"export.saved_model: {options.saved_model} exists. Choose another path, or add --overwrite."
         )
     if not options.folder:
         return

@@ -145,8 +145,8 @@ def opened(
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(
-            f"{folder}: holds a {type(model).__name__}, which generates no texts: dtransformer predict "
-            "takes models with labels, and embed those of vectors"
+            f"{folder}: holds a {type(model).__name__}, which generates no text. Use dtransformer "
+            "predict for labels and numbers, or embed for vectors."
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(

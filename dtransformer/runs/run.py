@@ -253,8 +253,8 @@ def _check_same(config, old):
             own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
             if own != its:
                 raise InputError(
-                    f"--resume: {name} is {own!r}, and the run began with {its!r}: give what it "
-                    "began with, or train another --run"
+                    f"--resume: {name} is {own!r}, but the run began with {its!r}. Restore this "
+                    "value, or train another --run."
                 )
 
 
@@ -274,8 +274,8 @@ def _begin(folder, task, resumes):
     for name, its in run.data.items():
         if its != task.digests[name]:
             raise InputError(
-                f"--resume: the {name} sentences are not those that the run began with: give the same "
-                "files, or train another --run"
+                f"--resume: the {name} records have changed since the run began. Give the same files, "
+                "or train another --run."
             )
 
 
