@@ -92,10 +92,10 @@ def _predictions(arguments, command):
         if job.is_chief():
             yield found
     if task.num_cut:
-        print(
+        job.print_once(
             f"dtransformer: warning: {task.num_cut:,} of {len(records):,} texts have more than "
-            f"{config.data.length} tokens: the rest of them was cut off",
-            file=sys.stderr,
+            f"{config.data.length} tokens. The rest of these texts was cut off.",
+            sys.stderr,
         )
 
 

@@ -249,6 +249,25 @@ def test_an_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
     assert "dtransformer predict" in capsys.readouterr().err
 
 
+def test_an_exported_classifier_keeps_its_labels(place, capsys):
+    """Also one that was trained from scratch, whose head is of no published family."""
+    path = write_config("classification", place)
+    command = ["train", "--config", str(path), "--run", "runs/bert"]
+    settings = ["data.length=16", "model.positions=learned", "export.family=bert"]
+    settings += ["training.max_steps=1", "export.folder=models/bert"]
+    assert main([*command, "--set", *settings]) == 0
+    capsys.readouterr()
+    config = json.loads((place / "models/bert/config.json").read_text())
+    assert config["id2label"] == {"0": "no", "1": "yes"}
+    command = ["predict", "--data", "labels.jsonl", "--json"]
+    assert main([*command, "--run", "runs/bert"]) == 0
+    expected = capsys.readouterr().out.splitlines()
+    assert main([*command, "--model", "models/bert"]) == 0
+    for own, line in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
+        own, line = (json.loads(x)["probabilities"] for x in (own, line))
+        assert own == pytest.approx(line, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "command, lines, message",
     [

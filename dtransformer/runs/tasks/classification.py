@@ -57,10 +57,12 @@ class LabelTask(RecordTask):
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
-        own = new_head(core, self.ending, self.config.data.labels or usual_labels(num_labels))
-        if own is not None and not self.config.data.pooling:
-            return own
-        return self.plain_head(num_labels, core)
+        names = self.config.data.labels or usual_labels(num_labels)
+        head = new_head(core, self.ending, names)
+        if head is None or self.config.data.pooling:
+            head = self.plain_head(num_labels, core)
+            head.label_names = tuple(names)
+        return head
 
     def plain_head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head of a network of no published family, or with a pooling of one's own."""
