@@ -159,6 +159,14 @@ def dropped_value(variable: keras.Variable):
     return None if read is None else read(variable._shape, variable._dtype)
 
 
+def compile_options(model: keras.Model) -> dict:
+    """Return the arguments of a model's last `compile`; empty if there was none.
+
+    Unnecessary if `get_compile_config` returned the objects, not their configs.
+    """
+    return model._compile_config.config if model.compiled else {}
+
+
 def adds_losses(layer: keras.layers.Layer) -> bool:
     """Return whether a layer has added a loss since it was traced in a `keras.StatelessScope`.
 

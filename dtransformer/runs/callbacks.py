@@ -89,7 +89,8 @@ class Evaluations(EverySteps):
         for sink in self._sinks:
             if hasattr(sink, "write"):
                 sink.write("evaluation", logs)
-        told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
+        names = dict.fromkeys(["val_loss", *logs])  # the loss first
+        told = ", ".join(f"{name}: {logs[name]:.6g}" for name in names)
         job.print_once(f"{when}, {told}")
 
 

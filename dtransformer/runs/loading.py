@@ -40,7 +40,7 @@ def start_job(config: RunConfig) -> None:
 
 
 def start_job_of(folder: pathlib.Path) -> RunConfig:
-    """Join the ranks that there are by a run's layout, or a smaller one; return the run's config."""
+    """Join the job by a run's layout, adapted to the number of ranks, and return its config."""
     config = check_run(folder)
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
     start_job(config)

@@ -162,6 +162,7 @@ class TokenizerOptions:
     folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
     vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
     lower_case: bool = False  # whether texts are made lower case
+    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # byte_bpe for language models
 
 
 @_options

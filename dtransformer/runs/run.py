@@ -6,21 +6,19 @@ import functools
 import os
 import pathlib
 import shutil
-import sys
 import types
 import warnings
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import num_ranks, this_device
@@ -45,6 +43,7 @@ from dtransformer.runs.identity import (
 from dtransformer.runs.loading import start_job
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
+from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read
@@ -128,14 +127,13 @@ def train(
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
-            with _told_what_fits(config):
+            with explained(config, config_path, folder.path, settings):
                 trainer.fit(
                     batches["train"],
                     epochs=config.training.epochs,
                     validation_data=batches["dev"],
                     callbacks=callbacks,
                     resume=resumes,
-                    verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
                 )
     finally:
         if job.is_chief() and not resumes:
@@ -168,21 +166,6 @@ def layout_plan(config: RunConfig) -> Plan | None:
             cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
-
-
-@contextlib.contextmanager
-def _told_what_fits(config):
-    """Inside the `with` block memory that is full is told in a line, below the planner's table."""
-    try:
-        yield
-    except tf.errors.ResourceExhaustedError as error:
-        with contextlib.suppress(InputError):  # of a GPU that no table has
-            if job.is_chief():
-                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
-        raise InputError(
-            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
-            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
-        ) from error
 
 
 def _has_ended(path, config):

@@ -37,10 +37,11 @@ _READ_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
     ("training.final_learning_rate", "training.schedule", _ENDING),
-    ("tokenizer.vocab_size", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.lower_case", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.vocab_size", "model.from", _NOT_GIVEN),
-    ("tokenizer.lower_case", "model.from", _NOT_GIVEN),
+    *(
+        (f"tokenizer.{key}", other, _NOT_GIVEN)
+        for key in ("vocab_size", "lower_case", "algorithm")
+        for other in ("tokenizer.folder", "model.from")
+    ),
     ("data.num_buckets", "data.packed_length", _NOT_GIVEN),
 )
 
@@ -55,18 +56,33 @@ def like(task: str) -> str:
     return LIKE.get(task, task)
 
 
+def check_optimizer(name: str) -> None:
+    """Refuse Muon by name, before Keras is asked for its class.
+
+    Raises:
+        InputError: If the name is `"muon"`.
+    """
+    if name.lower() == "muon":
+        raise InputError(
+            "training.optimizer: muon is not supported yet, because Keras' Muon would update the "
+            "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
+            "and attention biases (two dimensions) with Muon; use adamw, adafactor, lion or sgd"
+        )
+
+
 def check_read(config: RunConfig) -> None:
-    """Refuse keys that the run of a config would not read, weights of sources, and what data lack.
+    """Refuse Muon, keys that the task does not read, weights of sources, and missing data.
 
     Raises:
         InputError: names the first, and what would read it.
     """
-    given = {
-        f"{name}.{key_of(field)}": value
+    check_optimizer(config.training.optimizer)
+    given = [
+        f"{name}.{key_of(field)}"
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
-    }
+    ]
     for key in given:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])

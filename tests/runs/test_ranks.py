@@ -1,4 +1,4 @@
-"""Promise: every task has one process' losses and scores on two ranks that share batches, or operations."""
+"""Promise: every task has the losses and scores of one process on two ranks, for every layout."""
 
 import json
 import os

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
+from dtransformer.inputs.json_file import read_object
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.generation.rules import fields_of
@@ -34,6 +35,7 @@ _HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read 
 _TOKENIZER = (
     *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*", "*sentence_*.json"),
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -92,10 +94,12 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
-        if network.generation_rules and not (fresh / GENERATION).exists():
-            rules = {x: y for x, y in config.items() if x.endswith("_token_id")}
-            rules |= fields_of(network.generation_rules)
-            (fresh / GENERATION).write_text(json.dumps(rules, indent=2) + "\n", encoding="utf-8")
+        path, rules = fresh / GENERATION, fields_of(network.generation_rules)
+        saved = read_object(path) if path.exists() else {}
+        if rules.keys() - saved.keys():
+            ids = {x: y for x, y in config.items() if x.endswith("_token_id")}
+            text = json.dumps({**ids, **rules, **saved}, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")
         head = getattr(network, "head", None)
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])
@@ -147,8 +151,10 @@ def _add_tokenizer(network, tokenizer, fresh):
         source = pathlib.Path(network.origin[1]) if network.origin else fresh
         paths = {path for name in _TOKENIZER for path in source.glob(name) if path.is_file()}
         for path in sorted(paths):
-            if not (fresh / path.name).exists() and not is_partial(path.name):
-                shutil.copyfile(path, fresh / path.name)
+            target = fresh / path.relative_to(source)
+            if not target.exists() and not is_partial(path.name):
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
         if not source.is_dir():
             raise InputError(f"there is no {source} any more")
     except (InputError, OSError) as error:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 
+from dtransformer.datasets.byte_level import train_byte_level
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
@@ -41,6 +42,7 @@ class Task(abc.ABC):
         num_added: of tokens that come to rows of `data.length`, such as a start token.
         always_trained: a pattern of weights that are trained beside adapters, too.
         command: Command that uses the trained network, with `{}` for the run folder.
+        algorithm: Default of `tokenizer.algorithm`.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
         digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
@@ -53,6 +55,7 @@ class Task(abc.ABC):
     num_added: ClassVar[int] = 0
     always_trained: ClassVar[str | None] = None
     command: ClassVar[str] = "generate --model {} --prompt TEXT"
+    algorithm: ClassVar[str] = "wordpiece"
 
     def __init__(
         self,
@@ -207,7 +210,9 @@ class Task(abc.ABC):
         elif folder is not None:
             self.tokenizer = load_tokenizer(folder)
         elif self.tokenizer is None:
-            self.tokenizer = SubwordTokenizer.train(
+            is_byte_level = (options.algorithm or self.algorithm) == "byte_bpe"
+            train = train_byte_level if is_byte_level else SubwordTokenizer.train
+            self.tokenizer = train(
                 texts(),
                 options.vocab_size or USUAL_VOCABULARY,
                 lower_case=options.lower_case,

@@ -16,16 +16,17 @@ from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
+_READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
 
 
 class ChatRecords(RecordTask):
     """What tasks of conversations share: the template, and what of a text is learnt."""
 
-    kind = CausalLM
+    kind, algorithm = CausalLM, "byte_bpe"
     _template = None
 
     def texts(self, record, place) -> list[str]:
-        return list(_strings(record))
+        return list(_strings([record[key] for key in _READ if key in record]))
 
     def settle(self, found) -> None:
         given = self.config.data.template

@@ -7,6 +7,7 @@ from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.record_batches import EncodedRecords
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
+from dtransformer.inputs.text import check_whole
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
@@ -188,7 +189,7 @@ def label_name(label: object, place: str) -> str:
             f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
             "integer: name it in data.fields"
         )
-    return str(label)
+    return check_whole(str(label), f"{place}, label")
 
 
 TASK = Classification

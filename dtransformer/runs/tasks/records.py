@@ -106,7 +106,7 @@ class RecordTask(Task):
         ]
 
     def describe(self, records: EncodedRecords) -> str:
-        """Return what a log line adds about the targets of records."""
+        """Return the end of the log line about some records: their targets."""
         return f", {records.learnt_share:.1%} learnt"
 
     @abc.abstractmethod
@@ -164,7 +164,7 @@ class RecordTask(Task):
             rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
             no_targets = [[0.0, 0.0]] * len(rows)
             self.records = {"inputs": EncodedRecords(rows, no_targets, self.tokenizer.pad_id or 0)}
-            outputs = self.predictions(trainer, "inputs")
+            outputs = self.predictions(trainer, "inputs").astype(np.float32)
             for (_, record), row, output in zip(part, rows, outputs, strict=True):
                 yield self.prediction(record, row, output)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from dtransformer.datasets.record_batches import targets_of
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import number_of
 from dtransformer.runs.scores import spearman
 from dtransformer.runs.tasks.classification import LabelTask
 
@@ -19,12 +19,8 @@ class Regression(LabelTask):
         return f", labels from {low:.4g} to {high:.4g}, {mean:.4g} on average"
 
     def encode(self, records):
-        for place, record in records:
-            if type(record.get("label")) not in (int, float):
-                raise InputError(
-                    f"{place}: label is {shown(record.get('label'))}, expected a number"
-                )
-        return self.encode_inputs(records), [[float(record["label"])] for _, record in records]
+        labels = [[number_of(record, "label", place)] for place, record in records]
+        return self.encode_inputs(records), labels
 
     def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)

@@ -2,7 +2,7 @@
 
 import keras
 
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import number_of
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
 from dtransformer.models import CausalLM
@@ -24,10 +24,8 @@ class Reward(PairTask):
         return dict(zip(names, output.tolist()))
 
     def target(self, record, place) -> list[float]:
-        margin = 0.0 if record.get("margin") is None else record["margin"]
-        if type(margin) not in (int, float):
-            raise InputError(f"{place}: margin is {shown(margin)}, expected a number")
-        return [float(margin), 0.0]
+        has_margin = record.get("margin") is not None
+        return [number_of(record, "margin", place) if has_margin else 0.0, 0.0]
 
     def with_head(self, core: CausalLM) -> CausalLM:
         head = SequenceHead(1, "last", use_bias=False, dtype=core.dtype_policy)
