@@ -182,7 +182,7 @@ def group_row(
         for side in range(k):
             ids, own = records.sequence(int(number), side)
             tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
-            labels[side, : len(ids) - 1] = own[1:]
+            labels[side, : len(own[1:])] = own[1:]
     inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
     weight = np.float32(len(numbers) > 0)
     return inputs, targets_of(records, numbers), weight

@@ -7,7 +7,7 @@ ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become 
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dtransformer.datasets.documents import objects, placed_values, read_documents
@@ -64,10 +64,21 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
+    yield from named_records(objects(found, fields.values()), fields)
+
+
+def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
+    """Yield records with this library's names of fields, each after its place.
+
+    Args:
+        values: Objects of a file, each after its place.
+        fields: Dict of this library's names and the names in the file. Missing fields are left out.
+    """
     named = {*fields, *fields.values()}
-    for place, value in objects(found, fields.values()):
+    for place, value in values:
         rest = {key: x for key, x in value.items() if key not in named and x is not None}
-        yield place, _own_form({**rest, **{own: value[key] for own, key in fields.items()}}, place)
+        own = {own: value[key] for own, key in fields.items() if key in value}
+        yield place, _own_form({**rest, **own}, place)
 
 
 _BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"

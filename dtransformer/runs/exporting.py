@@ -25,7 +25,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         return
     if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
         raise InputError(
-            f"export.saved_model: {options.saved_model} is there already: give another, or --overwrite"
+            f"export.saved_model: {options.saved_model} exists. Choose another path, or add --overwrite."
         )
     if not options.folder:
         return
@@ -82,7 +82,9 @@ def export(
     landed = save_pretrained(
         network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
     )
-    return _told(landed, "The model is", "dtransformer generate and transformers")
+    command = task.command.replace("--run", "--model").format(landed)
+    also = "" if command.startswith("evaluate") else f" and dtransformer {command}"
+    return _told(landed, "The model is", f"transformers{also}")
 
 
 def _told(folder, what, use):

@@ -46,7 +46,7 @@ from dtransformer.runs.options import Source
 from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import check_read, like
+from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -138,7 +138,8 @@ def train(
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    command = task.command.format(folder.path)
+    job.print_once(f"The run is in {folder.path}. Use it with: dtransformer {command}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
@@ -171,13 +172,6 @@ def _has_ended(path, config):
     """Return whether a run has made all steps that `training.max_steps` asks for."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
-
-
-def _next(config, path):
-    """Return what can be done with a run."""
-    if like(config.task) == "translation":
-        return f"Translate with: dtransformer translate --run {path} < FILE"
-    return f"Evaluate it with: dtransformer evaluate --run {path} --data FILE"
 
 
 def make_trainer(task: Task, total_steps: int) -> Trainer:
@@ -242,8 +236,8 @@ def _check_same(config, old):
             own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
             if own != its:
                 raise InputError(
-                    f"--resume: {name} is {own!r}, and the run began with {its!r}: give what it "
-                    "began with, or train another --run"
+                    f"--resume: {name} is {own!r}, but the run began with {its!r}. Restore this "
+                    "value, or train another --run."
                 )
 
 
@@ -263,8 +257,8 @@ def _begin(folder, task, resumes):
     for name, its in run.data.items():
         if its != task.digests[name]:
             raise InputError(
-                f"--resume: the {name} sentences are not those that the run began with: give the same "
-                "files, or train another --run"
+                f"--resume: the {name} records have changed since the run began. Give the same files, "
+                "or train another --run."
             )
 
 
@@ -282,7 +276,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
+        callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))

@@ -41,6 +41,7 @@ class Task(abc.ABC):
         num_sequences: how many a record has, which a `GroupModel` sees where they are several.
         num_added: of tokens that come to rows of `data.length`, such as a start token.
         always_trained: a pattern of weights that are trained beside adapters, too.
+        command: Command that uses the trained network, with `{}` for the run folder.
         algorithm: Default of `tokenizer.algorithm`.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
@@ -53,6 +54,7 @@ class Task(abc.ABC):
     num_sequences: ClassVar[int] = 1
     num_added: ClassVar[int] = 0
     always_trained: ClassVar[str | None] = None
+    command: ClassVar[str] = "generate --model {} --prompt TEXT"
     algorithm: ClassVar[str] = "wordpiece"
 
     def __init__(
@@ -165,8 +167,18 @@ class Task(abc.ABC):
         self.folder = folder
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
-        """Return what `dtransformer evaluate` prints, of batches of `"dev"`; all ranks call."""
-        return trainer.evaluate(batches, verbose=0, return_dict=True)
+        """Return the loss, metrics and scores of `dtransformer evaluate`. All ranks call it.
+
+        Args:
+            trainer: Trainer of the network.
+            batches: Batches of the held-out records.
+        """
+        logs = trainer.evaluate(batches, verbose=0, return_dict=True)
+        return {**logs, **self.scores_of_dev(trainer)}
+
+    def scores_of_dev(self, trainer: keras.Model) -> dict[str, float]:
+        """Return scores of all held-out records that no mean over rows gives. All ranks call it."""
+        return {}
 
     def told(self) -> list[str]:
         """Return lines on the records, which are printed before training."""

@@ -14,6 +14,7 @@ from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.parallel import collectives
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job
+from dtransformer.runs.scores import retrieval
 from dtransformer.runs.tasks.classification import LabelTask
 
 
@@ -57,7 +58,7 @@ class InBatchLoss(keras.losses.Loss):
 class Embedding(LabelTask):
     """A network whose vectors of a query and of its text are alike, and of others not."""
 
-    num_sequences, always_trained = 2, None
+    num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
         for name in ("negative", "negatives"):
@@ -90,6 +91,18 @@ class Embedding(LabelTask):
         message = "texts repeat another text: in a batch, equal texts are not negatives"
         warn_left_out(f"Records ({name})", len(ids) - len(distinct), len(ids), message)
         return records, sizes
+
+    def encode_inputs(self, records):
+        texts = [text_of(x, "text" if "text" in x else "query", place) for place, x in records]
+        return [[row] for row in self.encode_whole(texts)]
+
+    def prediction(self, record, row, output):
+        return {"vector": output[0]}
+
+    def scores_of_dev(self, trainer) -> dict[str, float]:
+        vectors = self.predictions(trainer, "dev")
+        ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
+        return retrieval(vectors[:, 0], vectors[:, 1], ids)
 
     def form(self, *args) -> tuple:
         inputs, target, weight = group_row(*args, with_labels=False)

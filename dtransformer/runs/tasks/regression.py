@@ -14,9 +14,13 @@ class Regression(LabelTask):
 
     num_labels = 1
 
+    def describe(self, records):
+        low, mean, high = (f(records.targets) for f in (np.min, np.mean, np.max))
+        return f", labels from {low:.4g} to {high:.4g}, {mean:.4g} on average"
+
     def encode(self, records):
         labels = [[number_of(record, "label", place)] for place, record in records]
-        return [[row] for row in self.encode_texts(records)], labels
+        return self.encode_inputs(records), labels
 
     def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)
@@ -27,10 +31,9 @@ class Regression(LabelTask):
         loss.weights_epoch_means = True
         return loss
 
-    def results(self, trainer, batches) -> dict[str, float]:
+    def scores_of_dev(self, trainer) -> dict[str, float]:
         values = self.records["dev"].targets[:, 0]
-        found = spearman(values, self.predictions(trainer, "dev")[:, 0])
-        return {**super().results(trainer, batches), "spearman": found}
+        return {"spearman": spearman(values, self.predictions(trainer, "dev")[:, 0])}
 
 
 TASK = Regression

@@ -13,7 +13,15 @@ from dtransformer.runs.tasks.preference import PairTask
 class Reward(PairTask):
     """A decoder with a number in place of its vocabulary (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
-    with_labels, always_trained = False, "head/*"
+    with_labels, always_trained, command = False, "head/*", "predict --run {} < FILE"
+
+    def encode_inputs(self, records):
+        is_pair = "chosen" in records[0][1]
+        return self.encode(records)[0] if is_pair else self.encode_single(records)
+
+    def prediction(self, record, row, output):
+        names = ("score",) if len(row) == 1 else ("chosen", "rejected")
+        return dict(zip(names, output.tolist()))
 
     def target(self, record, place) -> list[float]:
         has_margin = record.get("margin") is not None
