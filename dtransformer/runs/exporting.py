@@ -80,7 +80,7 @@ def export(
             return _told(landed, "The adapters are", use)
         merge_lora(network)
     landed = save_pretrained(
-        network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
+        network, options.folder, options.family, overwrite, task.tokenizer, options.dtype
     )
     return _told(landed, "The model is", "dtransformer generate and transformers")
 

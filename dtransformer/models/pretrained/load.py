@@ -14,6 +14,7 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
+from dtransformer.models.pretrained.copies import has_tied_head
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_head_of
@@ -21,7 +22,7 @@ from dtransformer.models.pretrained.folder import CONFIG, GENERATION, Pretrained
 from dtransformer.models.pretrained.quantized import form_of
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.models.published_fields import FIELDS
-from dtransformer.parallel.collectives.objects import together
+from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.variable_factory import values_from
 
 SILENT, _TRAINING, _REFUSED = (set(FIELDS["config"][x]) for x in ("silent", "training", "refused"))
@@ -107,14 +108,18 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         return content, family, family.settled(found, content.shapes.keys()), rules
 
     content, family, found, rules = together(opened, "pretrained/folder")
+    found |= arguments
+    read_tied = lambda: has_tied_head(content, family, found)
+    found["tied_head"] = from_chief(read_tied, "pretrained/copies")
     with refusing(content.path / CONFIG):
-        network = family.network(**{**found, **arguments})
+        network = family.network(**found)
     network = together(
         lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
-    with values_from(stored.read):
+    with values_from(stored.reader):
         together(network.build, "pretrained/values")
+    network.lacks_head, network.stored_dtypes = stored.lacks_head, stored.dtypes()
     network.origin = content.config["model_type"], str(folder)
     network.generation_rules = rules
     return network
@@ -169,6 +174,11 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
         InputError: a field is lacking, or asks for what is not built.
     """
     config = ReadFields(config)
+    if "EncoderModel" in f"{config.get('architectures')}":
+        raise InputError(
+            f"{path}: architectures has an encoder alone, expected {family.architecture}, whose "
+            "files also have the decoder"
+        )
     try:
         arguments = {"vocab_size": config["vocab_size"], **family.arguments(config)}
         for ours, theirs in family.special_ids.items():

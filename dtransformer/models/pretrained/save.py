@@ -13,9 +13,11 @@ from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
+from dtransformer.inputs.conversion import convert
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.generation.rules import fields_of
+from dtransformer.models.pretrained.copies import sinusoids
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
@@ -43,6 +45,7 @@ def save_pretrained(
     family: str | None = None,
     overwrite: bool = False,
     tokenizer: Any = None,
+    dtype: str | None = None,
 ) -> pathlib.Path:
     """Write a network into a folder that `transformers`, and `from_pretrained`, load.
 
@@ -58,6 +61,8 @@ def save_pretrained(
         overwrite: whether the files of another model are replaced.
         tokenizer: an object whose `save(folder)` writes its files, such as of `load_tokenizer`; by
             default the files of the folder that the network was loaded from are copied.
+        dtype: Type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`. By default each
+            tensor has the type that it was loaded from, unless the weights themselves have 16 bits.
 
     Returns:
         The folder that it is in.
@@ -80,15 +85,27 @@ def save_pretrained(
     values, shapes = _values_on_chief(network), network.weight_shapes()
 
     def write(fresh):
-        kind, computed = config["model_type"], FAMILIES[config["model_type"]].computed
+        kind, arguments = config["model_type"], network.arguments
+        family = FAMILIES[kind]
+        # Weights of 16 bits are never widened to the type that they were loaded from.
+        is_full = dtype is None and network.variable_dtype == "float32"
+        stored = network.stored_dtypes if is_full else {}
+        main = dtype or next(iter(stored.values()), None)
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
-        arrays = {  # without a vocabulary's padding
-            file_name(kind, x.name, network): x.join([full(path) for path in x.weights])
-            for x in tensors_of(kind, network)
-        }
-        dtype = next(iter(arrays.values())).dtype
-        arrays |= {x: y.astype(dtype) for x, y in computed(network.arguments).items()}
-        fields = {**config, "dtype": str(dtype)}
+        tensors = {}
+        for tensor in tensors_of(kind, network):  # without a vocabulary's padding
+            array = tensor.join([full(path) for path in tensor.weights])
+            own = stored.get(tensor.weights[0], main)
+            tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
+        table = next(iter(tensors.values()))
+        if not arguments["tied_head"]:
+            copies = family.untied_copies.items()
+            tensors |= {name: tensors[x] for name, x in copies if x in tensors}
+        if family.writes_positions:
+            positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
+            tensors |= dict.fromkeys(family.position_tables, positions.astype(table.dtype))
+        arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
+        fields = {**config, "dtype": str(table.dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)

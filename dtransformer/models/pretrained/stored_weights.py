@@ -1,6 +1,8 @@
 """The tensors of a folder of published weights, by the paths of our weights."""
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -10,7 +12,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
-from dtransformer.models.pretrained.families.task_heads import tensors_of
+from dtransformer.models.pretrained.families.task_heads import HEADS, tensors_of, without_head
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
@@ -30,21 +32,35 @@ class StoredWeights:
         family: the `Family` that it is of.
         network: a network of that family; it need not be built.
 
+    Attributes:
+        lacks_head: Whether the folder is of a class without the head, such as `BertModel`.
+
     Raises:
-        InputError: tensors lack, are too many or of other shapes; lists them.
+        InputError: If tensors lack, are too many or of other shapes. The message lists them.
     """
 
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
-        names = {family.own_name(name): name for name in content.shapes}
+        names = family.stored_names(content.shapes)
         tensors = tensors_of(content.config["model_type"], network)
+        self._shapes = network.weight_shapes()
+        kind = (content.config.get("architectures") or [""])[0]
+        is_base = kind.endswith("Model") and kind != family.architecture
+        self.lacks_head = is_base and any(x.name not in names for x in tensors)
+        if self.lacks_head:
+            tensors = without_head(tensors)
+            self._shapes = {x: s for x, s in self._shapes.items() if not x.startswith(HEADS)}
+            warnings.warn(
+                f"{content.path}: {kind} has no head. The head of {family.architecture} starts with "
+                "random values.",
+                stacklevel=4,
+            )
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
         unused -= _left_out(unused, family.left_out(network.arguments), content.path)
         message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         message += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
-        self._shapes = network.weight_shapes()
         others = self._shapes.keys() - held
         message += [f"the network also has {weight}" for weight in sorted(others)]
         if message:
@@ -66,18 +82,26 @@ class StoredWeights:
         if message:
             raise InputError(_message(self._content.path, message))
 
-    def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
-        """Return a rectangle of a weight.
+    def reader(self, path: str) -> Callable[[Bounds, str], np.ndarray] | None:
+        """Return the function that reads a weight, or `None` if it is of the lacking head.
 
         Args:
-            path: its path, with the network's name.
-            bounds: (start, stop) in each dimension; what is beyond the stored tensor is 0.
-            dtype: name of the type.
-
-        Raises:
-            InputError: it has values that are not finite.
+            path: The weight's path, with the network's name.
         """
         path = path.partition("/")[2]
+        return functools.partial(self._read, path) if path in self._shapes else None
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the types of the stored tensors by our weights' paths."""
+        places = self._places.items()
+        return {path: str(self._content[name].dtype) for (path, _), (*_, name) in places}
+
+    def _read(self, path, bounds, dtype):
+        """Return a rectangle of a weight. Elements beyond the stored tensor are 0.
+
+        Raises:
+            InputError: If it has values that are not finite.
+        """
         if (path, None) in self._places:
             return self._rectangle(path, None, bounds, dtype)
         experts, of_each = range(*bounds[0]), bounds[1:]

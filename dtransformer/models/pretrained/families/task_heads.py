@@ -20,15 +20,12 @@ from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 _MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# What tensors have before their names, but for those of a class without a head, of which there is one
-# here for these families.
-BARE = {
-    "bert": "bert.",
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), "roberta."),
-    "distilbert": "distilbert.",
-    **dict.fromkeys(("modernbert", "llama", "mistral", "qwen2", "qwen3"), "model."),
-}
-_LEFT_OUT = "head/", "sentence_head/"  # the heads whose place is taken
+# Families whose class without a head is written, for vectors of texts.
+WITH_VECTORS = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
+    *("llama", "mistral", "qwen2", "qwen3"),
+)
+HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,17 +178,33 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
 
 
-def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
-    """Return a head as the family of a network has it; None where that is not known.
+def new_head(
+    network: OneStackModel, ending: str, labels: Sequence[str], tokenizer: object = None
+) -> LabelHead | None:
+    """Return the head that the family of a network has, or `None` for an unknown family.
 
     Args:
-        network: a network as `from_pretrained` returns it, or any other one.
+        network: A network from `from_pretrained`, or any other one.
         ending: `SEQUENCE` or `TOKENS`.
-        labels: names of the labels.
+        labels: Names of the labels.
+        tokenizer: See `padding_id`.
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
-    usual = {"pad_token_id": getattr(network, "end_id", None)}  # where there is no other one
-    return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
+    fields = {"pad_token_id": padding_id(network, tokenizer)}
+    return form and form.head(labels, network, network.arguments["dropout_rate"], fields)
+
+
+def padding_id(network: OneStackModel, tokenizer: object = None) -> int | None:
+    """Return the id that a head of the last token skips: the padding's, or else the end token's.
+
+    `transformers` needs it as `pad_token_id`, to find the last tokens of a batch of texts.
+
+    Args:
+        network: The network. Its own padding comes first.
+        tokenizer: Its tokenizer, which may have a padding that the network does not know.
+    """
+    ids = network.pad_id, getattr(tokenizer, "pad_id", None), getattr(network, "end_id", None)
+    return next((pad_id for pad_id in ids if pad_id is not None), None)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
@@ -222,11 +235,14 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
     tensors = FAMILIES[kind].tensors(network.arguments)
     if not getattr(network, "has_task_head", False):
         return tensors
-    kept = [x for x in tensors if not x.weights[0].startswith(_LEFT_OUT)]
-    if isinstance(network.head, PoolingHead):
-        bare = _bare(kind)
-        return [dataclasses.replace(x, name=x.name.removeprefix(bare)) for x in kept]
-    return [*kept, *_form_of(kind, network.head)[1].tensors(network.head)]
+    is_pooling = isinstance(network.head, PoolingHead)
+    own = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
+    return without_head(tensors) + own
+
+
+def without_head(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors that are not of a head."""
+    return [x for x in tensors if not x.weights[0].startswith(HEADS)]
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
@@ -241,7 +257,8 @@ def head_fields(kind: str, network: TokenModel) -> dict:
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
     base += "Text" * (kind == "gemma3_text")  # beside classes that see images
     if isinstance(head, PoolingHead):
-        _bare(kind)  # refuses families that have no such class
+        if kind not in WITH_VECTORS:
+            raise InputError(f"vectors of the family {kind!r} have no published form here")
         return {"architectures": [f"{base}Model"]}
     ending, form = _form_of(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
@@ -258,15 +275,10 @@ def head_fields(kind: str, network: TokenModel) -> dict:
 
 def file_name(kind: str, name: str, network: TokenModel) -> str:
     """Return what a tensor of `tensors_of` is called in the files of a network."""
-    is_bare = isinstance(getattr(network, "head", None), PoolingHead)
-    return name if is_bare else FAMILIES[kind].file_name(name)
-
-
-def _bare(kind):
-    """Return what names of tensors lack in the files of a family's class without a head."""
-    if kind not in BARE:
-        raise InputError(f"vectors of the family {kind!r} have no published form here")
-    return BARE[kind]
+    family = FAMILIES[kind]
+    if isinstance(getattr(network, "head", None), PoolingHead):
+        return name.removeprefix(family.base_prefix)
+    return family.file_name(name)
 
 
 def _form_of(kind, head):

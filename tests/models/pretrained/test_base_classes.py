@@ -1,0 +1,100 @@
+"""Promise: a folder of a class without a head, such as `BertModel`, is loaded for any task."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dtransformer.errors import InputError
+from dtransformer.layers.heads import PoolingHead
+from dtransformer.models import from_pretrained
+from dtransformer.models.one_stack import with_task_head
+from dtransformer.models.pretrained.load import architecture_of
+from dtransformer.runs.loading import opened
+from harness.byte_tokenizer import write_byte_tokenizer
+from harness.tolerances import PARITY_LOGITS
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+ENCODER = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 24,
+    "pad_token_id": 0,
+}
+DECODER = {**ENCODER, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+# The class without a head -> its config, and whether the network's head has weights of its own.
+CLASSES = {
+    "BertModel": (ENCODER, True),
+    "RobertaModel": (ENCODER | {"pad_token_id": 1}, True),
+    "XLMRobertaModel": (ENCODER | {"pad_token_id": 1}, True),
+    "CamembertModel": (ENCODER | {"pad_token_id": 1}, True),
+    "DistilBertModel": (DISTILBERT, True),
+    "ModernBertModel": (ENCODER | {"num_hidden_layers": 3}, True),
+    "LlamaModel": (DECODER, True),
+    "MistralModel": (DECODER, True),
+    "GPTNeoXModel": (DECODER, True),
+    "PhiModel": (DECODER | {"num_key_value_heads": 2}, True),
+    "Gemma3TextModel": (DECODER | {"head_dim": 8}, False),
+    "OPTModel": (
+        {**DECODER, "ffn_dim": 32, "word_embed_proj_dim": 16, "pad_token_id": 1},
+        False,
+    ),
+    "FalconModel": (DECODER, False),
+    "GPT2Model": (GPT2, False),
+}
+IDS = np.random.default_rng(0).integers(3, 40, (3, 7))
+
+
+def made(name, folder, sizes):
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_hidden_states_are_those_of_transformers(name, tmp_path, recwarn):
+    sizes, has_new_head = CLASSES[name]
+    model = made(name, tmp_path, sizes)
+    network = from_pretrained(tmp_path)
+    assert network.lacks_head == has_new_head
+    told = [x for x in map(str, (w.message for w in recwarn)) if f"{name} has no head" in x]
+    assert len(told) == has_new_head
+    assert np.isfinite(network(IDS)).all()
+    with_task_head(network, PoolingHead("mean", normalize=False))
+    with torch.no_grad():
+        states = model(torch.tensor(IDS)).last_hidden_state.mean(1).numpy()
+    np.testing.assert_allclose(network(IDS), states, rtol=0, atol=PARITY_LOGITS)
+
+
+def test_a_head_that_is_damaged_is_still_refused(tmp_path):
+    """The class has a head, and the file lacks it."""
+    made("LlamaModel", tmp_path, DECODER)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="it lacks lm_head.weight"):
+        from_pretrained(tmp_path)
+
+
+def test_a_new_head_generates_no_texts(tmp_path):
+    made("LlamaModel", tmp_path, DECODER | {"vocab_size": 290})
+    write_byte_tokenizer(tmp_path, ["one"], "{{ messages }}")
+    with pytest.raises(InputError, match="has no head, so that it generates no texts"):
+        opened(tmp_path, "float32")
+
+
+def test_an_encoder_without_its_decoder_is_refused_by_its_config(tmp_path):
+    made("T5EncoderModel", tmp_path, T5)
+    for read in (architecture_of, from_pretrained):
+        with pytest.raises(InputError, match="architectures has an encoder alone, expected T5For"):
+            read(tmp_path)
