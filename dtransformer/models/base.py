@@ -79,14 +79,12 @@ class TokenModel(KeepsSettings, keras.Model):
             was trained; None where there are none. Configs keep it.
         stored_dtypes: Types of the published tensors by the weights' paths. A saved network has the same
             types by default.
-        lacks_head: Whether the published files had no head, so that it started with random values.
         generation_rules: what published weights say of generation; see `rules_of`. Configs keep it.
         embedding_noise: what is added to embeddings while a trainer trains; None for nothing.
     """
 
     origin: tuple[str, str] | None = None
     stored_dtypes: dict = {}
-    lacks_head = False
     generation_rules: dict = {}
     has_told_rules = False
     embedding_noise: EmbeddingNoise | None = None

@@ -26,20 +26,19 @@ from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue, 
 from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterShardedVariable
 
 # A weight's path, bounds and type -> that rectangle of its value, padding included.
-ReaderOf = Callable[[str], Callable[[Bounds, str], np.ndarray] | None]
+ReadStored = Callable[[str, Bounds, str], np.ndarray]
 
 
-def values_from(reader_of: ReaderOf) -> contextlib.AbstractContextManager:
-    """Initialize weights that are created in the `with` block from stored values.
+def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
+    """Let weights that are made in the `with` block begin with stored values.
 
-    Each rank reads its shards. Drawing values first would take longer than reading.
+    Each rank reads what it will hold, and nothing is drawn, which takes longer than to read.
 
     Args:
-        reader_of: Function of a weight's path. It returns a function of bounds in the full value
-            and the name of the type, which returns this rectangle; or `None` for a weight that
-            keeps its initializer.
+        read: a function of a weight's path, bounds in its full value, and the name of its type, that
+            returns this rectangle.
     """
-    return trace.scope(stored_values=reader_of)
+    return trace.scope(stored_values=read)
 
 
 @contextlib.contextmanager
@@ -78,10 +77,8 @@ def make_variable(
     Raises:
         ValueError: the rules do not fit its axes and shape; names the weight.
     """
-    reader_of = trace.current().stored_values
-    read = reader_of and reader_of(path)
-    if read is not None:
-        initializer = StoredValue(read)
+    if trace.current().stored_values is not None:
+        initializer = StoredValue(functools.partial(trace.current().stored_values, path))
     specs = weight_specs(axes, shape, path)
     local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
     why_not = get_parallel_config().why_replicated(

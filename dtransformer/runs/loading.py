@@ -100,11 +100,6 @@ def opened(
         tokenizer = load_tokenizer(folder)
         needs.check_published(folder, job.size())
         model = from_pretrained(folder, dtype=precision)
-        if model.lacks_head:
-            raise InputError(
-                f"{folder}: has no head, so that it generates no texts. Give a folder of the class "
-                "with one."
-            )
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
     if tokenizer.vocab_size > model.vocab_size:

@@ -13,14 +13,12 @@ from dtransformer.inputs.json_file import read_object
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
-from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
-from dtransformer.models.pretrained.copies import has_tied_head
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_head_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
 from dtransformer.models.pretrained.quantized import form_of
-from dtransformer.models.pretrained.stored_weights import StoredWeights
+from dtransformer.models.pretrained.stored_weights import StoredWeights, has_tied_head
 from dtransformer.models.published_fields import FIELDS
 from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.variable_factory import values_from
@@ -117,9 +115,10 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
-    with values_from(stored.reader):
+    with values_from(stored.read):
         together(network.build, "pretrained/values")
-    network.lacks_head, network.stored_dtypes = stored.lacks_head, stored.dtypes()
+    if network.variable_dtype == "float32":  # weights of 16 bits are never saved with more
+        network.stored_dtypes = stored.dtypes()
     network.origin = content.config["model_type"], str(folder)
     network.generation_rules = rules
     return network
@@ -148,9 +147,10 @@ def _generation_rules(content, family):
         fields = read_object(path)
     else:
         path = content.path / CONFIG
-        fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
+        taken = generation_rules.TAKEN | generation_rules.NAMED
+        fields = {x: fields[x] for x in fields if x in taken}
     has_source = issubclass(family.network, EncoderDecoderModel)
-    return rules_of(fields, path, has_source, content.config["vocab_size"])
+    return generation_rules.rules_of(fields, path, has_source, content.config["vocab_size"])
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:
@@ -180,12 +180,19 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
             "files also have the decoder"
         )
     try:
-        arguments = {"vocab_size": config["vocab_size"], **family.arguments(config)}
-        for ours, theirs in family.special_ids.items():
-            value = config.get(theirs, _usual_id(family, theirs, config["vocab_size"]))
-            arguments[ours] = _special_id(
-                value, theirs, is_needed=family.special_ids is DECODER_IDS
-            )
+        vocab_size, names = config["vocab_size"], family.special_ids
+        arguments = {"vocab_size": vocab_size, **family.arguments(config)}
+        for ours, theirs in names.items():
+            default = family.ids.get(theirs)
+            if default is not None and default >= vocab_size:
+                default = None
+            value = config.get(theirs, default)
+            value = value[0] if isinstance(value, list) and value else value
+            if value is None and names is DECODER_IDS:
+                raise InputError(
+                    f"lacks the field {theirs}: the id of a token, which its texts need"
+                )
+            arguments[ours] = value
         arguments["pad_id"] = _padding(family, **arguments)
         check_others(config, path)
     except KeyError as error:
@@ -196,20 +203,6 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     except (InputError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     return arguments
-
-
-def _usual_id(family, field, vocab_size):
-    """Return the id that a config means which lacks a field; None where it is no entry."""
-    found = family.ids.get(field)
-    return found if found is not None and found < vocab_size else None
-
-
-def _special_id(value, field, is_needed):
-    """Return the first of one or several ids; None for none."""
-    value = value[0] if isinstance(value, list) and value else value
-    if value is None and is_needed:
-        raise InputError(f"lacks the field {field}: the id of a token, which its texts need")
-    return value
 
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):

@@ -17,11 +17,10 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.generation.rules import fields_of
-from dtransformer.models.pretrained.copies import sinusoids
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
-from dtransformer.models.pretrained.stored_weights import own_path
+from dtransformer.models.pretrained.stored_weights import own_path, sinusoids
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
@@ -73,7 +72,7 @@ def save_pretrained(
     """
 
     def checked():
-        config = _config_of(network, family)
+        config = config_of(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
                 "the network has adapters: save_lora writes them, or merge_lora adds them to the "
@@ -87,9 +86,7 @@ def save_pretrained(
     def write(fresh):
         kind, arguments = config["model_type"], network.arguments
         family = FAMILIES[kind]
-        # Weights of 16 bits are never widened to the type that they were loaded from.
-        is_full = dtype is None and network.variable_dtype == "float32"
-        stored = network.stored_dtypes if is_full else {}
+        stored = {} if dtype else network.stored_dtypes
         main = dtype or next(iter(stored.values()), None)
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
         tensors = {}
@@ -101,9 +98,9 @@ def save_pretrained(
         if not arguments["tied_head"]:
             copies = family.untied_copies.items()
             tensors |= {name: tensors[x] for name, x in copies if x in tensors}
-        if family.writes_positions:
+        for name in family.written_positions:
             positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
-            tensors |= dict.fromkeys(family.position_tables, positions.astype(table.dtype))
+            tensors[name] = positions.astype(table.dtype)
         arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
         fields = {**config, "dtype": str(table.dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
@@ -118,15 +115,6 @@ def save_pretrained(
             write_modules(fresh, head, network.arguments["hidden_size"])
 
     return saved_by_chief(folder, write, overwrite, _HIDE)
-
-
-def check_family(network: TokenModel, family: str | None = None) -> None:
-    """Check that a network can be saved as one of a family; arguments as of `save_pretrained`.
-
-    Raises:
-        InputError: it cannot; says what differs.
-    """
-    _config_of(network, family)
 
 
 def saved_by_chief(
@@ -172,7 +160,12 @@ def _add_tokenizer(network, tokenizer, fresh):
         warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
 
 
-def _config_of(network, name):
+def config_of(network: TokenModel, name: str | None = None) -> dict:
+    """Return the config of a network as one of a family, without the type of its tensors.
+
+    Raises:
+        InputError: If the network cannot be saved as one of the family. The message has the reason.
+    """
     if name is None and network.origin is not None:
         name = network.origin[0]
     if name not in FAMILIES:

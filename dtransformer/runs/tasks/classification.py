@@ -9,12 +9,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
-from dtransformer.models.pretrained.families.task_heads import (
-    SEQUENCE,
-    new_head,
-    padding_id,
-    usual_labels,
-)
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
@@ -50,8 +45,7 @@ class LabelTask(RecordTask):
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
-        labels = self.config.data.labels or usual_labels(num_labels)
-        own = new_head(core, self.ending, labels, self.tokenizer)
+        own = new_head(core, self.ending, self.config.data.labels or usual_labels(num_labels))
         if own is not None and not self.config.data.pooling:
             return own
         return self.plain_head(num_labels, core)
@@ -63,7 +57,6 @@ class LabelTask(RecordTask):
         return SequenceHead(
             num_labels,
             pooling,
-            padding_id(core, self.tokenizer) if pooling == "last" else None,
             hidden_act=None if is_decoder or pooling != "first" else "tanh",
             use_bias=not is_decoder,
             dropout_rate=core.arguments["dropout_rate"],

@@ -7,7 +7,6 @@ from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
 from dtransformer.models import CausalLM
 from dtransformer.models.one_stack import with_task_head
-from dtransformer.models.pretrained.families.task_heads import padding_id
 from dtransformer.runs.tasks.preference import PairTask
 
 
@@ -23,8 +22,7 @@ class Reward(PairTask):
         return [float(margin), 0.0]
 
     def with_head(self, core: CausalLM) -> CausalLM:
-        pad_id = padding_id(core, self.tokenizer)
-        head = SequenceHead(1, "last", pad_id, use_bias=False, dtype=core.dtype_policy)
+        head = SequenceHead(1, "last", use_bias=False, dtype=core.dtype_policy)
         return with_task_head(core, head)
 
     def loss(self) -> RewardLoss:

@@ -7,7 +7,7 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
-from dtransformer.models import from_pretrained
+from dtransformer.models import CausalLM, from_pretrained
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pretrained.load import architecture_of
 from dtransformer.runs.loading import opened
@@ -30,7 +30,7 @@ DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-# The class without a head -> its config, and whether the network's head has weights of its own.
+# The class -> its config, and whether it lacks the head's weights. Then the network gives vectors.
 CLASSES = {
     "BertModel": (ENCODER, True),
     "RobertaModel": (ENCODER | {"pad_token_id": 1}, True),
@@ -62,18 +62,20 @@ def made(name, folder, sizes):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_hidden_states_are_those_of_transformers(name, tmp_path, recwarn):
-    sizes, has_new_head = CLASSES[name]
+def test_hidden_states_are_those_of_transformers(name, tmp_path):
+    sizes, gives_vectors = CLASSES[name]
     model = made(name, tmp_path, sizes)
     network = from_pretrained(tmp_path)
-    assert network.lacks_head == has_new_head
-    told = [x for x in map(str, (w.message for w in recwarn)) if f"{name} has no head" in x]
-    assert len(told) == has_new_head
-    assert np.isfinite(network(IDS)).all()
-    with_task_head(network, PoolingHead("mean", normalize=False))
+    assert network.has_task_head == gives_vectors
     with torch.no_grad():
-        states = model(torch.tensor(IDS)).last_hidden_state.mean(1).numpy()
-    np.testing.assert_allclose(network(IDS), states, rtol=0, atol=PARITY_LOGITS)
+        states = model(torch.tensor(IDS)).last_hidden_state.numpy()
+    if gives_vectors:
+        is_decoder = isinstance(network, CausalLM)
+        vectors = states[:, -1] if is_decoder else states.mean(1)
+        vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose(network(IDS), vectors, rtol=0, atol=PARITY_LOGITS)
+    with_task_head(network, PoolingHead("first", normalize=False))
+    np.testing.assert_allclose(network(IDS), states[:, 0], rtol=0, atol=PARITY_LOGITS)
 
 
 def test_a_head_that_is_damaged_is_still_refused(tmp_path):
@@ -86,10 +88,10 @@ def test_a_head_that_is_damaged_is_still_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_a_new_head_generates_no_texts(tmp_path):
+def test_a_decoder_without_a_head_generates_no_texts(tmp_path):
     made("LlamaModel", tmp_path, DECODER | {"vocab_size": 290})
     write_byte_tokenizer(tmp_path, ["one"], "{{ messages }}")
-    with pytest.raises(InputError, match="has no head, so that it generates no texts"):
+    with pytest.raises(InputError, match="holds a CausalLM, which generates no texts"):
         opened(tmp_path, "float32")
 
 

@@ -73,7 +73,9 @@ CLASSES = {
 IDS = np.random.default_rng(0).integers(3, 40, (2, 7))
 QUICK = "GPT2LMHeadModel", "LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"
 QUICK += "RobertaForMaskedLM", "BartForConditionalGeneration", "T5ForConditionalGeneration"
-NAMES = [pytest.param(x, marks=[pytest.mark.long] * (x not in QUICK)) for x in CLASSES if x[:3] != "MT5"]
+NAMES = [
+    pytest.param(x, marks=[pytest.mark.long] * (x not in QUICK)) for x in CLASSES if x[:3] != "MT5"
+]
 
 
 def made(name, folder, **fields):
@@ -190,9 +192,7 @@ def test_an_untied_model_of_transformers_is_loaded(name, tmp_path):
 
     change(folder, share)
     logits, _ = expected(name, folder)
-    np.testing.assert_allclose(
-        found(from_pretrained(folder)), logits, rtol=0, atol=PARITY_LOGITS
-    )
+    np.testing.assert_allclose(found(from_pretrained(folder)), logits, rtol=0, atol=PARITY_LOGITS)
 
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
@@ -200,7 +200,7 @@ def test_two_tables_of_embeddings_are_refused(name, tmp_path):
     folder, prefix = made(name, tmp_path), "model." * name.startswith("Bart")
     table = f"{prefix}decoder.embed_tokens.weight"
     change(folder, lambda tensors: tensors.update({table: torch.randn(40, 16)}))
-    with pytest.raises(InputError, match=f"{table} differs from {prefix}shared.weight, expected"):
+    with pytest.raises(InputError, match=f"{table} differs from the values that"):
         from_pretrained(folder)
 
 
@@ -222,7 +222,7 @@ def test_positions_other_than_the_formula_are_refused(name, dtype, tmp_path):
     tolerance = PARITY_LOGITS if dtype == "float32" else 2e-2
     np.testing.assert_allclose(found(from_pretrained(folder)), logits, rtol=0, atol=tolerance)
     positions(0.05)
-    with pytest.raises(InputError, match=f"{table} differs from the sinusoidal positions"):
+    with pytest.raises(InputError, match=f"{table} differs from the values that"):
         from_pretrained(folder)
 
 

@@ -125,7 +125,7 @@ _LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True
 _PRE = {"post_layernorm_residual": False}
 _PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
 _COUNTED = {"positions": "sinusoidal", "positions_after_padding": True, "head_bias": False}
-_TABLES = {"position_tables": tuple(f"{side}.embed_positions.weight" for side in _ATTENTIONS)}
+_TABLES = {"position_tables": ("embed_positions.weight",)}
 BART = _family(
     "BartForConditionalGeneration",
     _LEARNED,
@@ -140,7 +140,10 @@ MARIAN = _family(
 )
 MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_PRE})
 PEGASUS = _family(
-    "PegasusForConditionalGeneration", {**_PAPER, **_PRE}, writes_positions=True, **_TABLES
+    "PegasusForConditionalGeneration",
+    {**_PAPER, **_PRE},
+    written_positions=("encoder.embed_positions.weight", "decoder.embed_positions.weight"),
+    **_TABLES,
 )
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",

@@ -125,8 +125,8 @@ class Family:
             embeddings for one side.
         untied_copies: Tensors of untied models that repeat another one, and its name. `transformers`
             reads each of them.
-        position_tables: Tables of sinusoidal positions that files may hold. They are no weights here.
-        writes_positions: Whether saved files have the position tables.
+        position_tables: Ends of names of tables of sinusoidal positions, which are no weights here.
+        written_positions: Names of such tables that saved files have.
         ignored: endings of names that hold no weights of the network.
         renamed: dict of endings of names in older files, and what they are now.
         left_out: a function of the arguments that returns what names begin with of tensors that are
@@ -168,7 +168,7 @@ class Family:
     copies: tuple[str, ...] = ("lm_head.weight",)
     untied_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     position_tables: tuple[str, ...] = ()
-    writes_positions: bool = False
+    written_positions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
@@ -265,8 +265,7 @@ class Family:
 
     def is_spare(self, name: str) -> bool:
         """Return whether a file may have a tensor of that name besides the network's."""
-        known = *self.copies, *self.position_tables
-        return name in known or name.endswith(self.ignored)
+        return name in self.copies or name.endswith(self.ignored + self.position_tables)
 
     def _numbered_block(self, number, shapes, arguments):
         """Return the tensors of a block by its number."""

@@ -90,7 +90,7 @@ PHI3 = Family(
     ),
     attention=paths.FUSED_ATTENTION,
     dense=paths.FUSED_GATED,
-    ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
+    ids={**USUAL_IDS, "eos_token_id": 32000, "pad_token_id": 32000},
 )
 STARCODER2 = Family(
     "Starcoder2ForCausalLM",
@@ -198,7 +198,7 @@ HELIUM = Family(
     parts=(epsilon(1e-8), kv_heads(20), head_dim(128), Blocks(base=1e5)),
     refused=_PLAIN,
     is_interleaved=True,
-    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+    ids={**USUAL_IDS, "pad_token_id": 3},
 )
 ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
@@ -211,5 +211,5 @@ ERNIE4_5 = Family(
         TIED,
     ),
     is_interleaved=True,
-    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    ids={**USUAL_IDS, "pad_token_id": 0},
 )

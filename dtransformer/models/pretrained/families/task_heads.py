@@ -11,6 +11,7 @@ from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, Toke
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
@@ -25,7 +26,7 @@ WITH_VECTORS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
     *("llama", "mistral", "qwen2", "qwen3"),
 )
-HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
+_HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +157,12 @@ def task_heads(kind: str) -> Mapping[str, TaskHead]:
 def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
     """Give a network that is not built the head of its folder, where that is a task's.
 
-    Labels are those of the config's class; a folder of sentence-transformers says how to pool.
+    Labels are those of the config's class. A folder of sentence-transformers specifies the pooling.
+    A class without the head of the network, such as `BertModel`, gives vectors: the mean of an
+    encoder's positions, or a decoder's last one.
 
     Raises:
-        InputError: the family has no such class here.
+        InputError: If the family has no such class here.
     """
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not isinstance(names[0], str):
@@ -168,6 +171,11 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
         pooling = pooling_of(folder, network.dtype_policy)
+        is_base = name.endswith("Model") and name != FAMILIES[config["model_type"]].architecture
+        is_decoder = isinstance(network, CausalLM)
+        has_own_head = isinstance(network, MaskedLM) or not network.arguments["tied_head"]
+        if pooling is None and is_base and has_own_head and isinstance(network, OneStackModel):
+            pooling = PoolingHead("last" if is_decoder else "mean", dtype=network.dtype_policy)
         return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"]).get(ending)
     if form is None:
@@ -178,33 +186,17 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
 
 
-def new_head(
-    network: OneStackModel, ending: str, labels: Sequence[str], tokenizer: object = None
-) -> LabelHead | None:
-    """Return the head that the family of a network has, or `None` for an unknown family.
+def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
+    """Return a head as the family of a network has it; None where that is not known.
 
     Args:
-        network: A network from `from_pretrained`, or any other one.
+        network: a network as `from_pretrained` returns it, or any other one.
         ending: `SEQUENCE` or `TOKENS`.
-        labels: Names of the labels.
-        tokenizer: See `padding_id`.
+        labels: names of the labels.
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
-    fields = {"pad_token_id": padding_id(network, tokenizer)}
-    return form and form.head(labels, network, network.arguments["dropout_rate"], fields)
-
-
-def padding_id(network: OneStackModel, tokenizer: object = None) -> int | None:
-    """Return the id that a head of the last token skips: the padding's, or else the end token's.
-
-    `transformers` needs it as `pad_token_id`, to find the last tokens of a batch of texts.
-
-    Args:
-        network: The network. Its own padding comes first.
-        tokenizer: Its tokenizer, which may have a padding that the network does not know.
-    """
-    ids = network.pad_id, getattr(tokenizer, "pad_id", None), getattr(network, "end_id", None)
-    return next((pad_id for pad_id in ids if pad_id is not None), None)
+    usual = {"pad_token_id": getattr(network, "end_id", None)}  # where there is no other one
+    return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
@@ -237,12 +229,7 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
         return tensors
     is_pooling = isinstance(network.head, PoolingHead)
     own = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
-    return without_head(tensors) + own
-
-
-def without_head(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors that are not of a head."""
-    return [x for x in tensors if not x.weights[0].startswith(HEADS)]
+    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *own]
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
