@@ -63,14 +63,13 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
-    if training := sorted(left.keys() & _TRAINING):
-        message = ", ".join(f"{name}={shown(left[name])}" for name in training)
-        warnings.warn(f"{path}: {message}: not applied where the network is trained", stacklevel=3)
-    if others := sorted(left.keys() - KNOWN):
-        message = ", ".join(f"{name}={shown(left[name])}" for name in others)
-        warnings.warn(
-            f"{path}: fields that are not known here, and ignored: {message}", stacklevel=3
-        )
+    for names, told in (
+        (left.keys() & _TRAINING, "training here does not apply"),
+        (left.keys() - KNOWN, "fields that are not known here, and ignored:"),
+    ):
+        if names:
+            message = ", ".join(f"{name}={shown(left[name])}" for name in sorted(names))
+            warnings.warn(f"{path}: {told} {message}", stacklevel=3)
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:

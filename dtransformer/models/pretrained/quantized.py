@@ -92,7 +92,6 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     stored: Callable[[str], np.ndarray]
     values: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    dtype = "bfloat16"  # in which values are saved
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return the values of some entries of the first dimension: of some experts, or all."""

@@ -95,9 +95,9 @@ def save_pretrained(
             own = stored.get(tensor.weights[0], main)
             tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
         table = next(iter(tensors.values()))
-        if not arguments["tied_head"]:
-            copies = family.untied_copies.items()
-            tensors |= {name: tensors[x] for name, x in copies if x in tensors}
+        for copy, name in family.untied_copies.items():
+            if name in tensors and not arguments["tied_head"]:
+                tensors[copy] = tensors[name]
         for name in family.written_positions:
             positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
             tensors[name] = positions.astype(table.dtype)

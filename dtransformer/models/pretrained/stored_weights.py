@@ -16,7 +16,6 @@ from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
 _MAX_TOLD = 5
-_ROWS = 4096  # rows of a table that are compared in one call
 
 
 def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping) -> bool:
@@ -35,29 +34,28 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
             or a stored table of positions from its formula.
     """
     names, table = family.stored_names(content.shapes), next(iter(family.tables))
-    tensor = lambda name: np.atleast_1d(content[names[name]][...])
-    positions = [name for name in names if name.endswith(family.position_tables)]
-    differing = [name for name in positions if not _is_sinusoidal(tensor(name))]
-    if table in names:
-        copies = names.keys() & {*family.copies}
-        differing += [name for name in copies if not _is_equal(tensor(name), tensor(table))]
-    for name in differing:
-        if name.removesuffix(".weight") not in family.top:
-            raise InputError(
-                f"{content.path}: {names[name]} differs from the values that "
-                f"{family.architecture} shares or computes here. Other values are not built: give "
-                "a folder with the shared table of embeddings, or with sinusoidal positions."
-            )
-    is_tied = arguments["tied_head"]
-    if differing and is_tied is True:
-        is_tied = False
+    is_tied, tensor = arguments["tied_head"], lambda name: content[names[name]][...]
+    heads = {f"{name}.weight" for name in family.top}
+    copies = {*family.copies} if is_tied is True else {*family.copies} - heads
+    differing = {x for x in names if x.endswith(family.position_tables)}
+    differing = {x for x in differing if not _is_sinusoidal(tensor(x))}
+    for copy in names.keys() & copies if table in names else ():
+        if not np.array_equal(tensor(copy), tensor(table)):
+            differing.add(copy)
+    for name in differing - heads:
+        raise InputError(
+            f"{content.path}: {names[name]} differs from the values that {family.architecture} "
+            "shares or computes here. Other values are not built: give a folder with the shared "
+            "table of embeddings, or with sinusoidal positions."
+        )
+    for head in differing:
         warnings.warn(
-            f"{content.path}: {names[differing[0]]} differs from {names[table]}, to which "
-            "config.json ties it. The head keeps its own values. Set tie_word_embeddings to false "
-            "in config.json to silence this warning.",
+            f"{content.path}: {names[head]} differs from {names[table]}, to which config.json ties "
+            "it. The head keeps its own values. Set tie_word_embeddings to false in config.json to "
+            "silence this warning.",
             stacklevel=2,
         )
-    return is_tied
+    return False if differing else is_tied
 
 
 def sinusoids(length: int, size: int) -> np.ndarray:
@@ -65,12 +63,6 @@ def sinusoids(length: int, size: int) -> np.ndarray:
     angles = np.arange(length)[:, None] / 10000 ** (2 * (np.arange(size) // 2) / size)
     halves = [np.sin(angles[:, ::2]), np.cos(angles[:, 1::2])]
     return np.concatenate(halves, axis=1).astype("float32")
-
-
-def _is_equal(first, second):
-    parts = (slice(start, start + _ROWS) for start in range(0, len(first), _ROWS))
-    is_alike = first.shape == second.shape
-    return is_alike and all(np.array_equal(first[part], second[part]) for part in parts)
 
 
 def _is_sinusoidal(table):
@@ -146,9 +138,9 @@ class StoredWeights:
         return np.stack([self._rectangle(path, expert, of_each, dtype) for expert in experts])
 
     def dtypes(self) -> dict[str, str]:
-        """Return the types of the stored tensors by our weights' paths."""
-        places = self._places.items()
-        return {path: str(self._content[name].dtype) for (path, _), (*_, name) in places}
+        """Return the types of the stored tensors, except quantized ones, by our weights' paths."""
+        stored = {path: self._content[name] for (path, _), (*_, name) in self._places.items()}
+        return {path: str(x.dtype) for path, x in stored.items() if isinstance(x, np.ndarray)}
 
     def _rectangle(self, path, expert, bounds, dtype):
         """Return a rectangle of a weight, or of an expert's."""

@@ -13,26 +13,17 @@ from dtransformer.models.pretrained.load import architecture_of
 from dtransformer.runs.loading import opened
 from harness.byte_tokenizer import write_byte_tokenizer
 from harness.tolerances import PARITY_LOGITS
+from tests.models.pretrained.tiny_configs import DISTILBERT, ENCODER, T5
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
-ENCODER = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 24,
-    "pad_token_id": 0,
-}
-DECODER = {**ENCODER, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
-DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+PADDED = {**ENCODER, "pad_token_id": 0}
+DECODER = {**PADDED, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 # The class -> its config, and whether it lacks the head's weights. Then the network gives vectors.
 CLASSES = {
-    "BertModel": (ENCODER, True),
+    "BertModel": (PADDED, True),
     "RobertaModel": (ENCODER | {"pad_token_id": 1}, True),
     "XLMRobertaModel": (ENCODER | {"pad_token_id": 1}, True),
     "CamembertModel": (ENCODER | {"pad_token_id": 1}, True),

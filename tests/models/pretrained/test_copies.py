@@ -10,26 +10,21 @@ from safetensors.torch import load_file, save_file
 from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained, save_pretrained
 from harness.tolerances import PARITY_LOGITS
+from tests.models.pretrained.tiny_configs import DISTILBERT, ENCODER, T5
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
-ENCODER = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 24,
+BASE = {
+    **ENCODER,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": True,
 }
-DECODER = {**ENCODER, "num_key_value_heads": 1, "head_dim": 8}
-FALCON = {key: x for key, x in ENCODER.items() if key != "intermediate_size"}
+DECODER = {**BASE, "num_key_value_heads": 1, "head_dim": 8}
+FALCON = {key: x for key, x in BASE.items() if key != "intermediate_size"}
 OPT = {**FALCON, "ffn_dim": 32, "word_embed_proj_dim": 16}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1}
-DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
 PAIRS = {
     "vocab_size": 40,
     "d_model": 16,
@@ -46,29 +41,28 @@ PAIRS = {
     "forced_eos_token_id": None,
 }
 M2M_100 = {**PAIRS, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-T5 |= {"decoder_start_token_id": 0}
+T5_IDS = {**T5, "decoder_start_token_id": 0}
 HEAD = "lm_head.weight"
 # The class -> its config, the head's kernel, and the head's own bias if files may have it twice.
 CLASSES = {
-    "MT5ForConditionalGeneration": (T5, HEAD, None),
+    "MT5ForConditionalGeneration": (T5_IDS, HEAD, None),
     "GPT2LMHeadModel": (GPT2 | {"eos_token_id": 2}, HEAD, None),
     "OPTForCausalLM": (OPT, HEAD, None),
     "LlamaForCausalLM": (DECODER, HEAD, None),
     "Gemma2ForCausalLM": (DECODER, HEAD, None),
     "FalconForCausalLM": (FALCON, HEAD, None),
-    "GPTNeoXForCausalLM": (ENCODER, "embed_out.weight", None),
-    "CohereForCausalLM": (ENCODER, HEAD, None),
-    "BertForMaskedLM": (ENCODER, "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
-    "RobertaForMaskedLM": (ENCODER, "lm_head.decoder.weight", "lm_head.decoder.bias"),
+    "GPTNeoXForCausalLM": (BASE, "embed_out.weight", None),
+    "CohereForCausalLM": (BASE, HEAD, None),
+    "BertForMaskedLM": (BASE, "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    "RobertaForMaskedLM": (BASE, "lm_head.decoder.weight", "lm_head.decoder.bias"),
     "DistilBertForMaskedLM": (DISTILBERT, "vocab_projector.weight", None),
-    "ModernBertForMaskedLM": (ENCODER | {"num_hidden_layers": 3}, "decoder.weight", None),
+    "ModernBertForMaskedLM": (BASE | {"num_hidden_layers": 3}, "decoder.weight", None),
     "BartForConditionalGeneration": (PAIRS, HEAD, None),
     "MarianMTModel": (PAIRS, HEAD, None),
     "MBartForConditionalGeneration": (PAIRS, HEAD, None),
     "PegasusForConditionalGeneration": (PAIRS, HEAD, None),
     "M2M100ForConditionalGeneration": (M2M_100, HEAD, None),
-    "T5ForConditionalGeneration": (T5, HEAD, None),
+    "T5ForConditionalGeneration": (T5_IDS, HEAD, None),
 }
 IDS = np.random.default_rng(0).integers(3, 40, (2, 7))
 QUICK = "GPT2LMHeadModel", "LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"

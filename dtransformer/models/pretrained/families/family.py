@@ -247,7 +247,7 @@ class Family:
         """
         found = {self.own_name(name): name for name in sorted(names)}
         table, prefix = next(iter(self.tables)), self.base_prefix
-        if table in found or table.removeprefix(prefix) not in found:
+        if table.removeprefix(prefix) not in found:
             return found
         return {prefix + name: stored for name, stored in found.items()}
 

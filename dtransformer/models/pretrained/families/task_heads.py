@@ -11,7 +11,6 @@ from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, Toke
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
-from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
@@ -173,8 +172,8 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
         pooling = pooling_of(folder, network.dtype_policy)
         is_base = name.endswith("Model") and name != FAMILIES[config["model_type"]].architecture
         is_decoder = isinstance(network, CausalLM)
-        has_own_head = isinstance(network, MaskedLM) or not network.arguments["tied_head"]
-        if pooling is None and is_base and has_own_head and isinstance(network, OneStackModel):
+        is_complete = is_decoder and network.arguments["tied_head"]
+        if pooling is None and is_base and isinstance(network, OneStackModel) and not is_complete:
             pooling = PoolingHead("last" if is_decoder else "mean", dtype=network.dtype_policy)
         return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"]).get(ending)
