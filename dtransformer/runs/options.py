@@ -366,6 +366,7 @@ class ExportOptions:
     family: Name | None = None  # its family, such as gpt2; by default that of `model.from`
     saved_model: Path | None = None  # a SavedModel of TensorFlow, with a signature, to be served
     merge_adapters: bool = True  # adapters are added to the weights; else they are written apart
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of weights; default: as loaded
 
 
 _TOKENIZED = {
