@@ -25,8 +25,8 @@ HEAD = """# The command line
 
 `dtransformer COMMAND --help` prints what this page has. `python -m dtransformer.cli` is the same
 command. An error is one line, with exit code 2 where it can be mended, else 1;
-`DTRANSFORMER_TRACEBACK=1` shows where it comes from. Several ranks are started by `horovodrun -np N
-dtransformer …` or by `dtransformer launch`.
+`DTRANSFORMER_TRACEBACK=1` shows where it comes from. `dtransformer launch -np 2 -- COMMAND`
+starts two ranks ([clusters](clusters.md)).
 """
 YAML = """
 ## The keys of `train --config`
@@ -46,6 +46,8 @@ def cell(text):
 def command(name, parser):
     """Yield the lines of a command: its usage's options, each with what it does."""
     yield f"\n## `dtransformer {name}`\n\n{parser.description or ''}".rstrip() + "\n"
+    example = parser.epilog.removeprefix("example:").strip()
+    yield f"\n```bash\n{example}\n```"
     yield "\n| option | what it does |\n|---|---|"
     for action in parser._actions:
         if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from dtransformer import onednn
 from dtransformer.quiet import refuse_backend
 from dtransformer.registration import register_with_keras
 from dtransformer.version import __version__
@@ -17,6 +18,7 @@ from dtransformer.version import __version__
 if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
     refuse_backend(os.environ["KERAS_BACKEND"])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+onednn.turn_on()
 
 _keras = sys.modules.get("keras")  # it was imported before
 if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":

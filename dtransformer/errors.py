@@ -94,6 +94,11 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
+def format_warning(message: object, *details: object) -> str:
+    """Return a warning as one line. Use it as `warnings.formatwarning`."""
+    return f"warning: {one_line(message, None)}\n"
+
+
 def check_int(name: str, value: object, least: int = 1) -> int:
     """Return a value that has to be an integer of at least some number."""
     if type(value) is not int or value < least:

@@ -1,8 +1,8 @@
 """Train a two-layer network with collectives placed by hand: data and model parallelism.
 
     python examples/hybrid_parallel.py
-    horovodrun -np 2 python examples/hybrid_parallel.py --model-parallel 2
-    horovodrun -np 4 python examples/hybrid_parallel.py --model-parallel 2
+    dtransformer launch -np 2 -- python examples/hybrid_parallel.py --model-parallel 2
+    dtransformer launch -np 4 -- python examples/hybrid_parallel.py --model-parallel 2
 
 On whatever number of ranks, it prints the same losses.
 
@@ -16,10 +16,11 @@ arXiv 1909.08053, section 3):
 
 import argparse
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import numpy as np
 import tensorflow as tf
 
-import dtransformer
 from dtransformer.parallel import collectives
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 16, 64, 4, 32

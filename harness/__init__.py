@@ -19,3 +19,5 @@ Not part of the installed package. From the bottom up:
     prose.py       search for stilted English, for the ceilings in tests/test_prose.py
     published_tables/   published figures beside the planner's
 """
+
+import dtransformer  # noqa: F401 (before TensorFlow, so that oneDNN is on)

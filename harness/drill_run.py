@@ -11,8 +11,8 @@ import time
 from harness.layouts import layout_of
 from harness.two_hosts import INTERFACE
 
-STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
-ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
+STEP = re.compile(r"(?:<stdout>:|\] )step (\d+) loss ([\d.e+-]+)")
+ENDED = re.compile(r"(?:<stdout>:|\] )ended at (\d+) with (\w+)")
 RESTART = re.compile("dtransformer launch: .*: restart ")
 LAST_WORDS = re.compile(r"dtransformer: the job ends: ([^;]*)")
 _RANKS = re.compile(r"dtransformer launch: starting (\d+) ranks")

@@ -48,6 +48,7 @@ NAMES = (
     datasets.read_lines,
     datasets.read_pairs,
     datasets.read_tsv,
+    datasets.train_byte_level,
     datasets.write_token_shards,
     layers.AttentionMask,
     layers.BlockStack,

@@ -110,7 +110,10 @@ SEEN_BY_MODELS = (
     "dtransformer.parallel.collectives.objects",
     "dtransformer.parallel.runtime.seeds",
 )
-MAY_IMPORT_HOROVOD = ("parallel/runtime/job.py", "parallel/runtime/launch.py", "cli/doctor.py")
+MAY_IMPORT_HOROVOD = (
+    *("parallel/runtime/job.py", "parallel/runtime/launch.py"),
+    *("cli/doctor.py", "cli/launching/job.py"),
+)
 MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
 OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 160

@@ -1,5 +1,7 @@
 """The contestant: dtransformer's models and trainer, by `fit`; with `xla`, compiled by it."""
 
+import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import tensorflow as tf
 from fitted import fitted

@@ -1,5 +1,7 @@
 """The contestant: `TranslationTransformer.generate`."""
 
+import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import tensorflow as tf
 from generation import END, PAD, START
 from workloads import one_by_one, serve

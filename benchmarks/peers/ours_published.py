@@ -1,5 +1,7 @@
 """The contestant: `from_pretrained`, `load_lora` and `fit`."""
 
+import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import tensorflow as tf
 from fitted import fitted

@@ -86,6 +86,15 @@ def without_values():
         global_state.set_global_attribute(name, before)
 
 
+def makes_values() -> bool:
+    """Return whether variables get values here, which `without_values` prevents.
+
+    Unnecessary if a `keras.StatelessScope` could be asked for publicly.
+    """
+    scope = get_stateless_scope()
+    return scope is None or scope.initialize_variables
+
+
 # Keras: layers and models.
 
 
@@ -157,6 +166,14 @@ def dropped_value(variable: keras.Variable):
     """Return what is read of a variable without a value, or None. Unnecessary as `drop_value`."""
     read = variable._initializer
     return None if read is None else read(variable._shape, variable._dtype)
+
+
+def compile_options(model: keras.Model) -> dict:
+    """Return the arguments of a model's last `compile`; empty if there was none.
+
+    Unnecessary if `get_compile_config` returned the objects, not their configs.
+    """
+    return model._compile_config.config if model.compiled else {}
 
 
 def adds_losses(layer: keras.layers.Layer) -> bool:

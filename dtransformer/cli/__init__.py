@@ -11,15 +11,18 @@ import gc
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, is_of_another_rank, one_line
+from dtransformer.errors import InputError, format_warning, is_of_another_rank, one_line
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
 
 def _run(arguments):
+    if "run_by" not in arguments:
+        return arguments.print_help()
     if not arguments.without_tensorflow:
         import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
     module, _, function = arguments.run_by.rpartition(".")
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # the process is ours: it ends without a last search for garbage
         atexit.register(gc.freeze)
+        warnings.formatwarning = format_warning
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed: send it to a file, or to /dev/null")
@@ -48,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has ended, such as head
         _drop_output()
         return 1
-    except KeyboardInterrupt:
-        return _tell("interrupted", 130)
+    except KeyboardInterrupt as error:
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(f"dtransformer: {error or 'interrupted'}", file=sys.stderr, flush=True)
+        return 130
     except OSError as error:
         _drop_output()
         place = "standard output" if error.filename is None else error.filename

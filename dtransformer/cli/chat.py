@@ -16,6 +16,7 @@ def chat(
     Raises:
         InputError: the folder has no model that generates, or no chat template.
     """
+    from dtransformer.datasets.tool_calls import tools_in
     from dtransformer.models import TextGenerator
     from dtransformer.runs.loading import opened
 
@@ -24,7 +25,9 @@ def chat(
         model, tokenizer, arguments.max_new_tokens, temperature=arguments.temperature
     )
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    tokenizer.chat([*first, {"role": "user", "content": "?"}])  # which tells what lacks
+    tools = tools_in(getattr(arguments, "tools", None))
+    # Check the template before the first question.
+    tokenizer.chat([*first, {"role": "user", "content": "?"}], tools)
     print(_HELP, file=out, flush=True)
     turns = list(first)
     for line in terminal_lines() if lines is None else lines:
@@ -38,7 +41,7 @@ def chat(
         turns.append({"role": "user", "content": text})
         show = lambda _, part: print(part, end="", flush=True, file=out)
         try:
-            (answer,) = generate([tokenizer.chat(turns)], show)
+            (answer,) = generate([tokenizer.chat(turns, tools)], show)
         except ValueError as error:  # with the answer it is longer than the model takes
             print(f"{error}: /reset, or give a smaller --max-new-tokens", file=out, flush=True)
             turns.pop()

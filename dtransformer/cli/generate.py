@@ -5,9 +5,11 @@ import json
 import sys
 
 from dtransformer.datasets.documents import joined
+from dtransformer.datasets.tool_calls import tools_in
 from dtransformer.errors import InputError, refusing, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
+from dtransformer.models.generation.rules import end_ids
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -31,8 +33,9 @@ def generate(arguments: argparse.Namespace) -> None:
     """
     config, folder = _config(arguments.set), arguments.model
     start_job(config)
-    if arguments.system is not None and not arguments.chat:
-        raise InputError("--system goes with --chat only: add it, or leave it out")
+    for name in ("system", "tools"):
+        if getattr(arguments, name) is not None and not arguments.chat:
+            raise InputError(f"--{name} goes with --chat only: add it, or leave it out")
     read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
@@ -40,7 +43,8 @@ def generate(arguments: argparse.Namespace) -> None:
         has_system = arguments.system is not None  # an empty one switches a template's own off
         first = [{"role": "system", "content": arguments.system}] if has_system else []
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = list(map(tokenizer.chat, turns))
+        tools = tools_in(arguments.tools)
+        prompts = [tokenizer.chat(messages, tools) for messages in turns]
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
     options = {name: value for name, value in asked.items() if value is not None}
     with refusing(kinds=ValueError):
@@ -80,9 +84,7 @@ def _read(source, boundary):
 
 
 def _generator(model, tokenizer, max_new_tokens, stops, options):
-    stop_ids = list(getattr(tokenizer, "stop_ids", ()))
-    if not stop_ids and model.end_id is not None:
-        stop_ids = [model.end_id]
+    stop_ids = end_ids(model, tokenizer)
     for text in stops:
         ids = tokenizer.ids_of_stop(text)
         if len(ids) != 1:

@@ -43,7 +43,7 @@ def _token_shards(arguments):
     if arguments.tokenizer:
         tokenizer = datasets.load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
-        tokenizer = datasets.SubwordTokenizer.train(
+        tokenizer = datasets.train_byte_level(
             evenly_spread(texts_of(documents())), arguments.train_tokenizer
         )
     else:

@@ -1,7 +1,8 @@
 """Sentence pairs and documents, from files to batches.
 
 Pairs. Files: `text` reads sentences, `embedded` is a corpus that is there. Ids: `tokenizer`
-(on `vocabulary` and `published_form`). Batches: `batching` (on `batch_plan` and `packing`).
+(on `vocabulary` and `published_form`), and `byte_level` for language models. Batches: `batching`
+(on `batch_plan` and `packing`).
 
 Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `published_tokenizer` and
 `special_tokens`).
@@ -24,6 +25,7 @@ from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read
 
 if TYPE_CHECKING:
     from dtransformer.datasets.batching import TranslationBatches
+    from dtransformer.datasets.byte_level import train_byte_level
     from dtransformer.datasets.instructions import InstructionBatches
     from dtransformer.datasets.language_model import LanguageModelBatches
     from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
@@ -50,6 +52,7 @@ __all__ = [
     "read_lines",
     "read_pairs",
     "read_tsv",
+    "train_byte_level",
     "write_token_shards",
 ]
 
@@ -57,6 +60,7 @@ __all__ = [
 # The modules of the names that need TensorFlow; tensorflow-text, which takes its time, comes last.
 _HOMES = (
     "batching",
+    "byte_level",
     "instructions",
     "language_model",
     "masked_language_model",

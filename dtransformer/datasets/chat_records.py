@@ -1,10 +1,11 @@
-"""Learnt parts of a conversation: found by rendering it, and by the characters that tokens have.
+"""Learnt parts of a conversation, located by rendering it several times.
 
-The text before an answer, as the template begins it, and the text through it are rendered; both have
-to be beginnings of the whole, so that what is between them is the answer, its end mark included.
+An answer starts where the prompt for it and the full conversation have their common prefix, and ends
+where the conversation through it and the full one have theirs. Its end mark is learnt, too.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,11 +14,12 @@ import numpy as np
 from dtransformer.datasets.chat_template import ChatTemplate
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import Record, Turns, messages_of, text_of
-from dtransformer.errors import InputError, shown
-from dtransformer.inputs.json_file import parse_json
+from dtransformer.datasets.tool_calls import tools_of
+from dtransformer.errors import InputError
 
 Span = tuple[int, int]
-_MARKS = "train", "weight"  # of messages, which templates do not see
+_MARKS = "train", "weight"  # Keys of messages that templates do not receive.
+_OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 
 class Rendered(NamedTuple):
@@ -66,20 +68,6 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     return Rendered(text, [(0, len(text))], True)
 
 
-def tools_of(record: Record, place: str) -> list:
-    """Return what a record says that the model may call, for its template.
-
-    Raises:
-        InputError: it is no list of objects, nor the JSON of one; says where.
-    """
-    tools = record.get("tools") or []
-    if isinstance(tools, str):
-        tools = parse_json(tools, f"{place}, tools") or []
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise InputError(f"{place}: tools are {shown(tools)}, expected a list of objects")
-    return tools
-
-
 def conversation(
     messages: Turns, template: ChatTemplate | None, train_on: str, place: str, tools: Sequence = ()
 ) -> Rendered:
@@ -98,7 +86,7 @@ def conversation(
     if template is None:
         raise InputError(f"{place}: messages need a chat template: give data.template")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
-    render = functools.partial(template.render, tools=tools or None)
+    render = functools.partial(template.render, tools=tools)
     whole = render(seen)
     if train_on == "all":
         return Rendered(whole, [(0, len(whole))], False)
@@ -118,36 +106,53 @@ def conversation(
     return Rendered(whole, spans, False)
 
 
-def _span(messages, number, whole, render, place):
-    """Return where the answer of a number is in the whole text."""
-    before = render(messages[:number], add_generation_prompt=True)
-    if not whole.startswith(before):
-        # Some templates begin an answer that they ask for with more than one that is there.
-        before = render(messages[:number])
-        if not whole.startswith(before):
-            raise InputError(
-                f"{place}: the template renders what comes before it in another way than in the whole "
-                "conversation, so that it is not known which part is the answer: give another template"
-            )
-    through = render(messages[: number + 1])
-    if whole.startswith(through) and len(through) > len(before):
-        return len(before), len(through)
-    # What an answer at the end has, and one in the middle has not, as the thoughts of Qwen3's.
-    content = (messages[number].get("content") or "").strip()
+def _span(messages, index, whole, render, place):
+    """Return the characters of one answer in the rendered conversation."""
+    history = render(messages[:index])
+    prompt = render(messages[:index], add_generation_prompt=True)
+    if not whole.startswith(prompt) and not _is_insertion(history, whole):
+        raise InputError(
+            f"{place}: the template renders the messages before this answer differently in the full "
+            "conversation, so the answer cannot be located. Use another template"
+        )
+    start = _common_prefix(prompt, whole)
+    through = render(messages[: index + 1])
+    end = _common_prefix(through, whole)
+    if end > start and _is_insertion(through, whole):
+        return start, end
+    # The last answer has parts that earlier answers lack, such as the thoughts of Qwen3.
+    content = (messages[index].get("content") or "").strip()
     if not content:
         raise InputError(
-            f"{place}: the template renders this call of a tool in another way at the end, so that it "
-            "is not known what is the answer: give train_on: last_assistant, or another template"
+            f"{place}: the template renders this tool call differently at the end of a conversation, "
+            "so it cannot be located. Set train_on: last_assistant or use another template"
         )
-    start = whole.find(content, len(before))
+    found = whole.find(content, start)
     ending = through[through.rfind(content) + len(content) :]
-    end = start + len(content) + len(ending)
-    if start < 0 or content not in through or whole[end - len(ending) : end] != ending:
+    end = found + len(content) + len(ending)
+    if found < 0 or content not in through or whole[end - len(ending) : end] != ending:
         raise InputError(
-            f"{place}: the text through it is no beginning of the whole conversation: the template "
-            "renders it in another way at its end, so that it is not known what is the answer"
+            f"{place}: the template renders this answer differently at the end of a conversation, so "
+            "it cannot be located. Set train_on: last_assistant or use another template"
         )
-    return len(before), end
+    return start, end
+
+
+def _common_prefix(part, whole):
+    """Return the length of the common prefix. If the texts differ, it never ends inside a tag."""
+    if whole.startswith(part):
+        return len(part)
+    return len(_OPEN_TAG.sub("", part[: _num_common(part, whole)]))
+
+
+def _is_insertion(part, whole):
+    """Return whether inserting text into `part` gives `whole`, as before a template's last tokens."""
+    return _num_common(part, whole) + _num_common(part[::-1], whole[::-1]) >= len(part)
+
+
+def _num_common(part, whole):
+    differ = (index for index, (x, y) in enumerate(zip(part, whole)) if x != y)
+    return next(differ, min(len(part), len(whole)))
 
 
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:

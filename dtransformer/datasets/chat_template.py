@@ -13,11 +13,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
+from dtransformer.datasets.tool_calls import ParsedText
 from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
-FILE, _FIELD = "chat_template.jinja", "chat_template"
+FILE, FOLDER, _FIELD = "chat_template.jinja", "additional_chat_templates", "chat_template"
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
 _MOST_STEPS, _MOST_SECONDS, _MOST_CHARACTERS = 10**6, 10, 2**24
 # Methods of texts that make long ones of short ones.
@@ -30,16 +32,17 @@ CHATML = (
 
 
 class ChatTemplate:
-    """A template that is compiled, to render messages.
+    """A compiled template that renders messages.
 
     Args:
-        source: its text.
-        tokens: dict of the special tokens that it may print, such as `{"bos_token": "<s>"}`.
-        name: where it comes from, for messages.
-        date: what `strftime_now` takes for today; None for the day it is.
+        source: Text of the template.
+        tokens: Dict of the special tokens that it may print, such as `{"bos_token": "<s>"}`.
+        name: Origin of the template, for error messages.
+        date: Date that `strftime_now` returns, such as `"2024-07-26"`. Defaults to today.
+        tool_source: Text of the template for messages with tools. Defaults to `source`.
 
     Raises:
-        InputError: it is no template, or jinja2 is missing.
+        InputError: If a text is no template, or jinja2 is missing.
 
     Example:
 
@@ -54,48 +57,47 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         name: str = "the template",
         date: str | None = None,
+        tool_source: str | None = None,
     ):
         check_installed("jinja2", "chat templates")
         self.name, self._tokens = str(name), dict(tokens or {})
         self._steps = _Steps()
         today = datetime.date.fromisoformat(date) if date else datetime.date.today()
-        self._environment = _sandbox(self._steps, today)
+        environment = _sandbox(self._steps, today)
+        sources = source, source if tool_source is None else tool_source
         try:
-            self._template = _counted(self._environment, _GENERATION.sub("", source))
-        except Exception as error:  # whatever is wrong in a template that was published
+            self._templates = [_counted(environment, _GENERATION.sub("", x)) for x in sources]
+        except Exception as error:  # A published template can fail in any way.
             raise InputError(f"{name}: is no chat template ({_told(error)})") from None
 
     @classmethod
     def of_tokenizer(
         cls, folder: pathlib.Path, config: Mapping, date: str | None = None, own: str | None = None
     ):
-        """Return the template of a tokenizer's folder.
+        """Return the templates of a tokenizer's folder, the same as `transformers` uses.
+
+        Conversations with tools use the template `tool_use`, if the folder has it.
 
         Args:
-            folder: the folder, which may have a `chat_template.jinja`.
-            config: the fields of its `tokenizer_config.json`.
-            date: as of the class.
-            own: the text of a template that is taken in place of the folder's.
+            folder: Folder, which may contain `chat_template.jinja` and
+                `additional_chat_templates`.
+            config: Fields of its `tokenizer_config.json`.
+            date: See `ChatTemplate`.
+            own: Text of a template that replaces all templates of the folder.
 
         Raises:
-            InputError: there is none.
+            InputError: If the folder has no default template.
         """
-        path, source = folder / FILE, config.get(_FIELD)
-        if own is not None:
-            source = own
-        elif path.exists():
-            source = decode(read_bytes(path), path)
-        elif isinstance(source, list):  # of several the one that has no other purpose
-            named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
+        sources = {_DEFAULT: own} if own is not None else _sources_in(folder, config)
+        if not isinstance(sources.get(_DEFAULT), str):
             raise InputError(
-                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} of its "
-                "tokenizer_config.json: is it a chat model's?"
+                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} in its "
+                "tokenizer_config.json. Set data.template, or use a chat model"
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
         tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
-        return cls(source, tokens, f"{folder}: its chat template", date)
+        name, tool_source = f"{folder}: its chat template", sources.get(_TOOL_USE)
+        return cls(sources[_DEFAULT], tokens, name, date, tool_source)
 
     def render(
         self,
@@ -106,28 +108,42 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: dicts of `"role"`, `"content"`, and what else the template knows.
-            add_generation_prompt: whether what an answer begins with comes after them.
-            tools: what the model may call, as the template takes it.
+            messages: Dicts of `"role"`, `"content"` and other keys of the template.
+            add_generation_prompt: Whether the beginning of an answer follows the messages.
+            tools: Tools of the model, in the template's form. An empty list means no tools.
 
         Raises:
-            InputError: the template refuses them, or does too much.
+            InputError: If the template refuses the messages or exceeds a limit.
         """
         self._steps.begin()
-        given = {**self._tokens, "tools": tools, "documents": None}
+        given = {**self._tokens, "tools": tools or None, "documents": None}
         given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             parts, size = [], 0
-            for part in self._template.generate(**given):
+            for part in self._templates[bool(tools)].generate(**given):
                 size += len(part)
                 if size > _MOST_CHARACTERS:
                     raise ValueError(f"it prints more than {_MOST_CHARACTERS:,} characters")
                 parts.append(part)
             return "".join(parts)
-        except Exception as error:  # as above
+        except Exception as error:  # A published template can fail in any way.
             raise InputError(
                 f"{self.name} does not take {shown(messages)}: {_told(error)}"
             ) from None
+
+
+def _sources_in(folder, config):
+    """Return the texts of templates by name. Files replace the templates of the config."""
+    field, path = config.get(_FIELD), folder / FILE
+    if path.exists():
+        sources = {_DEFAULT: decode(read_bytes(path), path)}
+    elif isinstance(field, list):
+        sources = {x.get("name"): x.get("template") for x in field if isinstance(x, dict)}
+    else:
+        sources = {_DEFAULT: field}
+    if (path := folder / FOLDER / f"{_TOOL_USE}.jinja").exists():
+        sources[_TOOL_USE] = decode(read_bytes(path), path)
+    return sources
 
 
 class _Steps:
@@ -182,6 +198,8 @@ def _sandbox(steps, today):
             return super().call(context, obj, *args, **kwargs)
 
         def call_binop(self, context, operator, left, right):
+            if operator == "+" and isinstance(right, ParsedText):
+                right = str(right)
             if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
                 if len(left) + len(right) > _MOST_CHARACTERS:
                     raise ValueError("a text that is too long")

@@ -102,10 +102,12 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
 
 
 def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
-    """Yield the values of a file with one on each line, or of one list, each after its place.
+    """Yield the values of a file with their places: one value on each line, or one list.
+
+    Readers check the fields that they use; other fields may contain `NaN`.
 
     Raises:
-        InputError: the file is missing, or damaged; says the line.
+        InputError: If the file is missing or damaged; names the line.
     """
     lines, held = iterate_lines(path), None
     for number, line in lines:
@@ -113,11 +115,11 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
             continue
         if line.startswith("[") and held is None:
             held = "\n".join([line, *(line for _, line in lines)])
-            values = parse_json(held, path, MAX_DOCUMENT)
+            values = parse_json(held, path, MAX_DOCUMENT, checks_values=False)
             yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, start=1))
             return
         held, place = "", f"{path}, line {number}"
-        yield place, parse_json(line, place, MAX_DOCUMENT)
+        yield place, parse_json(line, place, MAX_DOCUMENT, checks_values=False)
 
 
 def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Iterator | None:

@@ -38,7 +38,8 @@ class InstructionBatches(RecordBatches):
         shuffle: whether each epoch is shuffled; by default where `training`.
         seed: what the shuffling depends on, besides the epoch.
         training: whether documents longer than a row are left out, and rows that fill no batch.
-            Otherwise they are cut off, and empty rows fill the last batch.
+            Otherwise they are cut, and empty rows fill the last batch. A document is left out if the
+            cut removes all of its answers.
         add_start, add_end: whether documents begin, and answers end, with the tokenizer's start and
             end tokens, where it has them; those that have them by themselves, as from a chat
             template, are left as they are.
@@ -47,7 +48,7 @@ class InstructionBatches(RecordBatches):
 
     Attributes:
         num_rows: number of rows of an epoch.
-        num_left_out: number of documents that are longer than a row.
+        num_left_out: Number of documents left out because they are longer than a row.
 
     Raises:
         InputError: a document has no answer to its last prompt, all are longer than a row, or as of

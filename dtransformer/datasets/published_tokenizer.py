@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,10 @@ import tensorflow as tf
 import tokenizers
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
+from dtransformer.datasets.chat_template import FOLDER as TEMPLATES
 from dtransformer.datasets.chat_template import ChatTemplate
-from dtransformer.datasets.special_tokens import FILES
+from dtransformer.datasets.indexed_batches import IGNORED
+from dtransformer.datasets.special_tokens import FILES, GENERATION, optional_fields
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import read_bytes
@@ -26,12 +29,17 @@ class Encoding(NamedTuple):
     Args:
         ids: list of ints.
         places: list of (start, end), the characters of each; (0, 0) of special tokens.
-        types: list of ints, 1 for tokens of the second text of a pair, else 0.
+        types: List of token type ids. Outside the second text of a pair, -100 instead of 0.
     """
 
     ids: list[int]
     places: list[tuple[int, int]]
     types: list[int]
+
+
+def _second_text_types(encoding):
+    pairs = zip(encoding.type_ids, encoding.sequence_ids, strict=True)
+    return [kind if kind or part else IGNORED for kind, part in pairs]
 
 
 class BaseTokenizer:
@@ -73,8 +81,6 @@ class BaseTokenizer:
         Returns:
             `(ids, row_splits)`: int32 [pieces of all texts], int64 [texts + 1].
         """
-        if isinstance(sentences, (str, bytes)):
-            raise InputError("encode takes a list of texts: put the string into a list")
         texts = whole_texts(sentences)
         rows = self._rows(texts)
         if add_special_ids:
@@ -105,8 +111,30 @@ class BaseTokenizer:
         inputs = whole_texts(sentences)
         if others is not None:
             inputs = list(zip(inputs, whole_texts(others), strict=True))
-        found = self._library.encode_batch(inputs, add_special_tokens=others is not None)
-        return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
+        encodings = self._library.encode_batch(inputs, add_special_tokens=others is not None)
+        places = [encoding.offsets for encoding in encodings]
+        if others is None and self._stripping_ids:
+            places = [self._stripped_places(*x) for x in zip(inputs, encodings)]
+        return [
+            Encoding(x.ids, y, _second_text_types(x))
+            for x, y in zip(encodings, places, strict=True)
+        ]
+
+    @functools.cached_property
+    def _stripping_ids(self) -> set[int]:
+        """The ids of added tokens that remove white space before or after them."""
+        added = self._library.get_added_tokens_decoder().items()
+        return {token_id for token_id, token in added if token.lstrip or token.rstrip}
+
+    def _stripped_places(self, text, encoding):
+        """Return the places of tokens. An added token's place has no white space that it removes."""
+        places = list(encoding.offsets)
+        for index, token_id in enumerate(encoding.ids):
+            if token_id in self._stripping_ids:
+                start, end = places[index]
+                start += len(text[start:end]) - len(text[start:end].lstrip())
+                places[index] = start, start + len(text[start:end].strip())
+        return places
 
     @functools.cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
@@ -165,16 +193,19 @@ class BaseTokenizer:
         tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
         return ChatTemplate(self.template_source, tokens, "the chat template", date)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a chat by the model's template, which its answer comes after.
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping] | None = None
+    ) -> str:
+        """Return the prompt for the next answer of a chat, by the model's template.
 
         Args:
-            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+            messages: Dicts of `"role"`, such as `"user"`, and `"content"`.
+            tools: Tools that the model may call, as JSON schemas.
 
         Raises:
-            InputError: there is no template, or it refuses the messages.
+            InputError: If there is no template, or it refuses the messages.
         """
-        return self.chat_template().render(messages, add_generation_prompt=True)
+        return self.chat_template().render(messages, True, tools)
 
     def save_template(self, folder: pathlib.Path) -> None:
         """Write the template that was given into a folder."""
@@ -226,10 +257,18 @@ class PublishedTokenizer(BaseTokenizer):
     def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
         self._path, self.vocab_size, self._config = path, vocab_size, config
         vars(self).update(ids)
+        source = path.parent
+        paths = [path, *(source / name for name in (*FILES, TEMPLATE))]
+        paths += source.glob(f"{TEMPLATES}/*.jinja")
+        self._files = {x.relative_to(source): read_bytes(x) for x in paths if x.exists()}
 
     def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
-        """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
-        return self.encode(sentences, add_special_ids=True)
+        """Return the ids of prompts, in which special tokens have their ids; see `encode`."""
+        rows = map(self._with_ends, self._prompt_rows(whole_texts(sentences)))
+        return tf.ragged.constant(list(rows), "int32", ragged_rank=1)
+
+    def _prompt_rows(self, texts):
+        return self._rows(texts)
 
     def chat_template(self, date: str | None = None) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(
@@ -237,14 +276,22 @@ class PublishedTokenizer(BaseTokenizer):
         )
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write copies of the tokenizer's files into a folder, for `load_tokenizer`.
+        """Write the tokenizer's files, as they were loaded, into a folder for `load_tokenizer`.
 
         Raises:
-            InputError: the folder cannot be written, or has such files already.
+            InputError: If the folder cannot be written, or has other files of these names.
         """
-        paths = [self._path, *(self._path.parent / name for name in (*FILES, TEMPLATE))]
         with adding_to(folder) as fresh:
-            for path in paths:
-                if path.exists():
-                    (fresh / path.name).write_bytes(read_bytes(path))
+            for name, data in self._files.items():
+                if self.template_source is None or name.parent.name != TEMPLATES:
+                    (fresh / name).parent.mkdir(exist_ok=True)
+                    (fresh / name).write_bytes(data)
+            self._save_stop_ids(fresh / GENERATION)
             self.save_template(fresh)
+
+    def _save_stop_ids(self, path):
+        """Save all end ids, also the ones of the model's `config.json`, which is not copied."""
+        fields, ends = optional_fields(path), list(self.stop_ids)
+        if ends not in ([], [self.end_id], fields.get("eos_token_id")):
+            text = json.dumps({**fields, "eos_token_id": ends}, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")

@@ -10,7 +10,6 @@ from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatch
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
 from dtransformer.datasets.packing import packed_rows
-from dtransformer.errors import InputError
 
 _WINDOW = 4096  # records of a mixture that are packed together
 
@@ -86,7 +85,7 @@ class RecordBatches(IndexedBatches):
         **options: as of `IndexedBatches`.
 
     Raises:
-        InputError: all records are too long, or fill no batch.
+        InputError: If the records fill no batch.
     """
 
     def __init__(
@@ -109,8 +108,6 @@ class RecordBatches(IndexedBatches):
         self._plan_seed, self._packed, self._capacity = seed, packed, length
         self._sizes = list(sizes or [len(records)])
         self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
-        if not len(records):
-            raise InputError("there is no record that is not too long: give a greater data.length")
         self._plan = kept(self._rows_of)
         first = self._plan(0)
         what = f"{len(records):,} records"
@@ -185,7 +182,7 @@ def group_row(
         for side in range(k):
             ids, own = records.sequence(int(number), side)
             tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
-            labels[side, : len(ids) - 1] = own[1:]
+            labels[side, : len(own[1:])] = own[1:]
     inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
     weight = np.float32(len(numbers) > 0)
     return inputs, targets_of(records, numbers), weight
@@ -201,23 +198,33 @@ def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
 def prepared_lengths(
     rows: list, length: int, longer: str, owner: str, what: str = "records"
 ) -> tuple[list[int], list]:
-    """Return the numbers of the records that are kept, and their sequences, cut where asked for.
+    """Return the indices of the records that are kept, and their sequences of at most `length` tokens.
 
     Args:
-        rows: for each record its sequences, pairs of ids and labels.
-        length: most tokens of one.
-        longer: `"leave_out"` or `"cut"`.
-        owner: who leaves out, for what is printed.
-        what: what they are called.
+        rows: One list per record of its sequences, pairs of ids and labels.
+        length: Integer. Maximum number of tokens of a sequence.
+        longer: `"leave_out"` or `"cut"`, for records with a longer sequence. A record is also left
+            out if a cut leaves a sequence without labels, or makes both sequences equal.
+        owner: Prefix of the printed messages.
+        what: Name of the records in the messages.
     """
     is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
+    cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
+    reason = f"{what} are longer than {length} tokens, and"
     if longer == "cut":
-        warn_left_out(
-            owner, sum(is_long), len(rows), f"{what} are longer than {length} tokens, and cut off"
-        )
-        cut = lambda record: [(ids[:length], labels[:length]) for ids, labels in record]
-        return list(range(len(rows))), [cut(record) for record in rows]
-    told = f"{what} are longer than {length} tokens, and left out: give a greater data.length"
-    warn_left_out(owner, sum(is_long), len(rows), told)
-    kept = [number for number, long in enumerate(is_long) if not long]
-    return kept, [rows[number] for number in kept]
+        lost = list(map(_has_lost_answer, rows, cut))
+        warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
+        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens, and are"
+    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out: give a greater data.length")
+    kept = [i for i, long in enumerate(is_long) if not long]
+    return kept, [cut[i] for i in kept]
+
+
+def _has_lost_answer(record, cut):
+    """Return whether a cut record lacks a sequence's labels, or the difference of its sequences."""
+    before, after = (
+        [np.not_equal(labels, IGNORED).any() for _, labels in sequences]
+        for sequences in (record, cut)
+    )
+    is_equal = np.array_equal(cut[0], cut[-1]) and not np.array_equal(record[0], record[-1])
+    return before != after or is_equal

@@ -6,13 +6,16 @@ ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dtransformer.datasets.documents import objects, placed_values, read_documents
 from dtransformer.datasets.text import read_pairs
+from dtransformer.datasets.tool_calls import parsed_calls
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import FilePath
+from dtransformer.inputs.json_file import check_json
 from dtransformer.inputs.text import check_whole
 
 Record = dict[str, Any]
@@ -20,6 +23,7 @@ Turns = list[dict[str, Any]]
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _SHAREGPT |= {"chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".xlsx")
+_SIDES = "chosen", "rejected"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -60,10 +64,21 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
+    yield from named_records(objects(found, fields.values()), fields)
+
+
+def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
+    """Yield records with this library's names of fields, each after its place.
+
+    Args:
+        values: Objects of a file, each after its place.
+        fields: Dict of this library's names and the names in the file. Missing fields are left out.
+    """
     named = {*fields, *fields.values()}
-    for place, value in objects(found, fields.values()):
-        rest = {key: x for key, x in value.items() if key not in named}
-        yield place, _own_form({**rest, **{own: value[key] for own, key in fields.items()}}, place)
+    for place, value in values:
+        rest = {key: x for key, x in value.items() if key not in named and x is not None}
+        own = {own: value[key] for own, key in fields.items() if key in value}
+        yield place, _own_form({**rest, **own}, place)
 
 
 _BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
@@ -125,38 +140,56 @@ def text_of(record: Mapping, key: str, place: str) -> str:
     return value
 
 
-def messages_of(value: Any, place: str) -> Turns:
-    """Return messages, checked: dicts of a `role` and `content`.
+def number_of(record: Mapping, key: str, place: str) -> float:
+    """Return a finite number of a record.
 
     Raises:
-        InputError: they are none; says where.
+        InputError: If it is missing, not finite or no number; names the place.
+    """
+    value = record.get(key)
+    if type(value) not in (int, float) or not abs(value) < math.inf:
+        raise InputError(f"{place}: {key} is {shown(value)}, expected a number")
+    return float(value)
+
+
+def messages_of(value: Any, place: str) -> Turns:
+    """Return checked messages: dicts of a `role` and `content`.
+
+    Keys without a value are left out. Arguments of tool calls that are JSON text, as in OpenAI's
+    format, are parsed.
+
+    Raises:
+        InputError: If they are no messages; names the place.
     """
     if not isinstance(value, list) or not value:
         raise InputError(
             f"{place}: messages are {shown(value)}, expected a list of role and content"
         )
-    value = [
-        {k: x for k, x in message.items() if x is not None}
-        if isinstance(message, dict)
-        else message
-        for message in value  # columns of a file have nulls where nothing is said
+    return [
+        _checked_message(message, f"{place}, message {index}")
+        for index, message in enumerate(value, start=1)
     ]
-    for number, message in enumerate(value, start=1):
-        where = f"{place}, message {number}"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise InputError(
-                f"{where} is {shown(message)}, expected role and content, role one of {', '.join(ROLES)}"
-            )
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise InputError(f"{where}: content is {shown(content)}, expected a text")
-        if message.get("train", True) not in (True, False):
-            raise InputError(f"{where}: train is {shown(message['train'])}, expected true or false")
-        if message.get("weight", 1) not in (0, 1):
-            raise InputError(
-                f"{where}: weight is {shown(message['weight'])}, expected 1, or 0 for what is not learnt"
-            )
-    return value
+
+
+def _checked_message(message, place):
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise InputError(
+            f"{place} is {shown(message)}, expected role and content, role one of {', '.join(ROLES)}"
+        )
+    message = {key: x for key, x in message.items() if x is not None}
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise InputError(f"{place}: content is {shown(content)}, expected a text")
+    if message.get("train", True) not in (True, False):
+        raise InputError(f"{place}: train is {shown(message['train'])}, expected true or false")
+    if message.get("weight", 1) not in (0, 1):
+        raise InputError(
+            f"{place}: weight is {shown(message['weight'])}, expected 1, or 0 to not learn it"
+        )
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = parsed_calls(calls, f"{place}, tool_calls")
+    check_json(message, place)
+    return message
 
 
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
@@ -167,18 +200,14 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
     Raises:
         InputError: one is missing or of another kind; says where.
     """
-    sides = [record.get(key) for key in ("chosen", "rejected")]
+    sides = [record.get(key) for key in _SIDES]
     if all(isinstance(side, str) for side in sides):
-        prompt = record.get("prompt")
+        prompt, sides = record.get("prompt"), [text_of(record, x, place) for x in _SIDES]
         if isinstance(prompt, list):
-            as_turn = lambda text: [{"role": "assistant", "content": text}]
-            return messages_of(prompt, place), *map(as_turn, sides)
-        return text_of(record, "prompt", place), *(
-            text_of(record, key, place) for key in ("chosen", "rejected")
-        )
-    chosen, rejected = (
-        messages_of(side, f"{place}, {key}") for side, key in zip(sides, ("chosen", "rejected"))
-    )
+            chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
+            return messages_of(prompt, place), chosen, rejected
+        return text_of(record, "prompt", place), *sides
+    chosen, rejected = (messages_of(side, f"{place}, {key}") for side, key in zip(sides, _SIDES))
     if "prompt" in record:
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -5,6 +5,7 @@ its sentencepiece_model.proto.
 """
 
 import pathlib
+import re
 
 import tensorflow as tf
 import tensorflow_text as tf_text
@@ -28,20 +29,23 @@ _PIECES, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
 _NORMALIZER, _PREFIXES, _REMOVES_SPACES = 3, 3, 4
 _SPACE = "▁"
 _CONTROL = 3  # a type of pieces
+_NO_PREFIX = b"\x1a\x02\x18\x00"  # Appended to a model, sets its `add_dummy_prefix` to false.
 
 
 class SentencePieceTokenizer(PublishedTokenizer):
-    """A tokenizer of SentencePiece: text comes back as its normalization has it.
+    """Tokenizer of a SentencePiece model. Decoding returns the normalized text.
 
-    Special tokens that stand in a text are text.
+    Special tokens in a prompt, such as `<s>` from a chat template, become their ids. As in
+    `transformers`, the text after one has no space prefix, except for T5 and `"legacy": true`. In
+    other texts special tokens are plain text.
 
     Args:
-        path: the file, whose folder may have files that name special tokens.
-        data: what is in it.
+        path: Path of the model. Files in the same folder may name special tokens.
+        data: Content of the file.
 
     Raises:
-        InputError: it is no such file, or the files beside it do not fit, or say that the ids of
-            its model are others, or that there are tokens that it lacks.
+        InputError: If the file is no SentencePiece model, or the files in its folder do not fit,
+            use different ids or have tokens that the model lacks.
     """
 
     def __init__(self, path: pathlib.Path, data: bytes):
@@ -51,7 +55,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         ids = {text: number for number, (text, _) in enumerate(pieces)}
         special, config = special_tokens(path.parent, ids.get, _USUAL)
         super().__init__(path, len(pieces), special, config)
-        self._data, self._ids, self._tokenizer = data, ids, None
+        self._data, self._ids, self._made = data, ids, {}
         self._pieces = [text for text, _ in pieces]
         self._check_added(config)
         rules = dict(
@@ -67,6 +71,11 @@ class SentencePieceTokenizer(PublishedTokenizer):
                 f"{path.parent / CONFIG}: the ids of {shown(kind)} are not those of its .model "
                 "file: put its tokenizer.json into the folder"
             )
+        self._repeats_prefix = name == "T5Tokenizer" or config.get("legacy") is True
+        added = map(int, config.get("added_tokens_decoder") or ())
+        marks = {self._pieces[x] for x in {*self._silent, self.unk_id, *added} - {None}} - {""}
+        by_length = sorted(map(re.escape, marks), key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(by_length)})")
         special = zip(("bos", "eos"), _CLASSES[name], (self.start_id, self.end_id), strict=True)
         self._ends = tuple(
             [one] if config.get(f"add_{end}_token", usual) and one is not None else []
@@ -87,13 +96,34 @@ class SentencePieceTokenizer(PublishedTokenizer):
         return self._ids.get(token)
 
     def _rows(self, texts):
-        return self._made().tokenize(tf.constant(texts)).to_list() if texts else []
+        return self._tokenize(texts, True)
+
+    def _prompt_rows(self, texts):
+        # Splitting gives a text, a special token, a text, a special token and so on.
+        parts = [self._marks.split(text) for text in texts]
+        begins = iter(self._tokenize([part[0] for part in parts], True))
+        others = [text for part in parts for text in part[2::2]]
+        if self._repeats_prefix:  # A prefix is not added to a space.
+            others = [text.removeprefix(" ") for text in others]
+        others = iter(self._tokenize(others, self._repeats_prefix))
+        rows = []
+        for part in parts:
+            row = next(begins)
+            for mark, ids in zip(part[1::2], others):
+                row = [*row, self._ids[mark], *ids]
+            rows.append(row)
+        return rows
+
+    def _tokenize(self, texts, adds_prefix):
+        return (
+            self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []
+        )
 
     def _texts(self, rows):
         if not rows:
             return []
         rows = [[one for one in row if one not in self._silent] for row in rows]
-        found = self._made().detokenize(tf.ragged.constant(rows, "int32", ragged_rank=1))
+        found = self._library_for(True).detokenize(tf.ragged.constant(rows, "int32", ragged_rank=1))
         texts = [text.decode("utf-8", "replace") for text in found.numpy()]
         return [" " * self._lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)]
 
@@ -107,11 +137,12 @@ class SentencePieceTokenizer(PublishedTokenizer):
             return 0
         return marks - 1 + (marks < len(row) and self._pieces[row[marks]].startswith(_SPACE))
 
-    def _made(self):
-        """Return TensorFlow's tokenizer, made where it is used: a mesh forgets earlier ones."""
-        if self._tokenizer is None:
-            self._tokenizer = tf_text.SentencepieceTokenizer(self._data, out_type=tf.int32)
-        return self._tokenizer
+    def _library_for(self, adds_prefix):
+        """Return TensorFlow's tokenizer. It is made on first use, after a mesh has reset TensorFlow."""
+        if adds_prefix not in self._made:
+            data = self._data if adds_prefix else self._data + _NO_PREFIX
+            self._made[adds_prefix] = tf_text.SentencepieceTokenizer(data, out_type=tf.int32)
+        return self._made[adds_prefix]
 
 
 def _pieces(data):

@@ -1,4 +1,4 @@
-"""Special ids of a published tokenizer, by the files that lie beside it."""
+"""Special ids of a published tokenizer, from the files in its folder."""
 
 import pathlib
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import read_object
 
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-FILES = CONFIG, "special_tokens_map.json", GENERATION  # that a tokenizer may have beside it
+CONFIG, GENERATION, _MODEL = "tokenizer_config.json", "generation_config.json", "config.json"
+FILES = CONFIG, "special_tokens_map.json", GENERATION  # Optional files of a tokenizer.
 _NAMES = {"pad": "pad", "unk": "unk", "start": "bos", "end": "eos"}
 _NAMES |= {name: name for name in ("cls", "sep", "mask")}
 
@@ -15,25 +15,24 @@ _NAMES |= {name: name for name in ("cls", "sep", "mask")}
 def special_tokens(
     folder: pathlib.Path, id_of: Callable[[str], int | None], usual: dict[str, str]
 ) -> tuple[dict, dict]:
-    """Return the special ids of a published tokenizer, as a folder says; its files may lack.
+    """Return the special ids of a published tokenizer, from the files in its folder.
 
-    `tokenizer_config.json` and `special_tokens_map.json` name the tokens, and
-    `generation_config.json` the ids that end texts.
+    `tokenizer_config.json` and `special_tokens_map.json` name the tokens. A text ends at the
+    tokenizer's end token and at each `eos_token_id` of `generation_config.json` and `config.json`.
 
     Args:
-        folder: the folder.
-        id_of: a function of a token that returns its id, or None.
-        usual: dict of the tokens where no file names them, by `"pad"`, `"unk"`, `"start"` and
-            `"end"`.
+        folder: Folder. All of these files are optional.
+        id_of: Function of a token that returns its id or `None`.
+        usual: Dict of default tokens, by `"pad"`, `"unk"`, `"start"` and `"end"`.
 
     Returns:
-        The attributes of `PublishedTokenizer` that are ids; and the fields of
+        A `(ids, config)` tuple: the id attributes of `PublishedTokenizer`, and the fields of
         `tokenizer_config.json`.
 
     Raises:
-        InputError: a file is damaged, or names a token that the tokenizer lacks.
+        InputError: If a file is damaged or names a token that the tokenizer lacks.
     """
-    config, others, generation = (optional_fields(folder / name) for name in FILES)
+    config, others, _ = (optional_fields(folder / name) for name in FILES)
     ids = {}
     for ours, theirs in _NAMES.items():
         token = config.get(f"{theirs}_token") or others.get(f"{theirs}_token")
@@ -46,21 +45,25 @@ def special_tokens(
                 f"{folder / CONFIG}: {theirs}_token is {shown(token)}, which the tokenizer "
                 "lacks: are the files of one model?"
             )
-    stop_ids = generation.get("eos_token_id")
-    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    stop_ids = [one for one in stop_ids if one is not None]
-    if any(type(one) is not int or one < 0 for one in stop_ids):
-        raise InputError(f"{folder / GENERATION}: eos_token_id must be an id, or a list of ids")
-    if not stop_ids and ids["end"] is not None:
-        stop_ids = [ids["end"]]
-    named = {f"{name}_id": one for name, one in ids.items()}
-    return {**named, "stop_ids": tuple(stop_ids)}, config
+    ends = [*_end_ids_in(folder / GENERATION), *_end_ids_in(folder / _MODEL), ids["end"]]
+    named = {f"{name}_id": token_id for name, token_id in ids.items()}
+    return {**named, "stop_ids": tuple(dict.fromkeys(x for x in ends if x is not None))}, config
+
+
+def _end_ids_in(path):
+    """Return the ids of `eos_token_id` in a file, which is an id or a list of ids."""
+    value = optional_fields(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    ids = [token_id for token_id in ids if token_id is not None]
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise InputError(f"{path}: eos_token_id must be an id, or a list of ids")
+    return ids
 
 
 def optional_fields(path: pathlib.Path) -> dict:
-    """Return the fields of a file of JSON; none where there is no file.
+    """Return the fields of a JSON file. A missing file has no fields.
 
     Raises:
-        InputError: it is damaged, or has no fields.
+        InputError: If the file is damaged or contains no object.
     """
     return read_object(path) if path.exists() else {}

@@ -14,6 +14,7 @@ from dtransformer.inputs.files import MEBIBYTE, check_path, read_bytes
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode
 
+BYTE_LEVEL = {"trained_by": "dtransformer.train_byte_level"}  # In `tokenizer_config.json`.
 _MAX_BYTES = 128 * MEBIBYTE
 _MAX_IDS = 2**31 - 1  # so that their number is an int32, too
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.model")
@@ -82,6 +83,16 @@ class JsonTokenizer(PublishedTokenizer):
         if size > _MAX_IDS:
             raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
         super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
+
+    def _rows(self, texts):
+        # Tokenizers that this library trains must give back any text, also one with "<|end|>".
+        self._library.encode_special_tokens = BYTE_LEVEL.items() <= self._config.items()
+        rows = super()._rows(texts)
+        self._library.encode_special_tokens = False
+        return rows
+
+    def _prompt_rows(self, texts):
+        return super()._rows(texts)
 
     def _texts(self, rows):
         return self._library.decode_batch(rows, skip_special_tokens=True)

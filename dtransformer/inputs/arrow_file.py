@@ -15,14 +15,17 @@ _STREAM_MAGIC = b"\xff\xff\xff\xff"  # files begin with ARROW1
 def iterate_rows(
     path: FilePath, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[int, dict]]:
-    """Yield the rows of a file with their numbers, from 1: dicts of columns, lists and structs, too.
+    """Yield the rows of a file with their numbers, from 1, as dicts of columns.
+
+    Structs and maps are dicts. A file gives each struct the keys of all rows, with nulls. These keys
+    are left out, as a JSON Lines file would leave them out.
 
     Args:
-        path: a Parquet file, where its name ends so; else an Arrow file or stream.
-        columns: names of those that are read, where the file has all of them; None for all.
+        path: A Parquet file if its name ends in `.parquet`, otherwise an Arrow file or stream.
+        columns: Names of the columns to read, if the file has all of them. Defaults to all columns.
 
     Raises:
-        InputError: pyarrow is missing; the file is missing or damaged, or has a name twice.
+        InputError: If pyarrow or the file is missing, or the file is damaged or repeats a name.
     """
     check_installed("pyarrow", f"{path}: Arrow and Parquet files")
     with opened(path) as file, _told(path):
@@ -33,9 +36,18 @@ def iterate_rows(
         known = columns if set(columns or ()) <= set(names) else None
         number = 1
         for batch in batches(known):
-            for row in batch.to_pylist():
-                yield number, row
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
+                yield number, {name: _without_nulls(value) for name, value in row.items()}
                 number += 1
+
+
+def _without_nulls(value):
+    """Return a value whose dicts, at every depth, have no keys with `None`."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return value
 
 
 def _parquet(file):
@@ -73,6 +85,6 @@ def _told(path):
 
     try:
         yield
-    except (pyarrow.ArrowException, UnicodeDecodeError, ArithmeticError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, ArithmeticError, KeyError) as error:
         reason = one_line(error, 100)
         raise InputError(f"{path} is damaged, or no such file ({reason}): copy it again") from None

@@ -63,17 +63,21 @@ def read_object(path: FilePath) -> dict:
     return content
 
 
-def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> object:
+def parse_json(
+    data: bytes | str, name: FilePath, limit: int = MAX_BYTES, checks_values: bool = True
+) -> object:
     """Return the content of a JSON text.
 
     Args:
-        data: the text, or its bytes in UTF-8.
-        name: where it comes from, for messages.
-        limit: the most bytes, or characters, that it may have.
+        data: Text, or its bytes in UTF-8.
+        name: Origin of the text, for error messages.
+        limit: Maximum number of bytes or characters.
+        checks_values: Whether `check_json` checks all values. If false, callers check the values
+            that they use.
 
     Raises:
-        InputError: it is too large, too deep or no JSON, a key is there twice, a number is not
-            finite, or a text has half of a surrogate pair.
+        InputError: If the text is too large, too deep or no JSON, or repeats a key, or if
+            `check_json` refuses a value.
 
     Example:
 
@@ -88,14 +92,27 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
     try:
         value = json.loads(text, object_pairs_hook=_object)
         _check_depth(value)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
+    except ValueError as error:
+        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+    if checks_values:
+        check_json(value, name)
+    return value
+
+
+def check_json(value: object, name: FilePath) -> None:
+    """Check that JSON text can represent a value.
+
+    Raises:
+        InputError: If a number is not finite, or a text has half of a surrogate pair.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name}: {half_told(error)}") from None
     except ValueError as error:
         raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
-    return value
 
 
 def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict:

@@ -131,7 +131,13 @@ def half_told(error: UnicodeEncodeError) -> str:
 
 
 def whole_texts(texts: Iterable[str]) -> list[str]:
-    """Return texts as a list; errors as of `check_whole`."""
+    """Return texts as a list.
+
+    Raises:
+        InputError: If the texts are a single string, or see `check_whole`.
+    """
+    if isinstance(texts, (str, bytes)):
+        raise InputError("expected a list of texts, got a single one: put the string into a list")
     texts = list(texts)
     for number, text in enumerate(texts, start=1):
         if not text.isascii():

@@ -12,6 +12,7 @@ from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
 from dtransformer.parallel.ops.training_noise import InputDropout
+from dtransformer.parallel.pipeline_parallel import stage_weights
 
 
 class TakesLowRank(keras.layers.Layer):
@@ -27,7 +28,7 @@ class TakesLowRank(keras.layers.Layer):
     def add_low_rank(
         self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"
     ) -> None:
-        """Add factors to a kernel of this layer; where another stage has it, note it down.
+        """Add factors to a kernel of this layer. If another stage has it, keep their shapes.
 
         A is drawn from U(−1/√n, 1/√n), n being the number of inputs, B is 0, and magnitudes are
         the norms of the kernel's columns, so that outputs are at first as they were.
@@ -37,17 +38,21 @@ class TakesLowRank(keras.layers.Layer):
             rank: size r of the dimension between the factors.
             alpha: α; the product of the factors is multiplied with α / r.
             dropout: the share of the inputs that the factors do not see in training.
-            kind: `"dora"` for magnitudes, too.
+            kind: `"lora"`, or `"dora"`, which adds magnitudes.
         """
-        asked = {"rank": rank, "alpha": alpha, **({"dropout": dropout} if dropout else {})}
-        asked |= {} if kind == "lora" else {"kind": kind}
-        self.low_rank = {**self.low_rank, name: asked}
+        options = {"rank": rank, "alpha": alpha}
+        if dropout:
+            options["dropout"] = dropout
+        if kind != "lora":
+            options["kind"] = kind
+        self.low_rank = {**self.low_rank, name: options}
         _compat.take_weights(self)
         self.add_factors()
 
+    @stage_weights.built_on_its_stage
     def add_factors(self) -> None:
-        """Add the factors that `low_rank` asks for and that are not there, after all weights."""
-        kernels = {variable.name: variable for variable in _compat.own_variables(self)}
+        """Add the missing factors of `low_rank`, after all other weights."""
+        kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
         for name, asked in self.low_rank.items():
             if name in kernels and low_rank_of(kernels[name]) is None:
                 self._add_factors_of(kernels[name], asked)
@@ -73,8 +78,11 @@ class TakesLowRank(keras.layers.Layer):
         b = add("b", "zeros", lambda x, r: (r, *x[number:]))
         m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
-            norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
-            begin = lambda shape, dtype: tf.constant(norms, dtype)
+            begin = "ones"
+            # Other stages of a pipeline do not have the kernel's value.
+            if _compat.makes_values() and not stage_weights.left_weights(self):
+                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
+                begin = lambda shape, dtype: tf.constant(norms, dtype)
             m = add("m", begin, lambda x, _: x[number:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
         kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)
@@ -82,16 +90,16 @@ class TakesLowRank(keras.layers.Layer):
     @property
     def mask_drawers(self) -> list[InputDropout]:
         """The dropouts of its kernels' additions."""
-        found = [low_rank_of(x) for x in _compat.own_variables(self)] if self.low_rank else []
+        found = [low_rank_of(variable) for variable in _compat.own_variables(self)]
         return [x.dropout for x in found if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
-        """Take the factors of a kernel away."""
+        """Remove the factors of a kernel."""
         self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
-        for kernel in _compat.own_variables(self):
+        for kernel in stage_weights.own_weights(self):
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
-                    _compat.forget_weight(self, factor)
+                    stage_weights.forget_weight(self, factor)
                 del kernel.low_rank
 
 

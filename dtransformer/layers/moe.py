@@ -123,7 +123,6 @@ class MoE(FeedForward):
         # [batch, length, embed]
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
-        # Its gradient, too: else DTensor finds no layout for that of what shared experts take.
         given, x = x, groups.of_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)

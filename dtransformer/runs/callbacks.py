@@ -65,29 +65,32 @@ class EverySteps(keras.callbacks.Callback):
 
 
 class Evaluations(EverySteps):
-    """Evaluates held-out records every so many steps; prints and logs what it finds.
+    """Evaluates held-out records every `every_steps` steps, and prints and logs the results.
 
     Args:
-        batches: of the held-out records.
-        every_steps: the number of steps.
+        batches: Batches of the held-out records.
+        scores: Function that returns a dict of more results. All ranks call it.
+        every_steps: Integer.
         sinks: callbacks with `write(kind, logs)`.
     """
 
-    def __init__(self, batches: object, every_steps: int, sinks: Sequence):
+    def __init__(self, batches: object, scores: Callable, every_steps: int, sinks: Sequence):
         super().__init__(every_steps)
-        self._batches, self._sinks = batches, list(sinks)
+        self._batches, self._scores, self._sinks = batches, scores, list(sinks)
 
     def look(self, when: str) -> None:
         states = [variable for metric in self.model.metrics for variable in metric.variables]
         before = [variable.numpy() for variable in states]  # of the epoch that is running
         results = self.model.evaluate(self._batches, verbose=0, return_dict=True)
+        results |= self._scores(self.model)
         for variable, value in zip(states, before):
             variable.assign(value)
         logs = {f"val_{name}": value for name, value in results.items()}
         for sink in self._sinks:
             if hasattr(sink, "write"):
                 sink.write("evaluation", logs)
-        told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
+        names = dict.fromkeys(["val_loss", *logs])  # the loss first
+        told = ", ".join(f"{name}: {logs[name]:.6g}" for name in names)
         job.print_once(f"{when}, {told}")
 
 

@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from dtransformer.errors import InputError
 from dtransformer.files import beside
 from dtransformer.parallel.collectives.objects import from_chief
-from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
-from dtransformer.planner.machine import num_ranks
 from dtransformer.runs.config import set_option
-from dtransformer.runs.loading import check_run, load_run, load_trained, start_job
+from dtransformer.runs.loading import load_run, load_trained, start_job_of
 from dtransformer.runs.run import make_trainer
 
 
@@ -35,10 +33,7 @@ def evaluate_run(
         InputError: the folder or a file is not usable, or there are no records.
     """
     folder = pathlib.Path(folder)
-    config = check_run(folder)
-    config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
-    start_job(config)
-    task = load_run(folder, config.training.precision, trained=False)
+    task = load_run(folder, start_job_of(folder).training.precision, trained=False)
     if not hasattr(task.config.data, "dev"):
         raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
     if data:

@@ -8,7 +8,7 @@ import keras
 from dtransformer.errors import InputError, refusing
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
 from dtransformer.models.lora import adapters_of, only_adapters_are_trained
-from dtransformer.models.pretrained.save import check_family
+from dtransformer.models.pretrained.save import config_of
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS, is_run
 from dtransformer.runs.tasks.base import Task
@@ -25,7 +25,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         return
     if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
         raise InputError(
-            f"export.saved_model: {options.saved_model} is there already: give another, or --overwrite"
+            f"export.saved_model: {options.saved_model} exists. Choose another path, or add --overwrite."
         )
     if not options.folder:
         return
@@ -37,7 +37,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         )
     if options.merge_adapters or not adapters_of(task.core):
         with refusing("export.family"):
-            check_family(task.core, options.family)
+            config_of(task.core, options.family)
 
 
 def export(
@@ -80,9 +80,11 @@ def export(
             return _told(landed, "The adapters are", use)
         merge_lora(network)
     landed = save_pretrained(
-        network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
+        network, options.folder, options.family, overwrite, task.tokenizer, options.dtype
     )
-    return _told(landed, "The model is", "dtransformer generate and transformers")
+    command = task.command.replace("--run", "--model").format(landed)
+    also = "" if command.startswith("evaluate") else f" and dtransformer {command}"
+    return _told(landed, "The model is", f"transformers{also}")
 
 
 def _told(folder, what, use):

@@ -48,7 +48,7 @@ PARTS = frozenset(
 
 _VERSION = 1
 _MAX_BYTES = MEBIBYTE
-_File = Annotated[str, Field(pattern=rf"^({re.escape(CONFIG)}|{TOKENIZER}/[a-z0-9_.]+)$")]
+_File = Annotated[str, Field(pattern=rf"^({re.escape(CONFIG)}|{TOKENIZER}/([a-z_]+/)?[\w.-]+)$")]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -91,7 +91,8 @@ class RunIdentity:
     @classmethod
     def new(cls, folder: pathlib.Path, data: dict[str, str | None]) -> "RunIdentity":
         """Return that of a run that begins with the config and the tokenizer in a folder."""
-        paths = [folder / CONFIG, *sorted((folder / TOKENIZER).iterdir())]
+        tokenizer = sorted(x for x in (folder / TOKENIZER).rglob("*") if x.is_file())
+        paths = [folder / CONFIG, *tokenizer]
         files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
         body = {"version": _VERSION, "id": secrets.token_hex(16), "files": files, "data": data}
         text = json.dumps({"run": body, "sha256": _digest_of(body)}, indent=1) + "\n"

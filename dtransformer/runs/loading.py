@@ -6,15 +6,20 @@ import pathlib
 import keras
 
 import dtransformer
+from dtransformer import _compat
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, refusing
+from dtransformer.inputs.json_file import read_object
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
-from dtransformer.models.pretrained.load import from_pretrained
-from dtransformer.parallel.runtime import job
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, TOKENS, labels_of
+from dtransformer.models.pretrained.folder import MODULES
+from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.planner.machine import num_ranks
 from dtransformer.runs import needs
-from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.config import RunConfig, load_config, set_option
 from dtransformer.runs.folder import replaced_run
 from dtransformer.runs.identity import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, RunIdentity, is_run
 from dtransformer.runs.tasks import task_of
@@ -32,6 +37,14 @@ def start_job(config: RunConfig) -> None:
     fields = ("seed", "local_devices", "deterministic")
     own = {name: getattr(config.training, name) for name in fields}
     dtransformer.init(config.parallel, **own)
+
+
+def start_job_of(folder: pathlib.Path) -> RunConfig:
+    """Join the job by a run's layout, adapted to the number of ranks, and return its config."""
+    config = check_run(folder)
+    config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
+    start_job(config)
+    return config
 
 
 def load_run(
@@ -61,9 +74,39 @@ def load_run(
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if trained:
+    if trained and _compat.makes_values():
         load_trained(own)
     return own
+
+
+def load_published(folder: pathlib.Path) -> Task:
+    """Return the task of a published folder whose network gives labels, a number or vectors.
+
+    Texts may have 512 tokens, or as many as the network has positions. All ranks call it.
+
+    Raises:
+        InputError: If the folder is not usable, or its network has no such head.
+    """
+    fields = read_object(folder / "config.json")
+    labels, name = labels_of(fields, folder), str(fields.get("architectures"))
+    if (folder / MODULES).exists():
+        kind = "embedding"
+    elif TOKENS in name:
+        kind = "token_classification"
+    elif SEQUENCE in name:
+        kind = "regression" if len(labels) == 1 else "classification"
+    else:
+        raise InputError(f"{folder}: holds {name}, which gives no labels and no vectors")
+    config = RunConfig(kind)
+    set_option(config, "data.labels", labels, str(folder))
+    positions = architecture_of(folder).arguments.get("max_length") or config.data.length
+    config.data.length = min(config.data.length, positions)
+    config.model.from_ = str(folder)
+    start_job(config)
+    task = task_of(config)
+    task.find_tokenizer(list)
+    task.make_network()
+    return task
 
 
 def load_trained(task: Task) -> None:
@@ -98,10 +141,13 @@ def opened(
         tokenizer, model = run.tokenizer, run.core
     else:
         tokenizer = load_tokenizer(folder)
-        needs.check_published(folder, job.size())
+        needs.check_published(folder)
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
-        raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
+        raise InputError(
+            f"{folder}: holds a {type(model).__name__}, which generates no text. Use dtransformer "
+            "predict for labels and numbers, or embed for vectors."
+        )
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
@@ -142,7 +188,8 @@ def _other_run(folder):
     told = f"{folder}: is no run of dtransformer train"
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():
-            return f"{told}: it has a published model: dtransformer generate --model {inner}"
+            use = "give it as --model to dtransformer generate, predict or embed"
+            return f"{told}: {inner} has a published model: {use}"
     old = replaced_run(folder)
     if old.is_dir():
         return f"{told}; the run that it was to replace is in {old}"

@@ -7,6 +7,7 @@ import keras
 from dtransformer.errors import InputError, refusing
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
+from dtransformer.runs.unread import check_optimizer
 from dtransformer.trainers import lr_schedules
 from dtransformer.trainers.optimizer.apply import UpdateGroup
 
@@ -18,11 +19,12 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
     """Return the class of a Keras optimizer.
 
     Args:
-        name: its name, such as `"adamw"`.
+        name: The optimizer's name, such as `"adamw"`.
 
     Raises:
-        InputError: Keras has none of that name.
+        InputError: If Keras has no optimizer of this name, or it is Muon.
     """
+    check_optimizer(name)
     try:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):

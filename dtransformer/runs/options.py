@@ -76,8 +76,6 @@ class Source:
 
 
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-
-
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
 
@@ -164,6 +162,7 @@ class TokenizerOptions:
     folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
     vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
     lower_case: bool = False  # whether texts are made lower case
+    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # byte_bpe for language models
 
 
 @_options
@@ -280,7 +279,7 @@ class TrainingOptions:
     z_loss: Rate = 0.0  # factor of logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # momentum of averages of weights, which are evaluated, saved and exported
     groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
-    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"] = "float32"
     jit_compile: Literal["auto", True, False] = "auto"  # auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
@@ -315,6 +314,13 @@ class PreferenceTraining(NetworkTraining):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # of the margins between answers
     beta: Positive = 0.1  # how close to the reference the model stays
     smoothing: Share = 0.0  # the share of pairs that are labelled the wrong way round
+
+
+@_options
+class RewardTraining(NetworkTraining):
+    """How the model is trained to rate answers."""
+
+    center_rewards: NotNegative | None = None  # factor of (chosen + rejected reward)² in the loss
 
 
 @_options
@@ -360,6 +366,7 @@ class ExportOptions:
     family: Name | None = None  # its family, such as gpt2; by default that of `model.from`
     saved_model: Path | None = None  # a SavedModel of TensorFlow, with a signature, to be served
     merge_adapters: bool = True  # adapters are added to the weights; else they are written apart
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of weights; default: as loaded
 
 
 _TOKENIZED = {
@@ -387,7 +394,7 @@ SECTIONS = {
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
-    "reward": {"data": ChatData, **_TOKENIZED},
+    "reward": {"data": ChatData, **_TOKENIZED, "training": RewardTraining},
     **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
     "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},

@@ -6,21 +6,19 @@ import functools
 import os
 import pathlib
 import shutil
-import sys
 import types
 import warnings
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT
 from dtransformer.planner.automatic import summary
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import num_ranks, this_device
@@ -45,9 +43,10 @@ from dtransformer.runs.identity import (
 from dtransformer.runs.loading import start_job
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
+from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import check_read, like
+from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -70,7 +69,7 @@ _FREE = (
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
-    *("training.z_loss", "training.neftune_alpha", "training.ema"),
+    *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
 )
 
 
@@ -99,7 +98,7 @@ def train(
     Raises:
         InputError: something in the config or the data is wrong.
     """
-    config = load_config(config_path, settings)
+    config = load_config(config_path, settings, needs_task=True)
     check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
@@ -128,19 +127,19 @@ def train(
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
-            with _told_what_fits(config):
+            with explained(config, config_path, folder.path, settings):
                 trainer.fit(
                     batches["train"],
                     epochs=config.training.epochs,
                     validation_data=batches["dev"],
                     callbacks=callbacks,
                     resume=resumes,
-                    verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
                 )
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    job.print_once(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    command = task.command.format(folder.path)
+    job.print_once(f"The run is in {folder.path}. Use it with: dtransformer {command}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
@@ -169,32 +168,10 @@ def layout_plan(config: RunConfig) -> Plan | None:
     return None
 
 
-@contextlib.contextmanager
-def _told_what_fits(config):
-    """Inside the `with` block memory that is full is told in a line, below the planner's table."""
-    try:
-        yield
-    except tf.errors.ResourceExhaustedError as error:
-        with contextlib.suppress(InputError):  # of a GPU that no table has
-            if job.is_chief():
-                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
-        raise InputError(
-            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
-            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
-        ) from error
-
-
 def _has_ended(path, config):
     """Return whether a run has made all steps that `training.max_steps` asks for."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
-
-
-def _next(config, path):
-    """Return what can be done with a run."""
-    if like(config.task) == "translation":
-        return f"Translate with: dtransformer translate --run {path} < FILE"
-    return f"Evaluate it with: dtransformer evaluate --run {path} --data FILE"
 
 
 def make_trainer(task: Task, total_steps: int) -> Trainer:
@@ -259,8 +236,8 @@ def _check_same(config, old):
             own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
             if own != its:
                 raise InputError(
-                    f"--resume: {name} is {own!r}, and the run began with {its!r}: give what it "
-                    "began with, or train another --run"
+                    f"--resume: {name} is {own!r}, but the run began with {its!r}. Restore this "
+                    "value, or train another --run."
                 )
 
 
@@ -280,8 +257,8 @@ def _begin(folder, task, resumes):
     for name, its in run.data.items():
         if its != task.digests[name]:
             raise InputError(
-                f"--resume: the {name} sentences are not those that the run began with: give the same "
-                "files, or train another --run"
+                f"--resume: the {name} records have changed since the run began. Give the same files, "
+                "or train another --run."
             )
 
 
@@ -299,7 +276,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
+        callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))

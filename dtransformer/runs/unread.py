@@ -10,6 +10,7 @@ from dtransformer.runs.options import SECTIONS
 _GENERATE = ("causal_lm", "chat")
 _TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
+_NEW_HEADS = (*_CLASSES, "regression", "reward")
 # Keys that not all tasks read whose sections have them -> those that do.
 READ = {
     "training.bleu_sentences": ("translation",),
@@ -37,10 +38,11 @@ _READ_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
     ("training.final_learning_rate", "training.schedule", _ENDING),
-    ("tokenizer.vocab_size", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.lower_case", "tokenizer.folder", _NOT_GIVEN),
-    ("tokenizer.vocab_size", "model.from", _NOT_GIVEN),
-    ("tokenizer.lower_case", "model.from", _NOT_GIVEN),
+    *(
+        (f"tokenizer.{key}", other, _NOT_GIVEN)
+        for key in ("vocab_size", "lower_case", "algorithm")
+        for other in ("tokenizer.folder", "model.from")
+    ),
     ("data.num_buckets", "data.packed_length", _NOT_GIVEN),
 )
 
@@ -55,12 +57,28 @@ def like(task: str) -> str:
     return LIKE.get(task, task)
 
 
-def check_read(config: RunConfig) -> None:
-    """Refuse keys that the run of a config would not read, weights of sources, and what data lack.
+def check_optimizer(name: str) -> None:
+    """Refuse Muon by name, before Keras is asked for its class.
 
     Raises:
-        InputError: names the first, and what would read it.
+        InputError: If the name is `"muon"`.
     """
+    if name.lower() == "muon":
+        raise InputError(
+            "training.optimizer: muon is not supported yet, because Keras' Muon would update the "
+            "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
+            "and attention biases (two dimensions) with Muon; use adamw, adafactor, lion or sgd"
+        )
+
+
+def check_read(config: RunConfig) -> None:
+    """Refuse Muon, keys that a run would not read, and keys that need another one.
+
+    Raises:
+        InputError: If there is such a key. The message names the first one and the fix.
+    """
+    check_optimizer(config.training.optimizer)
+    _check_adapters(config)
     given = {
         f"{name}.{key_of(field)}": value
         for name, section in config.sections().items()
@@ -82,6 +100,26 @@ def check_read(config: RunConfig) -> None:
     for key in ("evaluation.every_steps", "training.early_stopping"):
         if key in given and not has_dev:
             raise InputError(f"{key}: give held-out records, as data.dev, too")
+    _check_sources(config)
+
+
+def _check_adapters(config):
+    """Check that adapters have weights to adapt, and that bfloat16 weights are not trained."""
+    adapters = getattr(config.model, "adapters", None)
+    if adapters is not None and config.model.from_ is None:
+        raise InputError(
+            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
+            "published model or of a run"
+        )
+    trains_head = like(config.task) in _NEW_HEADS
+    if config.training.precision == "bfloat16" and (adapters is None or trains_head):
+        raise InputError(
+            "training.precision=bfloat16 stores weights in 16 bits, in which small updates are lost. "
+            "Set model.adapters in a task without a new head, or use mixed_bfloat16"
+        )
+
+
+def _check_sources(config):
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
             for key, readers in _OF_SOURCES.items():

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable
 
 import keras
+import numpy as np
 from sacrebleu.metrics import BLEU
 
 from dtransformer.errors import InputError, check_int
@@ -224,25 +226,46 @@ class SacreBleu(keras.callbacks.Callback):
         job.print_once(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
-# What Keras' own logs do not have; it is in the History, in callbacks' logs and with verbose=2.
-_ASIDE = {
-    *("gflops_per_second", "gradient_norm", "input_wait", "learning_rate"),
-    *("share_of_peak", "step_loss", "tokens_per_second"),
-}
+# Logs that Keras does not have. History and other callbacks get all of them.
+_LINES_ONLY = "learning_rate", "gradient_norm", "tokens_per_second"
+_HIDDEN = {*_LINES_ONLY, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
+_MAX_METRICS = 6
 
 
-class ProgressBar(keras.callbacks.ProgbarLogger):
-    """Keras' progress bar with losses and metrics alone; see `fit(verbose=1)`."""
+class ProgressLog(keras.callbacks.ProgbarLogger):
+    """Keras' progress bar, or lines if standard output is not a terminal.
+
+    A line has at most six metrics, the loss first. An epoch has about ten lines, or one line
+    every 100 steps if it is long. `fit(verbose=2)` prints one line for each epoch.
+    """
+
+    def set_params(self, params):
+        super().set_params(params)
+        self._has_step_lines = self.verbose == 1 and not sys.stdout.isatty()
+        if self._has_step_lines:
+            self.verbose = 2
+        self._every = min(max((self.target or 1000) // 10, 1), 100)
 
     def on_train_batch_end(self, batch, logs=None):
-        super().on_train_batch_end(batch, _shown(logs))
+        logs, before = self._select(logs), self.seen
+        super().on_train_batch_end(batch, logs)
+        job.has_open_line = self.verbose == 1
+        is_due = self.seen // self._every > before // self._every
+        if self._has_step_lines and is_due and self.seen != self.target:
+            values = (f"{name}: {np.mean(value):.5g}" for name, value in logs.items())
+            print(f"{self.seen}/{self.target or '?'}", *values, sep=" - ", flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, _shown(logs))
+        super().on_epoch_end(epoch, self._select(logs))
+        job.has_open_line = False
 
-
-def _shown(logs):
-    return {name: value for name, value in (logs or {}).items() if name not in _ASIDE}
+    def _select(self, logs):
+        names = [name for name in logs or () if name not in _HIDDEN]
+        if self.verbose == 1:
+            return {name: logs[name] for name in names}
+        order = dict.fromkeys(["loss", "val_loss", *names, *_LINES_ONLY])
+        present = [name for name in order if name in (logs or ())]
+        return {name: logs[name] for name in present[:_MAX_METRICS]}
 
 
 def _json_value(value):

@@ -26,11 +26,9 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(
-            "MultiOptimizer has several optimizers, and the trainer updates weights with one: use "
-            "one that treats weights differently by itself, such as Muon"
+            "MultiOptimizer has several optimizers, but the trainer updates all weights with one: "
+            "use a single Keras optimizer, such as AdamW"
         )
-    options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
-    asked = [name for name, value in options.items() if value]
     if job.placement().num_chunks > 1 and not objective.knows_divisors:
         raise ValueError(
             "a pipeline needs a loss of tokens that tells their weights before the forward pass: "
@@ -38,10 +36,11 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
         )
     if job.mesh() is not None:
         check_elementwise(optimizer)
-    if asked and job.compiles_shapes():
+    if job.compiles_shapes() and (run_eagerly or jit_compile is True):
+        name = "run_eagerly" if run_eagerly else "jit_compile"
         raise ValueError(
-            f"{asked[0]}=True does not work with a pipeline, and not where operations are sharded "
-            "over a mesh: leave it out"
+            f"{name}=True does not work with a pipeline, and not where operations are sharded over "
+            "a mesh: leave it out"
         )
 
 
@@ -96,12 +95,14 @@ def _own_methods(network, names):
     return [name for name in names if not home(name).startswith("keras.")]
 
 
-def tell_loops(network):
-    """Warn of a network's own loop, such as `fit`, which a trainer does not call."""
-    for name in _own_methods(network, _LOOPS):
+def warn_of_loops(network):
+    """Warn once, on rank 0, if a network overrides loops such as `fit`."""
+    names = _own_methods(network, _LOOPS)
+    if names and job.is_chief():
         warnings.warn(
-            f"{type(network).__name__} has a {name} of its own, which the trainer does not call: "
-            "what is to come before or after it goes into a callback",
+            f"{type(network).__name__} overrides {', '.join(names)}, which the trainer does not "
+            "call: preprocess the data first, as in data.map(task.preprocessor) for KerasHub, and "
+            "move other code to a callback",
             stacklevel=3,
         )
 

@@ -1,11 +1,15 @@
 """The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
 import contextlib
+import sys
+import warnings
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.errors import format_warning
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.checkpoint.callback import CallbackStates, saved_after_states
@@ -73,8 +77,9 @@ class FitLoop(StepFunctions):
                 such as `TranslationBatches`, which shuffles by itself.
             y, batch_size, epochs, callbacks, and the others: as Keras'. `batch_size` is that of
                 the global batch.
-            verbose: as Keras'; ranks other than 0 print nothing. 2 prints all logs, the progress
-                bar of 1 losses and metrics.
+            verbose: as Keras'; ranks other than 0 print nothing. 1 shows a progress bar with
+                losses and metrics. If standard output is not a terminal, it prints lines with
+                at most six metrics instead. 2 prints one such line for each epoch.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
                 of a folder of them. `epochs` counts from the run's beginning. In the middle
@@ -105,8 +110,6 @@ class FitLoop(StepFunctions):
                 (x, y, sample_weight), validation_split
             )
         first, data = self._take_data(x, shard, batch_size)
-        if class_weight is not None and isinstance(data, tf.data.Dataset):
-            data, class_weight = _compat.with_class_weights(data, class_weight), None
         validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             of_validation, validation_data = peek(as_data(validation_data))
@@ -119,6 +122,11 @@ class FitLoop(StepFunctions):
             self._num_fits = getattr(self, "_num_fits", 0) + 1
             tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(first)
+        if class_weight is not None:
+            labels = keras.utils.unpack_x_y_sample_weight(first)[1] if y is None else y
+            self.objective.check_class_weight(labels)
+            if isinstance(data, tf.data.Dataset):
+                data, class_weight = _compat.with_class_weights(data, class_weight), None
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
@@ -133,7 +141,8 @@ class FitLoop(StepFunctions):
             # Keras would give it full weights, of which ranks may have shards.
             own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
             ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
-            with job.doing("callbacks"), errors_in_one_line(), ends, stops as stopping:
+            plain = _compat.meanwhile(warnings, formatwarning=format_warning)
+            with job.doing("callbacks"), errors_in_one_line(), plain, ends, stops as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
                     beginning.data,
@@ -185,7 +194,7 @@ class FitLoop(StepFunctions):
                 data,
                 y,
                 batch_size=batch_size,
-                verbose=verbose if job.is_chief() else 0,
+                verbose=_verbosity(verbose),
                 sample_weight=sample_weight,
                 **options,
             )
@@ -203,7 +212,7 @@ class FitLoop(StepFunctions):
         Returns:
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
-        verbose = verbose if job.is_chief() else 0
+        verbose = _verbosity(verbose)
         with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
             first, data = self._take_data(x, shard, batch_size, trains=False)
             self._start_engine(first)
@@ -222,6 +231,8 @@ class FitLoop(StepFunctions):
         with self._apart_from_fit(), errors_in_one_line():
             self._take_batch(x, shard)
             self._prepare((x,))
+            if class_weight is not None:
+                self.objective.check_class_weight(y)
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
             logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))
@@ -304,3 +315,10 @@ class FitLoop(StepFunctions):
         """Return the outputs of all rows of a batch, from those of this data shard's."""
         outputs = all_rows(outputs) if self._shards_rows else outputs
         return without_padding(outputs, self.network)
+
+
+def _verbosity(verbose):
+    """Return Keras' `verbose` for this rank: one line at the end instead of a bar in a log file."""
+    if not job.is_chief():
+        return 0
+    return verbose if verbose in (0, 2) or sys.stdout.isatty() else 2

@@ -42,11 +42,41 @@ class Objective:
         return len(self.losses) == 1 and hasattr(self.losses[0], "token_weights")
 
     @property
+    def weights_epoch_means(self) -> bool:
+        """True if epoch means weight batches by their tokens or sample weights, not by their rows.
+
+        This holds for a loss of tokens, and for a loss with the attribute `weights_epoch_means`.
+        Other losses weight batches by rows, as Keras does, and rows of padding count.
+        """
+        is_marked = any(hasattr(loss, "weights_epoch_means") for loss in self.losses)
+        return self.is_of_tokens or is_marked
+
+    @property
     def knows_divisors(self) -> bool:
         """Whether it is known before the forward pass what sums of losses are divided by."""
         return all(
             not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self.losses
         )
+
+    def check_class_weight(self, labels) -> None:
+        """Refuse class weights for token labels.
+
+        Keras would weight rows, by the position of their largest label.
+
+        Args:
+            labels: Labels, or their spec.
+
+        Raises:
+            ValueError: If the labels are class ids [b, s] or [b, s, ...].
+        """
+        shape = getattr(labels, "shape", ())
+        has_ids = self.is_of_tokens or "sparse_categorical_crossentropy" in str(self.losses)
+        if has_ids and len(shape) > 1 and shape[-1] != 1:
+            raise ValueError(
+                f"`class_weight` weights rows, and the labels of shape {tuple(shape)} are class ids of "
+                "tokens. Pass `sample_weight` in the labels' shape instead: the weight of each "
+                "label's class."
+            )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
         """Return what is counted before the forward pass, to be added up over the ranks.

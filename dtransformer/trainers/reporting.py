@@ -1,12 +1,18 @@
 """Methods of a trainer that report its layout: plan, communication, memory, timeline."""
 
+import math
+import warnings
+
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh import axis_rules
+from dtransformer.parallel.mesh.variable import sharding_specs
 from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
+from dtransformer.parallel.pipeline_parallel.stage_weights import own_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.communication import communication_report
 from dtransformer.reports.memory import memory_report
@@ -182,3 +188,27 @@ def check_rules(network):
                 f"expert_parallel={config.expert_parallel}, and the network has no experts: give it "
                 "a moe_config of several, or set expert_parallel=1"
             )
+
+
+def warn_of_replicated_layers(network):
+    """Warn on rank 0 if `model_parallel` does not shard some layers, such as Keras' own.
+
+    A layer has no sharding rule if its weights of two or more dimensions have no logical axes. The
+    weights of all pipeline stages are counted.
+    """
+    degree, sharded, total, kinds = get_parallel_config().model_parallel, 0, 0, set()
+    for layer in _compat.flat_layers(network):
+        for variable in own_weights(layer):
+            num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+            total += num_bytes
+            if "model" in sharding_specs(variable):
+                sharded += num_bytes
+            elif len(variable.shape) > 1 and not hasattr(variable, "logical_axes"):
+                kinds.add(type(layer).__name__)
+    if kinds and degree > 1 and job.is_chief():
+        warnings.warn(
+            f"model_parallel={degree} shards {sharded:,} of the {total:,} bytes of the weights and "
+            f"replicates {total - sharded:,}: {', '.join(sorted(kinds))} have no sharding rule. "
+            "Use layers of dtransformer.layers, or model_parallel=1 and more data ranks",
+            stacklevel=2,
+        )

@@ -16,7 +16,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.autotuning import without_autotuning
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.callbacks import ProgressBar
+from dtransformer.trainers.callbacks import ProgressLog
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
@@ -121,15 +121,15 @@ class ResumeState:
     def callbacks(
         self, callbacks: list[keras.callbacks.Callback], **options
     ) -> list[keras.callbacks.Callback] | keras.callbacks.CallbackList:
-        """Return callbacks, and a progress bar, that count the first epoch's batches from `batch` on.
+        """Return callbacks, and a progress log, that count the first epoch's batches from `batch` on.
 
         Args:
             callbacks: the callbacks of `fit`.
             **options: `verbose`, `epochs` and `model`, as in `keras.callbacks.CallbackList`.
         """
         has_bar = any(isinstance(one, keras.callbacks.ProgbarLogger) for one in callbacks)
-        if not has_bar and options["verbose"] not in (0, 2):
-            callbacks = [*callbacks, ProgressBar()]
+        if not has_bar and options["verbose"] != 0:
+            callbacks = [*callbacks, ProgressLog()]
         if not self.batch:
             return callbacks
         return _ResumedCallbacks(

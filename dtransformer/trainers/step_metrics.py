@@ -75,7 +75,7 @@ class StepMetrics:
                 self._of_outputs = {x: keras.metrics.Mean(name=y) for x, y in of_outputs.items()}
             self._built()
         rows = self._objective.rows(counts)
-        weight = totals["counted"] if self._objective.is_of_tokens else rows  # Keras': rows
+        weight = totals["counted"] if self._objective.weights_epoch_means else rows
         logs = {"loss": self._mean(self._loss, loss, weight)}
         if "right" in totals:
             counted = totals["counted"]

@@ -32,7 +32,7 @@ from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import Objective, of_classes, without_padding
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
-from dtransformer.trainers.reporting import Reporting, check_rules
+from dtransformer.trainers.reporting import Reporting, check_rules, warn_of_replicated_layers
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_metrics import StepMetrics
@@ -70,7 +70,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
         compile_checks.check_network(network)
-        compile_checks.tell_loops(network)
+        compile_checks.warn_of_loops(network)
         self.network = network
         self._share_saving()
         self.objective = None
@@ -121,11 +121,14 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             optimizer: a Keras optimizer, or its name.
             loss: a `CrossEntropyLoss`, or what Keras takes: a Keras loss, its name, a function of
                 (y_true, y_pred), or lists or dicts of them, one for each output. A loss is reduced
-                over the global batch as it says itself. None is `CrossEntropyLoss()` of a network
-                with the method `logits_vocab_size`, as those of `dtransformer.models`; of others
-                what their layers add by `add_loss`.
+                over the global batch with its own `reduction`. `None` takes the loss and
+                `loss_weights` of the network's own `compile`. Without one it is
+                `CrossEntropyLoss()` if the network has the method `logits_vocab_size`, as in
+                `dtransformer.models`, else the sum of the layers' `add_loss`.
             loss_weights: the factors of several losses; as Keras'.
-            metrics: list of Keras metrics; their states are sums over the ranks.
+            metrics: list of Keras metrics; their states are sums over the ranks. `None`, here and
+                for `weighted_metrics`, takes the metrics of the network's own `compile`, as a
+                KerasHub task has them. `[]` disables them.
             weighted_metrics: list of Keras metrics that see the sample weights.
             run_eagerly: whether to run without compiling, to debug.
             steps_per_execution: number of steps of one call of the compiled function.
@@ -148,6 +151,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             ValueError: the layout cannot do what is asked for.
         """
         set_tensorflow_options(jit_compile)
+        compiled = _compat.compile_options(self.network)
+        if loss is None:
+            loss = compiled.get("loss")
+            loss_weights = loss_weights or compiled.get("loss_weights")
+        if metrics is None and weighted_metrics is None:
+            metrics, weighted_metrics = compiled.get("metrics"), compiled.get("weighted_metrics")
         if loss is None and hasattr(self.network, "logits_vocab_size"):
             loss = CrossEntropyLoss()
         loss = of_classes(loss, self.network)
@@ -269,6 +278,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         compile_checks.check_weights_unchanged(self.network, self._weights)
         if is_first and job.mesh() is not None:
             check_rules(self.network)
+            warn_of_replicated_layers(self.network)
         return step
 
     def _start_optimizer(self):

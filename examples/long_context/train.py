@@ -1,8 +1,8 @@
 """Train a language model on sequences that are sharded over ranks.
 
     python examples/long_context/train.py --length 1024
-    horovodrun -np 2 python examples/long_context/train.py --context_parallel 2
-    horovodrun -np 4 python examples/long_context/train.py --context_parallel 4 --mode ring
+    dtransformer launch -np 2 -- python examples/long_context/train.py --context_parallel 2
+    dtransformer launch -np 4 -- python examples/long_context/train.py --context_parallel 4 --mode ring
 
 Each row is a text of random words, and the same text once more: what comes next in the second half can
 only be told by looking half of the sequence back, which is on another rank. Losses are of the second
@@ -17,11 +17,12 @@ import json
 import pathlib
 import sys
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import numpy as np
 import yaml
 
-import dtransformer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM

@@ -1,8 +1,8 @@
 """Train French to English on newstest2014, the way of the published sample or a modern one.
 
     python examples/wmt14/train.py --faithful --epochs 4
-    horovodrun -np 4 python examples/wmt14/train.py --model_parallel 2
-    horovodrun -np 2 python examples/wmt14/train.py --encoder_layer 2 --decoder_layer 2 \\
+    dtransformer launch -np 4 -- python examples/wmt14/train.py --model_parallel 2
+    dtransformer launch -np 2 -- python examples/wmt14/train.py --encoder_layer 2 --decoder_layer 2 \\
         --pipeline_stage 2 --micro_batch_num 4 --model_parallel 2 --local_devices 2
 
 Two hosts: examples/wmt14/cluster.sh. Saving and going on from checkpoints:
@@ -17,11 +17,12 @@ config alone.
 import argparse
 import sys
 
+import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+
 import keras
 import tensorflow as tf
 from faithful import EOT, PAD, faithful_examples
 
-import dtransformer
 from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_tsv
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss

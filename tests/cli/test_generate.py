@@ -189,6 +189,24 @@ def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
         tokenizer.chat([{"role": "tool", "content": "x"}])
 
 
+def test_tools_of_a_chat_use_the_template_for_tools(folder, tmp_path, capsys):
+    path = tmp_path / "chat"
+    shutil.copytree(folder, path)
+    named = {"default": CHAT, "tool_use": "{% for t in tools %}{{ t.name }} {% endfor %}" + CHAT}
+    templates = [{"name": x, "template": y} for x, y in named.items()]
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config = json.dumps({**config, "chat_template": templates})
+    (path / "tokenizer_config.json").write_text(config)
+    (tmp_path / "tools.json").write_text('[{"name": "fox"}]')
+    with_tools = ["--tools", str(tmp_path / "tools.json")]
+    for options, text in ((with_tools, "fox <s>user: dog\ndog: "), ([], "<s>user: dog\ndog: ")):
+        (expected,) = generator(path)([text])
+        assert run(path, *prompts("dog"), "--chat", *options) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+    assert run(path, *prompts("dog"), *with_tools) == 2
+    assert "--tools goes with --chat only" in capsys.readouterr().err
+
+
 def test_options_go_to_the_search(folder, capsys):
     drawn = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
     several = ["--num-return-sequences", "2", "--repetition-penalty", "1.2", "--seed", "3"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dtransformer.cli import main
-from dtransformer.datasets import SubwordTokenizer, TokenShards
+from dtransformer.datasets import TokenShards, load_tokenizer
 
 
 @pytest.fixture
@@ -24,10 +24,11 @@ def prepare(*arguments):
 def test_from_files_to_shards(files, tmp_path, capsys):
     text, lines = files
     out, pairs = tmp_path / "out", tmp_path / "pairs"
-    assert prepare("--lm", "--input", text, "--train-tokenizer", 26, "--out", out) == 0
+    assert prepare("--lm", "--input", text, "--train-tokenizer", 20, "--out", out) == 0
     assert "tokens in 2 documents, 1 shards" in capsys.readouterr().out
-    tokenizer = SubwordTokenizer.load(out / "tokenizer")
-    assert tokenizer.decode(list(TokenShards(out))) == ["one two three three", "two"]
+    tokenizer = load_tokenizer(out / "tokenizer")
+    assert tokenizer.vocab_size == 20
+    assert tokenizer.decode(list(TokenShards(out))) == ["one two three\nthree", "two"]
     options = ["--field", "prompt", "answer", "--tokenizer", out / "tokenizer"]
     assert prepare("--lm", "--input", lines, *options, "--out", pairs, "--shard-tokens", 1) == 0
     shards = TokenShards(pairs)

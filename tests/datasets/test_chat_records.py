@@ -160,7 +160,7 @@ def test_wrong_records_are_told_with_their_place(record, told):
 def test_an_answer_that_cannot_be_found_is_refused():
     """The template renders what comes before an answer by how many messages there are."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(InputError, match="message 2: the template renders what comes before it"):
+    with pytest.raises(InputError, match="message 2: the template renders the messages before"):
         conversation(TURNS, ChatTemplate(source), "assistant", "here")
 
 
@@ -303,18 +303,6 @@ def test_earlier_turns_of_alpaca(tmp_path):
         read(tmp_path, {**record, "history": ["p"]})
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_templates_are_given_the_tools(as_text):
-    template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
-    tools = [{"name": "add"}]
-    record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
-    found = rendered(record, template, "assistant", "here")
-    assert found.text.startswith("<add>")
-    assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
-    with pytest.raises(InputError, match="tools are .*, expected a list of objects"):
-        rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
-
-
 def test_white_space_without_characters_is_learnt():
     assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
 
@@ -340,3 +328,69 @@ def test_a_prompt_that_chosen_does_not_begin_with():
 
 def test_a_column_of_tools_is_nothing_to_a_text():
     assert rendered({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"
+
+
+PHI_3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+THINKING = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+EVERY_MESSAGE_CLOSES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}</s>"
+
+
+def learnt_texts(source, turns, train_on="assistant"):
+    found = conversation(turns, ChatTemplate(source), train_on, "here")
+    return [found.text[start:end] for start, end in found.spans]
+
+
+@pytest.mark.parametrize("answer", ["Yes.", "<b>Yes</b>", "<tool_call>add</tool_call>"])
+@pytest.mark.parametrize(
+    "source, middle_end, last_end",
+    [
+        (PHI_3, "<|end|>\n", "<|end|>\n<|endoftext|>"),
+        (THINKING, "<|im_end|>\n", "<|im_end|>\n"),
+        (CHATML, "<|im_end|>\n", "<|im_end|>\n"),
+    ],
+)
+def test_answers_without_any_part_of_the_prompt_are_learnt(source, middle_end, last_end, answer):
+    turns = [TURNS[0], {"role": "assistant", "content": answer}] * 2
+    assert learnt_texts(source, turns) == [answer + middle_end, answer + last_end]
+    assert learnt_texts(source, turns, "last_assistant") == [answer + last_end]
+
+
+def test_an_opened_thought_that_the_answer_repeats_is_not_learnt():
+    turns = [TURNS[0], {"role": "assistant", "content": "<think>\nSum.\n</think>\nFour."}]
+    assert learnt_texts(THINKING, turns) == ["Sum.\n</think>\nFour.<|im_end|>\n"]
+
+
+def test_a_template_that_closes_without_a_prompt_for_answers_is_learnt_after_the_question():
+    first, second = learnt_texts(EVERY_MESSAGE_CLOSES, TURNS)
+    assert first == "<|assistant|>It is four. 😀"
+    assert second == "<|assistant|>Yes, it is four.</s>"
+
+
+@with_transformers
+@pytest.mark.parametrize("strips", ["lstrip", "rstrip"])
+def test_headers_that_strip_white_space_are_not_learnt(strips, tokenizer, tmp_path):
+    import transformers
+
+    library = tokenizers.Tokenizer.from_file(str(tokenizer._path))
+    marks = [
+        tokenizers.AddedToken(f"<|{x}|>", special=True, normalized=False, **{strips: True})
+        for x in ("user", "assistant")
+    ]
+    library.add_special_tokens([*marks, tokenizers.AddedToken("<|end|>", special=True)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    stripping = JsonTokenizer(tmp_path / "tokenizer.json")
+    source = PHI_3.replace("|>\n{{ m", "|>{{ m").replace("assistant|>\n", "assistant|>")
+    turns = [{**turn, "content": f" \n{turn['content']}"} for turn in TURNS]
+    ids, labels = learnt(stripping, source, turns)
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json")
+    )
+    expected = reference.apply_chat_template(turns, chat_template=source, return_dict=True)
+    np.testing.assert_array_equal(ids, expected["input_ids"])
+    headers = [library.token_to_id(x) for x in ("<|user|>", "<|assistant|>")]
+    assert not np.isin(labels, headers).any()
+    end = library.token_to_id("<|end|>")
+    assert np.count_nonzero(labels == end) == 2

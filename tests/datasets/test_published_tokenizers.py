@@ -205,3 +205,37 @@ def test_files_beside_it_that_do_not_fit(llama, files, told):
 def test_a_single_string(kind, request):
     with pytest.raises(InputError, match="put the string into a list"):
         load_tokenizer(request.getfixturevalue(kind)).encode("text")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_special_tokens_in_prompts_of_sentencepiece_have_the_ids_of_transformers(legacy, llama):
+    transformers = pytest.importorskip("transformers")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 3),
+        model_prefix=str(llama / "tokenizer"),
+        vocab_size=330,
+        byte_fallback=True,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        control_symbols=["<|user|>"],
+    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, **special}
+    tokenizer = load_tokenizer(write(llama, tokenizer_config=config))
+    expected = transformers.AutoTokenizer.from_pretrained(llama)
+    texts = [
+        "<s>[INST] the fox [/INST] dog</s><s>[INST] lazy [/INST]",
+        "<|user|>the dog</s>",
+        "the <s> dog",
+        "<s>",
+        "the lazy dog",
+        "</s></s> dog<unk>",
+    ]
+    ids = tokenizer.encode_prompts(texts).to_list()
+    start = [tokenizer.start_id]
+    for row, text in zip(ids, texts, strict=True):
+        expected_row = expected.encode(text, add_special_tokens=False)
+        assert row == (expected_row if expected_row[:1] == start else start + expected_row)

@@ -95,7 +95,7 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
     with pytest.raises(ValueError) as caught:
         dtransformer.init(TransformerOpParallelConfig(**fields))
     assert all(number in str(caught.value) for number in numbers)
-    assert "horovodrun -np" in str(caught.value) and "\n" not in str(caught.value)
+    assert "dtransformer launch -np" in str(caught.value) and "\n" not in str(caught.value)
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config() is before
 
@@ -103,10 +103,10 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     for name in ("horovod", "horovod.tensorflow"):
         monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
-    with pytest.raises(ValueError, match="horovodrun -np 2 .*doctor --install-horovod"):
+    with pytest.raises(ValueError, match="dtransformer launch -np 2 .*doctor --install-horovod"):
         dtransformer.init(TransformerOpParallelConfig(data_parallel=2))
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*start with horovodrun"):
+    with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*start with dtransformer launch"):
         dtransformer.init()
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
@@ -118,7 +118,7 @@ def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
 def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ValueError, match="srun has started .*NUM_TASKS='4'.*start with horovodrun"):
+    with pytest.raises(ValueError, match="srun has started .*NUM_TASKS='4'.*dtransformer launch"):
         dtransformer.init()
     assert not job.is_initialized()
 

@@ -59,8 +59,12 @@ def preference(folder, kind, examples):
     return {"loss": loss} | first_gradients(trainer.model)
 
 
-def rewards(folder, found, examples):
-    """Return loss and gradients of a network that rates sequences, with margins and a mean near 0."""
+def rewards(folder, found, examples, factor):
+    """Return loss and gradients of a network that rates sequences, with margins.
+
+    Args:
+        factor: `center_rewards_coefficient`, which draws the mean reward to 0, or `None`.
+    """
     config = transformers.LlamaConfig.from_pretrained(folder / "llama", num_labels=1)
     model = transformers.LlamaForSequenceClassification(config)
     base = transformers.LlamaForCausalLM.from_pretrained(folder / "llama")
@@ -68,7 +72,7 @@ def rewards(folder, found, examples):
     model.score.weight.data = torch.tensor(found["reward/score"])
     trainer = trl.RewardTrainer(
         model,
-        args=trl.RewardConfig(center_rewards_coefficient=0.01, **options(folder)),
+        args=trl.RewardConfig(center_rewards_coefficient=factor, **options(folder)),
         train_dataset=datasets.Dataset.from_list([{"chosen": "5 6", "rejected": "5 7"}]),
         processing_class=tokenizer(),
     )
@@ -88,7 +92,10 @@ def main(folder):
         pairs.append({"prompt_ids": chosen[:start], "chosen_ids": chosen[start:]})
         pairs[-1]["rejected_ids"] = rejected[start:]
         whole.append({"chosen_ids": chosen, "rejected_ids": rejected, "margin": float(margin)})
-    of_trl = {f"reward/{name}": x for name, x in rewards(folder, found, whole).items()}
+    of_trl = {}
+    for factor in (None, 0.01):
+        results = rewards(folder, found, whole, factor)
+        of_trl |= {f"reward/{factor}/{name}": x for name, x in results.items()}
     for kind in ("sigmoid", "ipo", "hinge"):
         of_trl |= {f"{kind}/0.0/{x}": y for x, y in preference(folder, kind, pairs).items()}
     np.savez(folder / "of_trl.npz", **{k: x.detach().numpy() for k, x in of_trl.items()})

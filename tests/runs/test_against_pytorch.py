@@ -70,13 +70,15 @@ def test_preferences_and_rewards_of_trl_are_those_of_the_reference(reference):
     folder, found = reference
     run("reference_trl", folder)
     of_trl = np.load(folder / "of_trl.npz")
-    assert len(of_trl.files) == 11
+    assert len(of_trl.files) == 13
     for name in of_trl.files:
         np.testing.assert_allclose(of_trl[name], found[name], **CLOSE, err_msg=name)
 
 
-def test_rewards(reference):
+@pytest.mark.parametrize("center_rewards", [None, 0.01])
+def test_rewards(reference, center_rewards):
     folder, found = reference
+    key = f"reward/{center_rewards}"
     core = from_pretrained(folder / "llama")
     head = SequenceHead(1, "last", use_bias=False)
     model, inputs = GroupModel(with_task_head(core, head)), inputs_of(found, False)
@@ -84,11 +86,11 @@ def test_rewards(reference):
     margins = np.stack([found["margin"], np.zeros(3)], 1).astype("float32")
     with tf.GradientTape() as tape:
         rewards = model(inputs)
-        loss = tf.reduce_mean(RewardLoss().call(tf.constant(margins), rewards))
+        loss = tf.reduce_mean(RewardLoss(center_rewards).call(tf.constant(margins), rewards))
     np.testing.assert_allclose(rewards, found["reward/rewards"], **CLOSE)
-    np.testing.assert_allclose(loss, found["reward/loss"], **CLOSE)
+    np.testing.assert_allclose(loss, found[f"{key}/loss"], **CLOSE)
     gradient = tape.gradient(loss, head.classifier.kernel.value)
-    np.testing.assert_allclose(tf.transpose(gradient), found["reward/gradient"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(gradient), found[f"{key}/gradient"], **CLOSE)
 
 
 def test_classes_of_a_bert_whose_pooler_was_trained(reference):

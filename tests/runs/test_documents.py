@@ -11,6 +11,7 @@ import yaml
 
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli import main
+from dtransformer.datasets import TokenShards
 from dtransformer.runs import evaluating
 from dtransformer.runs.loading import load_run
 from dtransformer.trainers import Trainer
@@ -45,7 +46,7 @@ def train(*settings, flags=(), run="runs/gpt"):
 
 
 def test_a_small_text_bounds_the_vocabulary(place):
-    assert 16 < load_run("runs/gpt").tokenizer.vocab_size < 100
+    assert 260 < load_run("runs/gpt").tokenizer.vocab_size < 300
 
 
 def test_a_run_that_made_all_its_steps_makes_no_more(place):
@@ -83,14 +84,14 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
 
 
 def test_a_run_goes_on_with_its_vocabulary_alone(place, capsys):
-    assert train("tokenizer.vocab_size=28", run="runs/old") == 0
-    assert train("tokenizer.vocab_size=27", flags=["--resume"], run="runs/old") == 2
-    assert "tokenizer.vocab_size is 27, and the run began with 28" in capsys.readouterr().err
+    assert train("tokenizer.vocab_size=18", run="runs/old") == 0
+    assert train("tokenizer.vocab_size=17", flags=["--resume"], run="runs/old") == 2
+    assert "tokenizer.vocab_size is 17, and the run began with 18" in capsys.readouterr().err
 
 
 def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
     """Folders of token shards hold what `prepare` read, by options of its own."""
-    prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "28", "--out"]
+    prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "18", "--out"]
     assert main([*prepare, "shards"]) == 0
     rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
     (place / "dev.jsonl").write_text("\n".join(rows))
@@ -138,7 +139,7 @@ def test_perplexities_are_of_the_text(place, capsys):
         # Rows are shorter than some documents, and begin where they begin: one at a time here.
         ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
         number += ids.shape[1] - 1
-        total += len(text.strip().encode())
+        total += len(text.encode())
     words = sum(len(text.split()) for text in documents)
     nats = found["loss"] * number
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
@@ -176,3 +177,25 @@ def test_a_profile_is_written_into_the_run(place, capsys):
     assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))
     assert train(flags=["--overwrite", "--profile", "3-2"], run="runs/profiled") == 2
     assert "expected two numbers of steps" in capsys.readouterr().err
+
+
+CODE = "def f(x):\n\tif x:\n\n        return  x  # no\n"
+
+
+@pytest.mark.parametrize("algorithm, text", [("null", CODE), ("wordpiece", " ".join(CODE.split()))])
+def test_tokenizers_of_language_models_keep_white_space(algorithm, text, place):
+    (place / "code.txt").write_text(CODE)
+    settings = [
+        "data.train=code.txt",
+        "data.dev=[]",
+        "data.documents=file",
+        "training.max_steps=1",
+        "data.length=8",
+    ]
+    run = f"runs/code-{algorithm}"
+    settings += [f"tokenizer.algorithm={algorithm}", "training.batch_size=1"]
+    assert train(*settings, run=run) == 0
+    tokenizer = load_run(run).tokenizer
+    assert tokenizer.decode(tokenizer.encode([CODE])) == [text]
+    (document,) = TokenShards(place / run / "shards" / "train")
+    assert tokenizer.decode([document]) == [text.rstrip("\n")]

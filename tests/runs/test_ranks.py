@@ -1,4 +1,4 @@
-"""Promise: every task has one process' losses on two ranks that share batches, or operations."""
+"""Promise: every task has the losses and scores of one process on two ranks, for every layout."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [needs_horovod, pytest.mark.long]
 
 
 def command(place, name, run, ranks, settings):
-    """Train a task in a process, or in two ranks; return the losses of its epochs."""
+    """Train a task in a process, or in two ranks; return the losses and scores of its epochs."""
     path = write_config(name, place)
     # Rows of one length each: what ranks pad to would differ else.
     train = ["-m", "dtransformer.cli", "train", "--config", str(path), "--run", run, "--overwrite"]
@@ -33,7 +33,7 @@ def command(place, name, run, ranks, settings):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = (place / run / "metrics.jsonl").read_text().splitlines()
     return [
-        [x[key] for key in ("loss", "val_loss") if key in x]
+        [x[key] for key in ("loss", "val_loss", "val_f1", "val_mrr", "val_spearman") if key in x]
         for x in map(json.loads, lines)
         if x["kind"] == "epoch"
     ]

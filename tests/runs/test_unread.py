@@ -20,6 +20,15 @@ def test_the_table_has_keys_that_there_are():
 
 
 @pytest.mark.parametrize("task", SECTIONS)
+@pytest.mark.parametrize("name", ["muon", "Muon"])
+def test_muon_is_refused_with_what_it_would_do(task, name):
+    with pytest.raises(InputError) as caught:
+        check_read(load_config(None, [f"task={task}", f"training.optimizer={name}"]))
+    for words in ("three dimensions", "with AdamW", "untied head", "use adamw, adafactor, lion"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("task", SECTIONS)
 def test_defaults_are_read(task):
     check_read(RunConfig(task))
 

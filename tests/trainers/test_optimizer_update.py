@@ -1,6 +1,7 @@
 """Promise: weights that are alike are updated by one function, with the numbers of Keras' own."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -220,3 +221,21 @@ def test_weights_of_our_layers_are_excluded_from_decay_by_their_names():
     decays = {w.path: uses_weight_decay(optimizer, w.value) for w in network.trainable_variables}
     assert decays == {path: not path.endswith("bias") for path in decays}
     assert not all(decays.values())
+
+
+def warnings_of_muon(optimizer, network):
+    trainer = Trainer(network)
+    trainer.compile(optimizer)
+    ids = np.ones((2, 4), "int32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train_on_batch(ids, ids)
+    return [str(w.message) for w in caught if "Muon" in str(w.message)]
+
+
+def test_warns_if_muon_updates_kernels_of_attention_with_adamw():
+    language_model = lambda: CausalLM(9, hidden_size=8, num_heads=2, num_layers=2)
+    (text,) = warnings_of_muon(keras.optimizers.Muon(0.01), language_model())
+    # Queries, keys, values and outputs of two blocks.
+    assert "block_0/attention/query_kernel and 7 other kernels with AdamW" in text
+    assert not warnings_of_muon(keras.optimizers.AdamW(0.01), language_model())

@@ -97,9 +97,9 @@ def test_losses_that_are_refused(loss, words):
         dense_trainer(loss=loss())
 
 
-def test_loops_of_the_networks_own_are_told():
+def test_warns_if_network_overrides_fit():
     own = type("Own", (keras.Sequential,), {"fit": lambda self: None})
-    with pytest.warns(UserWarning, match="^Own has a fit of its own, which the trainer does not"):
+    with pytest.warns(UserWarning, match="^Own overrides fit, which the trainer does not call"):
         Trainer(own([keras.layers.Dense(1)]))
 
 

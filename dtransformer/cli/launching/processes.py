@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dtransformer.errors import InputError
 
@@ -65,6 +65,17 @@ class Hosts:
     def end_all(self, hosts: Iterable[str]) -> dict[str, str | None]:
         """End what is left of the start on hosts; return which of them answer, as `run` does."""
         return self.run(hosts, _EACH.format(launch=self.launch, do=_KILL) + "\nexit 0\n")
+
+    @contextlib.contextmanager
+    def ended_with_launcher(self) -> Iterator[None]:
+        """Inside the `with` block, end the processes of this host even if the launcher is killed.
+
+        A shell waits for the end of its standard input, which only the launcher holds open.
+        """
+        script = "cat > /dev/null; " + _EACH.format(launch=self.launch, do=_KILL)
+        shell = ["sh", "-c", script]
+        with subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True):
+            yield
 
     def ask_to_stop(self, hosts: Iterable[str]) -> None:
         """Send SIGUSR1 to the ranks of the start on hosts."""

@@ -1,80 +1,91 @@
-"""The loop of `dtransformer launch`: find hosts, start, wait, start again.
+"""The loop of `dtransformer launch`: find hosts, start ranks, wait, start them again.
 
-What a start has come to is read from what horovodrun has printed; where ranks are fewer than
-before, they find another layout: see `runs.run.layout_plan` and `parallel.config.elastic_config`.
+On one host the launcher starts the ranks itself. On several hosts horovodrun does, whose output
+shows why a start has ended. If fewer ranks are left than before, they use another layout: see
+`runs.run.layout_plan` and `parallel.config.elastic_config`.
 """
 
 import argparse
 import contextlib
+import math
 import os
 import re
+import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 
 from dtransformer.cli.install_horovod import COMMAND, horovodrun
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
+from dtransformer.cli.launching.job import TRACEBACK, Job, horovod_variables
 from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered, is_here
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
 
-# Exit codes of ranks: asked to stop, they have saved; the options are refused, as they would be again.
+# Exit codes of ranks that saved and left after a signal, and of ranks that refused their options.
 PREEMPTED, REFUSED = 75, 2
+INTERRUPTED = 130
 
-# What a rank's watchdog says, and what horovodrun does.
+# Lines of a rank's watchdog, and of horovodrun.
 _VERDICT = re.compile(
     r"dtransformer: the job ends: ((?:ranks? [\d, …]+ on hosts? ([^:]+): )?[^;]+);"
 )
 _HAS_ENDED = re.compile(r"^Process \d+ exit with status code [1-9-]")
 _EXIT_CODE = re.compile(r"^Exit code: (-?\d+)")
-_NO_HOST = re.compile(r"could not connect to some hosts via ssh|Connection refused|timed out")
+# TensorFlow's notes before its log level applies, and lines of horovodrun that the launcher repeats.
+_NOISE = re.compile(
+    r"(\[\d+\](<stderr>:| ))?(I\d{4} |WARNING: All log messages before absl::)|Process name: "
+)
+# All ranks often report the same error or warning.
+_SHOWN_ONCE = ("dtransformer: ", "warning: ", TRACEBACK)
 _MAX_CAUSE = 200
 
 
 class Outcome:
-    """What is known of a start that has ended, or will; lines of its output are given one by one."""
+    """The result of a start, collected from the lines that it prints."""
 
     def __init__(self):
         self.exit_code = None  # of the rank that ended first
         self.is_over = False  # whether a rank has failed, so that all will end
         self.hosts = ()  # at fault
-        self.cause = self._of_horovodrun = ""
-        self._in_traceback = False
+        self.cause, self.shown_once = "", set()
 
     def read(self, line: str) -> bool:
-        """Take a line of horovodrun's output, or of a rank's; return whether it is to be shown.
-
-        Where horovodrun itself was when it saw a rank fail tells nobody anything.
-        """
-        begins = line.startswith("Traceback (most recent call last)")
-        self._in_traceback = begins or (self._in_traceback and line.startswith("  "))
+        """Read a line of horovodrun or of a rank. Return whether the user should see it."""
         self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
         if found := _EXIT_CODE.search(line):
             self.exit_code = int(found[1])
-        elif found := _VERDICT.search(line):
+            return False
+        if found := _VERDICT.search(line):
             self.cause = self.cause or found[1][:_MAX_CAUSE]
             if found[2]:
                 self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
-        elif not line.startswith("[") and _NO_HOST.search(line):  # else a rank's
-            self._of_horovodrun = self._of_horovodrun or line.strip()[:_MAX_CAUSE]
-        return not self._in_traceback
+        return not _NOISE.match(line)
+
+    def rank_ended(self, rank: int, code: int) -> None:
+        """Take the exit code of a rank on this host, negative if a signal has killed it."""
+        self.exit_code = code
+        if code < 0:
+            self.cause = f"rank {rank} was killed by {signal.Signals(-code).name}"
+        else:
+            self.cause = self.cause or f"rank {rank} has ended with code {code}"
 
     def __str__(self):
         if self.exit_code == PREEMPTED:
             return "ranks were asked to stop, and have saved"
         code = "" if self.exit_code is None else f"a rank has ended with code {self.exit_code}"
-        return self.cause or self._of_horovodrun or code or "horovodrun has failed"
+        return self.cause or code or "horovodrun has failed"
 
 
-_SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
+_SECONDS_TO_SAVE = 120.0  # after a signal. Ranks that still run are killed then.
 _MAX_FILE = 2**20  # bytes
 _SECONDS_TO_END = 30.0  # after a rank has ended with a failure
+_SECONDS_OF_ONE_SIGNAL = 0.5  # programs such as timeout and uv repeat the terminal's signal
 _LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
+_DEFAULT_RESTARTS = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -89,36 +100,28 @@ def hosts_of(options: argparse.Namespace) -> dict[str, int]:
 
 
 def ssh_options(options: argparse.Namespace) -> list[str]:
-    """Return what ssh is given besides the host."""
+    """Return the options of ssh."""
     return _words({"-i": options.ssh_identity_file, "-p": options.ssh_port})
 
 
-def horovodrun_options(options: argparse.Namespace, hosts: Iterable[str]) -> list[str]:
-    """Return the same for horovodrun.
-
-    Args:
-        options: those of `dtransformer launch`.
-        hosts: those of the ranks. Where this one is alone, only the loopback serves.
-    """
-    is_alone = all(map(is_here, hosts))
-    given = {
+def _horovodrun_options(options):
+    values = {
         "--ssh-identity-file": options.ssh_identity_file,
         "--ssh-port": options.ssh_port,
-        "--network-interface": None if is_alone else options.network_interface,
+        "--network-interface": options.network_interface,
     }
-    return _words(given)
+    return _words(values)
 
 
-def _words(given):
-    found = ((name, str(value)) for name, value in given.items() if value is not None)
-    return [word for pair in found for word in pair]
+def _words(values):
+    return [str(word) for pair in values.items() if pair[1] is not None for word in pair]
 
 
 class Supervisor:
-    """Launches a command until it has ended well, or has failed too often.
+    """Launches a command until it succeeds, or has failed too often.
 
     Args:
-        options: those of `dtransformer launch`.
+        options: Options of `dtransformer launch`.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -127,39 +130,52 @@ class Supervisor:
         self._horovodrun = horovodrun()
         if self._horovodrun is None:
             raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
-        self._all_hosts, self._signal, self._running = {}, None, None
-        self._min_ranks = options.min_ranks
+        self._all_hosts, self._signal, self._job = {}, None, None
+        self._signal_time, self._lock = -math.inf, threading.Lock()
+        self._min_ranks, self._restarts = options.min_ranks, options.restarts
+        has_hosts = options.hosts_file is not None or options.discovery_script is not None
+        if self._restarts is None:
+            self._restarts = _DEFAULT_RESTARTS if has_hosts else 0
+        self._is_elastic = has_hosts or options.min_ranks is not None
 
     def run(self) -> int:
-        """Return the exit code: 0, 2 for refused options, 75 after a signal, else 1."""
-        before = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
+        """Run the job.
+
+        Returns:
+            The exit code: 0, 2 for refused options, 75 if ranks have saved after a signal, 130
+            after Ctrl-C, else 1.
+        """
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
-            return self._run()
+            with self._hosts.ended_with_launcher():
+                return self._run()
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _run(self):
         failures = 0
         while True:
             ranks = self._find_ranks()
-            if self._signal is not None:
-                return PREEMPTED
-            _say(f"starting {sum(ranks.values())} ranks on {_told(ranks)}")
-            code, outcome = self._start(ranks)
-            self._hosts.end_all(ranks)
-            if code == 0:
-                return 0
+            if self._signal is None:
+                _say(f"starting {sum(ranks.values())} ranks on {_told(ranks)}")
+                outcome = self._start(ranks)
+                self._hosts.end_all(ranks)
+                if outcome.exit_code == 0:
+                    return 0
+            if self._signal == signal.SIGINT:
+                _say("interrupted")
+                return INTERRUPTED
             if self._signal is not None:
                 _say(f"asked to stop: {outcome}")
                 return PREEMPTED if outcome.exit_code == PREEMPTED else 1
             if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1
-            if failures > self._options.restarts:
-                _say(f"{outcome}: failed for the {failures}. time, and ends")
+            if failures > self._restarts:
+                _say(f"{outcome}: failed {failures} times, and ends" if self._restarts else outcome)
                 return 1
-            _say(f"{outcome}: restart {failures} of {self._options.restarts}")
+            _say(f"{outcome}: restart {failures} of {self._restarts}")
             if outcome.exit_code != PREEMPTED:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
@@ -194,61 +210,70 @@ class Supervisor:
         return {}
 
     def _start(self, ranks):
-        """Start horovodrun and wait; return its exit code and the `Outcome`."""
-        outcome, self._ranks = Outcome(), ranks
-        own = {LAUNCH: self._hosts.launch, FITS_LAYOUT: str(max(ranks.values()))}
-        self._running = subprocess.Popen(
-            [
-                *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
-                *("-H", _told(ranks)),
-                *horovodrun_options(self._options, ranks),
-                *self._options.rank_command,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, **own},
-            start_new_session=True,  # signals reach the ranks by us only
-        )
-        ending = None
-        for line in self._running.stdout:
-            is_shown = outcome.read(line)
-            if outcome.is_over and ending is None:  # horovodrun waits for all who hold its pipes
-                ending = threading.Timer(_SECONDS_TO_END, self._kill)
-                ending.daemon = True
-                ending.start()
-            with contextlib.suppress(BrokenPipeError):
-                sys.stdout.write(line * is_shown)
-                sys.stdout.flush()
-        code = self._running.wait()
-        if ending is not None:
-            ending.cancel()
-        self._kill()
-        return code, outcome
+        """Start the ranks, wait until they have ended, and return the `Outcome`."""
+        outcome, number, self._ranks = Outcome(), sum(ranks.values()), ranks
+        command = self._options.rank_command
+        is_local = all(map(is_here, ranks))
+        launcher = sys.argv[1 : len(sys.argv) - len(command)]
+        shared = {
+            **os.environ,
+            LAUNCH: self._hosts.launch,
+            LAUNCHER: f"dtransformer {shlex.join(launcher)} ",
+        }
+        if self._is_elastic:
+            shared[FITS_LAYOUT] = str(max(ranks.values()))
+        environments = [shared]
+        if is_local:
+            environments = [{**shared, **own} for own in horovod_variables(number)]
+        else:
+            command = [
+                *(self._horovodrun, "--gloo", "-np", str(number), "-H", _told(ranks)),
+                *_horovodrun_options(self._options),
+                *command,
+            ]
+
+        def show(rank, text, is_error):
+            with self._lock:
+                is_of_horovodrun = text.startswith(TRACEBACK) and not is_local
+                if is_of_horovodrun or text in outcome.shown_once:
+                    return
+                if text.startswith(_SHOWN_ONCE):
+                    outcome.shown_once.add(text)
+                for line in text.splitlines():
+                    line = f"[{rank}] {line}" if is_local else line
+                    if outcome.read(line):
+                        with contextlib.suppress(BrokenPipeError):
+                            print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+                if outcome.is_over:  # horovodrun waits for all who hold its pipes
+                    job.kill_in(_SECONDS_TO_END)
+
+        job = self._job = Job(command, environments)
+        if self._signal is not None:
+            job.end(signal.SIGKILL)
+        rank, code = job.wait(show)
+        self._job = None
+        if is_local or not code:
+            outcome.rank_ended(rank, code)
+        return outcome
 
     def _on_signal(self, number, frame):
-        again, self._signal = self._signal is not None, number
-        if self._running is None or self._running.poll() is not None:
+        is_repeated, before = self._signal is not None, self._signal_time
+        self._signal, self._signal_time = number, time.monotonic()
+        if self._job is None or self._signal_time < before + _SECONDS_OF_ONE_SIGNAL:
             return
-        if again or number == signal.SIGINT:
-            threading.Thread(target=self._kill, daemon=True).start()
-            return
-        threading.Thread(target=self._let_save, daemon=True).start()
+        if is_repeated:
+            self._job.end(signal.SIGKILL)
+        elif number == signal.SIGINT:
+            self._job.end(signal.SIGINT)
+        else:
+            self._job.kill_in(_SECONDS_TO_SAVE)
+            threading.Thread(target=self._let_save, daemon=True).start()
 
     def _let_save(self):
-        """Let the ranks save and leave; end them where they take too long."""
-        until = time.monotonic() + _SECONDS_TO_SAVE
-        while self._running.poll() is None and time.monotonic() < until:
-            self._hosts.ask_to_stop(self._ranks)  # again: ranks that start do not listen yet
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running.wait(_LOOK_AGAIN)
-        self._kill()
-
-    def _kill(self):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._running.pid, signal.SIGKILL)
-        self._hosts.end_all(self._ranks)
+        """Let the ranks save and leave. Ask again, as ranks that start do not listen yet."""
+        while self._job is not None:
+            self._hosts.ask_to_stop(self._ranks)
+            time.sleep(_LOOK_AGAIN)
 
 
 def launch(arguments: argparse.Namespace) -> int:

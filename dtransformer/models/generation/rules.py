@@ -73,6 +73,13 @@ def fields_of(rules: Mapping) -> dict:
     return {**found, **{name: value for name, (value, _) in asks.items()}}
 
 
+def end_ids(network, tokenizer: object) -> list[int]:
+    """Return all known ids that end a text: the tokenizer's and the network's, without repetitions."""
+    rules = getattr(network, "generation_rules", {}).get("stop_ids", ())
+    ids = dict.fromkeys([*getattr(tokenizer, "stop_ids", ()), *rules, network.end_id])
+    return [token_id for token_id in ids if token_id is not None]
+
+
 def _are_single(words):
     """Return whether words that are not to come are single tokens, as a list of lists has them."""
     return isinstance(words, list) and all(isinstance(x, list) and len(x) == 1 for x in words)

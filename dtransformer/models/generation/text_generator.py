@@ -8,6 +8,7 @@ import numpy as np
 from dtransformer.errors import shown
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.generation.rules import end_ids
 
 
 def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
@@ -55,8 +56,8 @@ class TextGenerator:
             `CausalLM`'s prompt, of which the last ones are left. None for no limit.
         on_truncation: called as `on_truncation(number, length, max_source_length)` for each source
             that is cut off; `number` counts from 0.
-        **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
-            has any.
+        **options: Options of `GenerationOptions`. `stop_ids` defaults to all known end ids of the
+            tokenizer, the model and its generation rules.
 
     Raises:
         TypeError: there is no such option.
@@ -83,18 +84,16 @@ class TextGenerator:
         on_truncation: Callable | None = None,
         **options,
     ):
+        self._silent_ids = set(end_ids(model, tokenizer))
         if options.get("stop_ids") is None:
-            options["stop_ids"] = getattr(tokenizer, "stop_ids", None) or None
+            options["stop_ids"] = end_ids(model, tokenizer) or None
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self._max_source_length, self._on_truncation = max_source_length, on_truncation
         self._continues = isinstance(model, CausalLM)
         self._search = GenerationOptions.of(**options)
         self._options = options
-        ends = self._search.stop_ids
-        if ends is None:
-            ends = getattr(model, "generation_rules", {}).get("stop_ids")
-        self._end_ids = (model.end_id,) if ends is None else ends
+        self._end_ids = self._search.stop_ids or ()
 
     @property
     def num_results(self) -> int:
@@ -131,7 +130,7 @@ class TextGenerator:
             parts = [_Parts(self.tokenizer, self._context(rows[x // n])) for x in numbers]
 
             def tell(place, ids, parts=parts, numbers=numbers):
-                if new := parts[place].add(ids):
+                if new := parts[place].add(self._until_end(ids)):
                     on_text(numbers[place], new)
 
             found = self.model.generate(
@@ -179,8 +178,11 @@ class TextGenerator:
         return prompt[ends[-1] + 1 :] if ends else prompt
 
     def _until_end(self, ids):
-        ends = [place for place, one in enumerate(ids) if one in self._end_ids]
-        return ids[: ends[0] + 1] if ends else ids
+        """Return ids up to the first end, which is included if the user chose it."""
+        for index, token_id in enumerate(ids):
+            if token_id in self._end_ids:
+                return ids[: index + (token_id not in self._silent_ids)]
+        return ids
 
 
 class _Parts:

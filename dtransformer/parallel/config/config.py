@@ -330,7 +330,7 @@ class TransformerOpParallelConfig(validators.Checked):
                 f"data_parallel={asked} · model_parallel={self.model_parallel} · {context}"
                 f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the "
                 f"job has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with "
-                f"horovodrun -np {ranks}{first}, or change the config"
+                f"dtransformer launch -np {ranks}{first}, or change the config"
             )
         return dataclasses.replace(self, data_parallel=data)
 

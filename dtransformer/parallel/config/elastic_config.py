@@ -7,6 +7,11 @@ import math
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 
+# Environment variables that `dtransformer launch` sets: the number of ranks of a host at most, if
+# ranks may come and go; and the launcher's own part of the command.
+FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
+LAUNCHER = "DTRANSFORMER_LAUNCHER"
+
 
 def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
     """Return a config for a number of devices, as near to a given one as that allows.

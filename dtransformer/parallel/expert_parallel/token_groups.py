@@ -24,7 +24,6 @@ from dtransformer.parallel.mesh.axis_rules import (
     mesh_axis,
     relayout,
 )
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -97,9 +96,11 @@ class TokenGroups:
         self._of_sequences = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
-        """[b, s, ...] as `of_sequences` -> [g, n, ...], with zeros after what groups do not divide"""
+        """[b, s, ...] as `of_sequences` -> [g, n, ...], padded with zeros to full groups"""
+        x = self.of_activations(x)
         if not (isinstance(self._padding, int) and self._padding == 0):
-            x = self._padded(x)
+            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
+            x = self.of_activations(tf.pad(x, more))
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
@@ -108,18 +109,6 @@ class TokenGroups:
         x = self.relayout(x)
         x = tf.reshape(x, [batch, length + self._padding, *x.shape[len(self.axes) + 1 :]])
         return self.of_sequences(self.of_sequences(x)[:, :length])
-
-    def _padded(self, x):
-        @custom_gradient  # DTensor would shard the gradient as what came before was
-        def padded(x):
-            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
-
-            def gradient(dy):
-                return self.of_sequences(self.of_sequences(dy)[:, : self._shape[1]])
-
-            return self.of_sequences(tf.pad(self.of_sequences(x), more)), gradient
-
-        return padded(x)
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor of all groups [g, ...] out as these are."""
@@ -130,8 +119,13 @@ class TokenGroups:
         return shard_first(x, self._of_sequences)
 
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
-        """As `of_sequences`, of [b, s, h] and of its gradient."""
-        return laid_out(x, (*self._of_sequences, None)) if trace.is_on_mesh() else x
+        """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`.
+
+        DTensor cannot add several gradients of a tensor if their layout is not specified.
+        """
+        if not trace.is_on_mesh():
+            return x
+        return laid_out(x, (*self._of_sequences, *[None] * (len(x.shape) - 2)))
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.

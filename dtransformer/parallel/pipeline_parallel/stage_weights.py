@@ -24,11 +24,14 @@ from dtransformer.parallel.runtime import job
 
 
 def built_on_its_stage(build: Callable) -> Callable:
-    """Return a layer's method `build`, which gives weights no values where others have them."""
+    """Return a layer's method, such as `build`, that adds weights only on the layer's stage.
+
+    Other stages keep the shapes of these weights.
+    """
 
     @functools.wraps(build)
     def build_here(layer, *args, **kwargs):
-        if not is_elsewhere(layer):
+        if not is_elsewhere(layer) and not left_weights(layer):
             build(layer, *args, **kwargs)
         else:
             with keras.StatelessScope(initialize_variables=False):
@@ -39,14 +42,31 @@ def built_on_its_stage(build: Callable) -> Callable:
 
 
 def leave_to_others(layer: keras.layers.Layer) -> None:
-    """Keep the shapes alone of a layer's weights: another stage has it."""
+    """Keep only the shapes of a layer's weights, because another stage stores them."""
     for inner in _compat.flat_layers(layer):
-        own, left = _compat.own_variables(inner), getattr(inner, "left_variables", [])
-        object.__setattr__(inner, "left_variables", [*left, *own])
-        for variable in own:
+        local = _compat.own_variables(inner)
+        object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
+        for variable in local:
             _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
+
+
+def left_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer, without inner layers, that only other stages store."""
+    return getattr(layer, "left_variables", [])
+
+
+def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return a layer's weights without inner layers. Weights of other stages only have a shape."""
+    return left_weights(layer) or _compat.own_variables(layer)
+
+
+def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
+    """Remove a weight from a layer, on the layer's stage and on others."""
+    left = left_weights(layer)
+    left[:] = [other for other in left if other is not variable]
+    _compat.forget_weight(layer, variable)
 
 
 def _take_over(layer):
@@ -103,28 +123,23 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
 def full_network(network: keras.Model) -> Iterator[None]:
     """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
 
-    All ranks have to come here. What other stages have comes to rank 0's memory, one layer
-    after the other.
+    All ranks must enter it. Rank 0 receives the weights of other stages layer by layer.
     """
-    lent = []
-    try:
+    with contextlib.ExitStack() as stack:
         for layer in placed_layers(network) if job.stage()[1] > 1 else []:
             owner = stages_of(layer, job.placement())[0]
-            if owner:  # rank 0 has the first stage's
-                for inner in _compat.flat_layers(layer):
-                    values = _from_stage(inner, owner)
-                    if job.is_chief():
-                        lent.append((inner, inner.save_own_variables))
-                        object.__setattr__(inner, "save_own_variables", _saving(values))
+            for inner in (
+                _compat.flat_layers(layer) if owner else []
+            ):  # rank 0 has the first stage's
+                save = functools.partial(_copy_into, _from_stage(inner, owner))
+                if job.is_chief():
+                    stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
         yield
-    finally:
-        for layer, save in lent:
-            object.__setattr__(layer, "save_own_variables", save)
 
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Return a layer's weights in Keras' order; of those that other stages have the shapes are known."""
-    found = [*(getattr(layer, "left_variables", None) or _compat.own_variables(layer))]
+    """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
+    found = [*own_weights(layer)]
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         found += all_weights(inner)
     return list({id(weight): weight for weight in found}.values())
@@ -136,31 +151,43 @@ def count_params(network: keras.Model) -> int:
 
 
 def get_weights(network: keras.Model) -> list[np.ndarray]:
-    """Return the values of the weights of all stages, on every rank; all have to call."""
+    """Return the values of all stages' weights in Keras' order; all ranks must call.
+
+    Raises:
+        RuntimeError: If a layer has a different number of weights on its stage and on this one.
+    """
     values, group = {}, job.pipeline_group()
     for layer in placed_layers(network):
-        owner, weights = stages_of(layer, job.placement())[0], all_weights(layer)
-        is_here = job.stage()[0] == owner
-        own = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights) if is_here}
-        if weights:
-            sent = broadcast_arrays(own, group.ranks[owner], group, f"weights_{layer.path}")
-            values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
+        owner = stages_of(layer, job.placement())[0]
+        weights, local = all_weights(layer), {}
+        if job.stage()[0] == owner:
+            local = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights)}
+        sent = broadcast_arrays(local, group.ranks[owner], group, f"weights_{layer.path}")
+        if len(sent) != len(weights):
+            raise RuntimeError(
+                f"{layer.path} has {len(sent)} weights on its stage of the pipeline, but "
+                f"{len(weights)} on this one: add and remove weights on all ranks"
+            )
+        values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
     weights = all_weights(network)
     return [values[id(w)] if id(w) in values else np.asarray(w.numpy()) for w in weights]
 
 
 def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
-    """Set this stage's weights to their values among those of all stages, as of `get_weights`.
+    """Set the weights of this stage to their values in the list of all stages' weights.
+
+    Args:
+        network: a `keras.Model`.
+        values: list of arrays, as `get_weights` returns it.
 
     Raises:
-        ValueError: there are more or fewer, or one has another shape.
+        ValueError: If the number of arrays or one of their shapes is different.
     """
     weights, here = all_weights(network), {id(weight) for weight in network.weights}
-    shapes = [tuple(weight.shape) for weight in weights]
-    if shapes != [np.shape(value) for value in values]:
+    if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
-            f"set_weights got {len(values)} arrays, and {network.name} has {len(weights)} weights on "
-            "all stages, or shapes differ: give what get_weights returns"
+            f"set_weights received {len(values)} arrays for the {len(weights)} weights on all stages "
+            f"of {network.name}, or arrays of other shapes: pass the list that get_weights returns"
         )
     for weight, value in zip(weights, values):
         if id(weight) in here:
@@ -176,12 +203,9 @@ def _from_stage(layer, owner):
     return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
 
-def _saving(values):
-    def save(store):
-        for name, value in values.items():
-            store[name] = value
-
-    return save
+def _copy_into(values, store):
+    for name, value in values.items():
+        store[name] = value
 
 
 # Gradients of weights that several stages have are added up.

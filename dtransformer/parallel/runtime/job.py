@@ -88,10 +88,15 @@ def is_chief() -> bool:
     return current().rank == 0
 
 
+has_open_line = False  # Whether a progress bar stands on the terminal's last line.
+
+
 def print_once(text: str, file: object = None) -> None:
-    """Print a text on rank 0 alone, at once; `file` is that of `print`."""
+    """Print a text on rank 0, on a line of its own. `file` is passed to `print`."""
+    global has_open_line
     if is_chief():
-        print(text, file=file, flush=True)
+        print("\n" * has_open_line + text, file=file, flush=True)
+        has_open_line = False
 
 
 def topology() -> Topology:

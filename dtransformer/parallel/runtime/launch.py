@@ -18,7 +18,7 @@ from dtransformer import _compat
 from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
@@ -98,8 +98,6 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-# Set by `dtransformer launch`, where fewer ranks may be left: how many a host has at most.
-FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -117,8 +115,9 @@ def start_horovod() -> types.ModuleType | None:
         return None
     if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
         raise InputError(
-            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, and not all else that horovodrun "
-            f"sets ({', '.join(_SET_BY_HOROVODRUN)}): start with horovodrun, or unset HOROVOD_SIZE"
+            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
+            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}): start with dtransformer launch, or "
+            "unset HOROVOD_SIZE"
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
@@ -159,7 +158,7 @@ def _check_alone():
         if number not in ("", "0", "1"):
             raise InputError(
                 f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
-                f"joined by horovodrun: start with horovodrun, or unset {name} where each process "
+                f"joined by Horovod: start with dtransformer launch, or unset {name} where each process "
                 "is to train by itself"
             )
 

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import keras
 
+from dtransformer.datasets.byte_level import train_byte_level
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TextGenerator
-from dtransformer.models.base import TokenModel
+from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import networks
@@ -40,6 +41,8 @@ class Task(abc.ABC):
         num_sequences: how many a record has, which a `GroupModel` sees where they are several.
         num_added: of tokens that come to rows of `data.length`, such as a start token.
         always_trained: a pattern of weights that are trained beside adapters, too.
+        command: Command that uses the trained network, with `{}` for the run folder.
+        algorithm: Default of `tokenizer.algorithm`.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
         digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
@@ -51,6 +54,8 @@ class Task(abc.ABC):
     num_sequences: ClassVar[int] = 1
     num_added: ClassVar[int] = 0
     always_trained: ClassVar[str | None] = None
+    command: ClassVar[str] = "generate --model {} --prompt TEXT"
+    algorithm: ClassVar[str] = "wordpiece"
 
     def __init__(
         self,
@@ -87,13 +92,27 @@ class Task(abc.ABC):
             InputError: the options make none, or one that is too large for this machine.
         """
         core = self.with_head(self.make_core(precision))
+        head = core.head
+        if core.pad_id is None and hasattr(head, "pad_id") and head.pooling == "last":
+            # `transformers` needs an id that is skipped where it looks for the last token.
+            pad_id = first_given(head.pad_id, core.end_id)
+            head.pad_id = first_given(getattr(self.tokenizer, "pad_id", None), pad_id)
         networks.adapt(core, self.config, always=self.always_trained)
         is_group = self.num_sequences > 1
         self.network = GroupModel(core, self.scores(core)) if is_group else core
         return self.network
 
     def with_head(self, core: TokenModel) -> TokenModel:
-        """Return the network with the head that the task trains."""
+        """Return the network with the head that the task trains.
+
+        Raises:
+            InputError: If the task trains the network's own head, and a folder has none.
+        """
+        if getattr(core, "has_task_head", False):
+            raise InputError(
+                f"model: {self.config.model.from_} has a {type(core.head).__name__}, and task "
+                f"{self.config.task} trains a head of the vocabulary: give a folder with one"
+            )
         return core
 
     def scores(self, core: TokenModel) -> keras.layers.Layer | None:
@@ -162,8 +181,18 @@ class Task(abc.ABC):
         self.folder = folder
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
-        """Return what `dtransformer evaluate` prints, of batches of `"dev"`; all ranks call."""
-        return trainer.evaluate(batches, verbose=0, return_dict=True)
+        """Return the loss, metrics and scores of `dtransformer evaluate`. All ranks call it.
+
+        Args:
+            trainer: Trainer of the network.
+            batches: Batches of the held-out records.
+        """
+        logs = trainer.evaluate(batches, verbose=0, return_dict=True)
+        return {**logs, **self.scores_of_dev(trainer)}
+
+    def scores_of_dev(self, trainer: keras.Model) -> dict[str, float]:
+        """Return scores of all held-out records that no mean over rows gives. All ranks call it."""
+        return {}
 
     def told(self) -> list[str]:
         """Return lines on the records, which are printed before training."""
@@ -195,7 +224,9 @@ class Task(abc.ABC):
         elif folder is not None:
             self.tokenizer = load_tokenizer(folder)
         elif self.tokenizer is None:
-            self.tokenizer = SubwordTokenizer.train(
+            is_byte_level = (options.algorithm or self.algorithm) == "byte_bpe"
+            train = train_byte_level if is_byte_level else SubwordTokenizer.train
+            self.tokenizer = train(
                 texts(),
                 options.vocab_size or USUAL_VOCABULARY,
                 lower_case=options.lower_case,
@@ -207,12 +238,15 @@ class Task(abc.ABC):
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
     def needed(self, section: str, key: str) -> Any:
-        """Return an option that has to be given.
+        """Return a required option.
 
         Raises:
-            InputError: it is not.
+            InputError: If it is missing or empty.
         """
         value = getattr(getattr(self.config, section), key, None)
         if not value:
-            raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
+            raise InputError(
+                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
+                f"config, or give --set {section}.{key}=FILE"
+            )
         return value

@@ -16,16 +16,17 @@ from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
+_READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
 
 
 class ChatRecords(RecordTask):
     """What tasks of conversations share: the template, and what of a text is learnt."""
 
-    kind = CausalLM
+    kind, algorithm = CausalLM, "byte_bpe"
     _template = None
 
     def texts(self, record, place) -> list[str]:
-        return list(_strings(record))
+        return list(_strings([record[key] for key in _READ if key in record]))
 
     def settle(self, found) -> None:
         given = self.config.data.template
@@ -42,6 +43,20 @@ class ChatRecords(RecordTask):
         if self._template is None:
             self._template = self.tokenizer.chat_template(self.config.data.date)
         return self._template
+
+    @property
+    def command(self) -> str:
+        """The command that uses the network: `chat` if a conversation was read."""
+        return "generate --model {} --prompt TEXT" if self._template is None else "chat --model {}"
+
+    def encode_single(self, records) -> list:
+        """Return one sequence for each record, a conversation or a text, and its labels."""
+        found, train_on = [], self.config.data.train_on
+        for place, record in records:
+            is_chat = "messages" in record or isinstance(record.get("prompt"), list)
+            found.append(rendered(record, self.template if is_chat else None, train_on, place))
+        rows = self.encode_rendered(found, [place for place, _ in records])
+        return [[row] for row in rows]
 
     def encode_rendered(self, found, places) -> list[tuple]:
         """Return ids and labels of texts, as of `labels_of`."""
@@ -64,14 +79,7 @@ class Chat(ChatRecords):
     """A decoder that learns to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
     def encode(self, records):
-        found = [self._rendered(record, place) for place, record in records]
-        rows = self.encode_rendered(found, [place for place, _ in records])
-        return [[row] for row in rows], None
-
-    def _rendered(self, record, place):
-        is_chat = "messages" in record or isinstance(record.get("prompt"), list)
-        template = self.template if is_chat else None
-        return rendered(record, template, self.config.data.train_on, place)
+        return self.encode_single(records), None
 
     def form(self, *args) -> tuple:
         return next_tokens(*args)

@@ -4,8 +4,10 @@ import keras
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
+from dtransformer.datasets.record_batches import EncodedRecords
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
+from dtransformer.inputs.text import check_whole
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
@@ -14,13 +16,14 @@ from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
 _MAX_NAME = 100  # characters, as of data.labels
+_MAX_SHOWN = 30  # labels in a log line
 
 
 class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
     kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
-    always_trained, learnt = "head/*", ""
+    always_trained, command = "head/*", "predict --run {} < FILE"
     _sides = frozenset()  # numbers of texts of the records so far
 
     def texts(self, record, place) -> list[str]:
@@ -28,7 +31,11 @@ class LabelTask(RecordTask):
         return [text_of(record, name, place) for name in names]
 
     def encode_texts(self, records) -> list[tuple]:
-        """Return the ids of texts with their special tokens, and the types of tokens."""
+        """Return the ids of texts with their special tokens, and the types of the tokens.
+
+        Pairs have `IGNORED` instead of type 0 outside the second text, so that a record is left out
+        if a cut leaves nothing of its second text.
+        """
         given = [self.texts(record, place) for place, record in records]
         self._sides |= {len(texts) for texts in given}
         if len(self._sides) > 1:
@@ -38,6 +45,12 @@ class LabelTask(RecordTask):
             return [(one.ids, one.types) for one in found]
         return self.encode_whole([text for (text,) in given])
 
+    def encode_inputs(self, records):
+        return [[row] for row in self.encode_texts(records)]
+
+    def describe(self, records):
+        return ""
+
     def encode_whole(self, texts: list[str]) -> list[tuple]:
         """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
         rows = self.tokenizer.encode(texts, add_special_ids=True).to_list()
@@ -45,10 +58,12 @@ class LabelTask(RecordTask):
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
-        own = new_head(core, self.ending, self.config.data.labels or usual_labels(num_labels))
-        if own is not None and not self.config.data.pooling:
-            return own
-        return self.plain_head(num_labels, core)
+        names = self.config.data.labels or usual_labels(num_labels)
+        head = new_head(core, self.ending, names)
+        if head is None or self.config.data.pooling:
+            head = self.plain_head(num_labels, core)
+            head.label_names = tuple(names)
+        return head
 
     def plain_head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head of a network of no published family, or with a pooling of one's own."""
@@ -125,22 +140,41 @@ class Classification(LabelTask):
         return [names.index(name) for name in found]
 
     def encode(self, records):
-        rows = self.encode_texts(records)
-        return [[row] for row in rows], [self.numbers(record, place) for place, record in records]
+        targets = [self.numbers(record, place) for place, record in records]
+        return self.encode_inputs(records), targets
 
     def form(self, records, numbers, length) -> tuple:
         label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else IGNORED
         return self.row(records, numbers, length), np.int32(label)
 
-    def results(self, trainer, batches) -> dict[str, float]:
-        labels, predicted = self.labels_and_predicted(trainer)
-        scores = {"f1": macro_f1(labels, predicted), "matthews": matthews(labels, predicted)}
-        return {**super().results(trainer, batches), **scores}
+    def labels(self, records: EncodedRecords) -> list[np.ndarray]:
+        """Return the label ids of each record, int [n]. Ids below 0 are ignored."""
+        return list(records.targets.astype(int))
 
-    def labels_and_predicted(self, trainer) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels of the held-out records, and the likeliest ones, int [n]."""
-        outputs = self.predictions(trainer, "dev")
-        return self.records["dev"].targets[:, 0].astype(int), outputs.argmax(-1)
+    def describe(self, records):
+        names, labels = self.config.data.labels, np.concatenate(self.labels(records))
+        counts = np.bincount(labels[labels >= 0], minlength=len(names))
+        shown = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
+        shown += ["…"] * (len(names) > _MAX_SHOWN)
+        return f", {len(names)} labels: {', '.join(shown)}"
+
+    def scores_of_dev(self, trainer) -> dict[str, float]:
+        outputs, labels = self.predictions(trainer, "dev"), self.labels(self.records["dev"])
+        predicted = [np.atleast_2d(x)[: len(y)].argmax(-1) for x, y in zip(outputs, labels)]
+        return self.label_scores(labels, predicted)
+
+    def label_scores(self, labels: list, predicted: list) -> dict[str, float]:
+        """Return scores of label ids, each a list of int arrays [n], one for each record."""
+        is_counted = np.concatenate(labels) >= 0
+        flat = [np.concatenate(ids)[is_counted] for ids in (labels, predicted)]
+        return {"f1": macro_f1(*flat), "matthews": matthews(*flat)}
+
+    def prediction(self, record, row, output):
+        values = np.exp(output - np.logaddexp.reduce(output)).tolist()
+        probabilities = dict(zip(self.config.data.labels, values))
+        label = max(probabilities, key=probabilities.get)
+        probability = probabilities[label]
+        return {"label": label, "probability": probability, "probabilities": probabilities}
 
 
 def label_name(label: object, place: str) -> str:
@@ -155,7 +189,7 @@ def label_name(label: object, place: str) -> str:
             f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
             "integer: name it in data.fields"
         )
-    return str(label)
+    return check_whole(str(label), f"{place}, label")
 
 
 TASK = Classification

@@ -29,6 +29,7 @@ class DocumentTask(Task):
     """
 
     batches_of: ClassVar[type[IndexedBatches]]
+    algorithm = "byte_bpe"
 
     def read(self, part: str | None = None) -> None:
         self.shards, options = {}, self.config.data

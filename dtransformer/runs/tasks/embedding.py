@@ -1,8 +1,10 @@
 """Embedding: vectors of texts, near to each other where texts belong together."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError
@@ -12,41 +14,51 @@ from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.parallel import collectives
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job
+from dtransformer.runs.scores import retrieval
 from dtransformer.runs.tasks.classification import LabelTask
 
 
 class InBatchLoss(keras.losses.Loss):
-    """Cross entropy of each query's own text among those of the global batch, [b].
+    """Cross entropy of each query's positive among the texts of the global batch, [b].
+
+    Labels are float [b, 2]: the text ids of the query and of the positive, equal for equal texts; 0
+    in rows of padding. A text is not a negative of a query if it equals the query or its positive, or
+    belongs to an equal query.
 
     Reference: van den Oord et al., 2018, "Representation learning with contrastive predictive coding",
     arXiv 1807.03748; Gao et al., 2021, "SimCSE", arXiv 2104.08821.
 
     Args:
-        temperature: what similarities are divided by.
+        temperature: Float. Similarities are divided by it.
     """
+
+    weights_epoch_means = True
 
     def __init__(self, temperature: float = 0.05):
         super().__init__("in_batch", "mean_with_sample_weight")
         self.temperature = temperature
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        # Of length 1, as of cosines, whether the network's vectors are or not.
-        y_pred *= tf.math.rsqrt(tf.reduce_sum(y_pred * y_pred, axis=-1, keepdims=True) + 1e-12)
-        queries, texts, is_row = y_pred[:, 0], y_pred[:, 1], y_true[:, 0]
-        own = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
+        vectors = tf.math.l2_normalize(y_pred, axis=-1)
+        queries, texts, ids = vectors[:, 0], vectors[:, 1], y_true
+        positive = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
         if job.data_shard()[1] > 1:
             group = job.data_parallel_group()
-            texts, is_row = (collectives.all_gather(x, group=group) for x in (texts, is_row))
-        texts, is_row = constrain(texts, (None, None)), constrain(is_row, (None,))
+            texts, ids = (collectives.all_gather(x, group=group) for x in (texts, ids))
+        texts, ids = constrain(texts, (None, None)), constrain(ids, (None, None))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
-        # Vectors are broadcast, not given a dimension, at which DTensor ends the process.
-        return tf.reduce_logsumexp(scores + 1e9 * (is_row - 1), axis=-1) - own
+        # Slices keep the dimension: DTensor ends the process if a vector is given one.
+        query, text = y_true[:, :1], y_true[:, 1:]
+        is_equal = (ids[:, 1] == text) | (ids[:, 1] == query) | (ids[:, 0] == query)
+        is_masked = tf.cast(is_equal | (ids[:, 1] == 0), scores.dtype)
+        negatives = tf.reduce_logsumexp(scores - 1e9 * is_masked, axis=-1)
+        return tf.math.softplus(negatives - positive)
 
 
 class Embedding(LabelTask):
     """A network whose vectors of a query and of its text are alike, and of others not."""
 
-    num_sequences, always_trained = 2, None
+    num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
         for name in ("negative", "negatives"):
@@ -69,7 +81,28 @@ class Embedding(LabelTask):
     def encode(self, records):
         given = [text for place, record in records for text in self.texts(record, place)]
         rows = self.encode_whole(given)
-        return list(zip(rows[::2], rows[1::2])), [[1.0]] * len(records)
+        return list(zip(rows[::2], rows[1::2])), None
+
+    def _encoded(self, name, sources):
+        records, sizes = super()._encoded(name, sources)
+        texts = [records.sequence(0, i)[0].tobytes() for i in range(records.lengths.size)]
+        distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
+        records.targets = np.float32(ids.reshape(-1, 2) + 1)
+        message = "texts repeat another text: in a batch, equal texts are not negatives"
+        warn_left_out(f"Records ({name})", len(ids) - len(distinct), len(ids), message)
+        return records, sizes
+
+    def encode_inputs(self, records):
+        texts = [text_of(x, "text" if "text" in x else "query", place) for place, x in records]
+        return [[row] for row in self.encode_whole(texts)]
+
+    def prediction(self, record, row, output):
+        return {"vector": output[0]}
+
+    def scores_of_dev(self, trainer) -> dict[str, float]:
+        vectors = self.predictions(trainer, "dev")
+        ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
+        return retrieval(vectors[:, 0], vectors[:, 1], ids)
 
     def form(self, *args) -> tuple:
         inputs, target, weight = group_row(*args, with_labels=False)

@@ -9,6 +9,7 @@ class MaskedLanguageModel(DocumentTask):
     """An encoder that finds masked tokens (Liu et al., 2019, "RoBERTa")."""
 
     kind, batches_of = MaskedLM, MaskedLanguageModelBatches
+    command = "evaluate --run {} --data FILE"
 
     def options_of_batches(self) -> dict:
         return {"rate": self.config.data.mask_rate}

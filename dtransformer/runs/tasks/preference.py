@@ -4,9 +4,10 @@ import sys
 
 import keras
 
-from dtransformer.datasets.chat_records import Rendered, conversation, tools_of
+from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import preferred
+from dtransformer.datasets.tool_calls import tools_of
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job

@@ -2,7 +2,8 @@
 
 import abc
 import itertools
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,10 +25,7 @@ class RecordTask(Task):
 
     Attributes:
         records: the `EncodedRecords` by parts.
-        learnt: a format of what is told of the share of tokens that are learnt.
     """
-
-    learnt: ClassVar[str] = ", {:.1%} learnt"
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
@@ -91,9 +89,8 @@ class RecordTask(Task):
             rows += own
             targets += [their[number] for number in kept] if their else []
             sizes.append(len(own))
-        pad_id = getattr(self.tokenizer, "pad_id", None)
-        encoded = EncodedRecords(rows, targets or None, 0 if pad_id is None else pad_id)
-        if not len(encoded) or min(sizes) == 0:
+        encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
+        if min(sizes) == 0:
             raise InputError(
                 f"data.{name}: all records of a file have more than data.length={options.length} "
                 "tokens: give more"
@@ -104,10 +101,13 @@ class RecordTask(Task):
 
     def told(self) -> list[str]:
         return [
-            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens"
-            + self.learnt.format(x.learnt_share)
+            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens{self.describe(x)}"
             for name, x in self.records.items()
         ]
+
+    def describe(self, records: EncodedRecords) -> str:
+        """Return the end of the log line about some records: their targets."""
+        return f", {records.learnt_share:.1%} learnt"
 
     @abc.abstractmethod
     def form(self, *args) -> tuple:
@@ -118,11 +118,12 @@ class RecordTask(Task):
             return None
         options = self.config.data
         weights = [source.weight for source in getattr(options, part)]
-        is_mixture = part == "train" and any(weight is not None for weight in weights)
-        if part == "train" and options.mixture != "once" and not is_mixture:
-            raise InputError("data.mixture: give each file of data.train a weight")
+        is_mixture = part == "train" and (options.mixture != "once" or any(weights))
         if is_mixture and None in weights:
-            raise InputError("data.train: some files have a weight: give each of them one")
+            raise InputError(
+                f"data.train: {weights.count(None)} of {len(weights)} files of a mixture have no "
+                "weight. Give each of them one."
+            )
         return RecordBatches(
             self.records[part],
             self.form,
@@ -135,8 +136,51 @@ class RecordTask(Task):
             **self.batch_options(part),
         )
 
+    def callbacks(self, trainer):
+        def add_scores(_, logs):
+            if "dev" in self.records:
+                logs.update({f"val_{name}": x for name, x in self.scores_of_dev(trainer).items()})
+
+        adds_scores = keras.callbacks.LambdaCallback(on_epoch_end=add_scores)
+        return [adds_scores, *super().callbacks(trainer)]
+
+    def predict(self, trainer: keras.Model, placed: list[Placed]) -> Iterator[dict[str, Any]]:
+        """Yield the prediction for each record, in order. All ranks call it.
+
+        Tokens after the first `data.length` ones are cut off. `num_cut` counts these records.
+
+        Args:
+            trainer: Trainer of the network.
+            placed: Records without labels, each after its place.
+
+        Raises:
+            InputError: If a record has no text, or the task predicts nothing.
+        """
+        length, self.num_cut = self.config.data.length, 0
+        for start in range(0, len(placed), _ENCODED):
+            part = placed[start : start + _ENCODED]
+            rows = self.encode_inputs(part)
+            self.num_cut += sum(any(len(ids) > length for ids, _ in row) for row in rows)
+            rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
+            no_targets = [[0.0, 0.0]] * len(rows)
+            self.records = {"inputs": EncodedRecords(rows, no_targets, self.tokenizer.pad_id or 0)}
+            outputs = self.predictions(trainer, "inputs").astype(np.float32)
+            for (_, record), row, output in zip(part, rows, outputs, strict=True):
+                yield self.prediction(record, row, output)
+
+    def encode_inputs(self, records: list[Placed]) -> list:
+        """Return the sequences of each record, pairs of ids and labels, without reading a label."""
+        raise InputError(
+            f"task {self.config.task} predicts no label or number: dtransformer "
+            + self.command.format("RUN")
+        )
+
+    def prediction(self, record: Record, row: list, output: np.ndarray) -> dict[str, Any]:
+        """Return the prediction for a record from its sequences and the network's output."""
+        return {"score": float(output.item())}
+
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
-        """Return the network's outputs of a part's records, in their order; all ranks call."""
+        """Return the network's outputs for the records of a part, in order. All ranks call it."""
         records, multiple = self.records[part], job.rows_multiple_of() * job.data_shard()[1]
         ordered = RecordBatches(
             records,

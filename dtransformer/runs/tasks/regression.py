@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from dtransformer.datasets.record_batches import targets_of
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import number_of
 from dtransformer.runs.scores import spearman
 from dtransformer.runs.tasks.classification import LabelTask
 
@@ -14,26 +14,26 @@ class Regression(LabelTask):
 
     num_labels = 1
 
+    def describe(self, records):
+        low, mean, high = (f(records.targets) for f in (np.min, np.mean, np.max))
+        return f", labels from {low:.4g} to {high:.4g}, {mean:.4g} on average"
+
     def encode(self, records):
-        for place, record in records:
-            if type(record.get("label")) not in (int, float):
-                raise InputError(
-                    f"{place}: label is {shown(record.get('label'))}, expected a number"
-                )
-        rows = self.encode_texts(records)
-        return [[row] for row in rows], [[float(record["label"])] for _, record in records]
+        labels = [[number_of(record, "label", place)] for place, record in records]
+        return self.encode_inputs(records), labels
 
     def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)
         return self.row(records, numbers, length), targets_of(records, numbers), weight
 
     def loss(self):
-        return keras.losses.MeanSquaredError("mean_with_sample_weight")
+        loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
+        loss.weights_epoch_means = True
+        return loss
 
-    def results(self, trainer, batches) -> dict[str, float]:
+    def scores_of_dev(self, trainer) -> dict[str, float]:
         values = self.records["dev"].targets[:, 0]
-        found = spearman(values, self.predictions(trainer, "dev")[:, 0])
-        return {**super().results(trainer, batches), "spearman": found}
+        return {"spearman": spearman(values, self.predictions(trainer, "dev")[:, 0])}
 
 
 TASK = Regression

@@ -2,7 +2,7 @@
 
 import keras
 
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import number_of
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
 from dtransformer.models import CausalLM
@@ -13,20 +13,26 @@ from dtransformer.runs.tasks.preference import PairTask
 class Reward(PairTask):
     """A decoder with a number in place of its vocabulary (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
-    with_labels, always_trained = False, "head/*"
+    with_labels, always_trained, command = False, "head/*", "predict --run {} < FILE"
+
+    def encode_inputs(self, records):
+        is_pair = "chosen" in records[0][1]
+        return self.encode(records)[0] if is_pair else self.encode_single(records)
+
+    def prediction(self, record, row, output):
+        names = ("score",) if len(row) == 1 else ("chosen", "rejected")
+        return dict(zip(names, output.tolist()))
 
     def target(self, record, place) -> list[float]:
-        margin = 0.0 if record.get("margin") is None else record["margin"]
-        if type(margin) not in (int, float):
-            raise InputError(f"{place}: margin is {shown(margin)}, expected a number")
-        return [float(margin), 0.0]
+        has_margin = record.get("margin") is not None
+        return [number_of(record, "margin", place) if has_margin else 0.0, 0.0]
 
     def with_head(self, core: CausalLM) -> CausalLM:
         head = SequenceHead(1, "last", use_bias=False, dtype=core.dtype_policy)
         return with_task_head(core, head)
 
     def loss(self) -> RewardLoss:
-        return RewardLoss()
+        return RewardLoss(self.config.training.center_rewards)
 
     def metrics(self) -> dict:
         right = lambda _, r: keras.ops.cast(r[:, 0] > r[:, 1], "float32")

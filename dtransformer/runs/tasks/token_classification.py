@@ -1,12 +1,19 @@
 """Token classification: a label of each word, by the first of its tokens."""
 
+import re
+
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
+from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import TokenHead
 from dtransformer.models.pretrained.families.task_heads import TOKENS
+from dtransformer.runs.scores import entities
 from dtransformer.runs.tasks.classification import Classification, label_name
+
+# Words of a text: punctuation before and after letters and digits is apart.
+_WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
 class TokenClassification(Classification):
@@ -18,35 +25,45 @@ class TokenClassification(Classification):
         return [" ".join(self._words(record, place))]
 
     def _words(self, record, place):
-        words, labels = record.get("tokens"), record.get("labels")
+        if "tokens" not in record and "text" in record:
+            return _WORD.findall(text_of(record, "text", place))
+        words = record.get("tokens")
         if not isinstance(words, list) or not all(isinstance(x, str) and x for x in words):
             raise InputError(f"{place}: tokens are {shown(words)}, expected a list of words")
+        return words
+
+    def labels_of_record(self, record, place) -> list[str]:
+        words = self._words({"tokens": record.get("tokens")}, place)
+        labels = record.get("labels")
         if not isinstance(labels, list) or len(labels) != len(words):
             raise InputError(
                 f"{place}: labels are {shown(labels)}, expected one for each of tokens"
             )
-        return words
-
-    def labels_of_record(self, record, place) -> list[str]:
-        self._words(record, place)
-        labels = (str(x) if isinstance(x, bool) else x for x in record["labels"])
+        labels = (str(x) if isinstance(x, bool) else x for x in labels)
         return [label_name(label, place) for label in labels]
 
     def encode(self, records):
+        rows = self.encode_inputs(records)
+        for (place, record), [(_, words)] in zip(records, rows, strict=True):
+            numbers = self.numbers(record, place)
+            words[:] = [IGNORED if word == IGNORED else numbers[word] for word in words]
+        return rows, None
+
+    def encode_inputs(self, records):
+        """Return the ids of each record, with a word's index at its first token, else IGNORED."""
         (before, after), rows = self.added, []
-        found = self.tokenizer.encode_with_offsets([self.texts(x, p)[0] for p, x in records])
-        for (place, record), (ids, places, _) in zip(records, found, strict=True):
-            starts = np.cumsum([0, *(len(word) + 1 for word in record["tokens"])])
-            # A token's first character that is no space tells its word.
-            text = " ".join(record["tokens"])
+        texts = [self.texts(record, place)[0] for place, record in records]
+        found = self.tokenizer.encode_with_offsets(texts)
+        for (place, record), text, (ids, places, _) in zip(records, texts, found, strict=True):
+            starts = np.cumsum([0, *(len(word) + 1 for word in self._words(record, place))])
+            # The first character of a token that is no space belongs to its word.
             first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in places]
             word_of = np.searchsorted(starts, first, "right") - 1
             is_first = np.diff(word_of, prepend=-1) > 0
-            numbers = np.array(self.numbers(record, place), np.int32)
-            own = np.where(is_first, numbers[np.minimum(word_of, len(numbers) - 1)], IGNORED)
-            labels = [IGNORED] * len(before) + own.tolist() + [IGNORED] * len(after)
-            rows.append([([*before, *ids, *after], labels)])
-        return rows, None
+            words = np.where(is_first, word_of, IGNORED).tolist()
+            words = [IGNORED] * len(before) + words + [IGNORED] * len(after)
+            rows.append([([*before, *ids, *after], words)])
+        return rows
 
     @property
     def added(self) -> tuple[list[int], list[int]]:
@@ -72,11 +89,40 @@ class TokenClassification(Classification):
             labels[: len(own)] = own
         return inputs, labels
 
-    def labels_and_predicted(self, trainer) -> tuple[np.ndarray, np.ndarray]:
-        outputs, records = self.predictions(trainer, "dev"), self.records["dev"]
-        labels = np.concatenate([records.sequence(n)[1] for n in range(len(records))])
-        found = [x[: len(records.sequence(n)[1])].argmax(-1) for n, x in enumerate(outputs)]
-        return labels[labels >= 0], np.concatenate(found)[labels >= 0]
+    def labels(self, records):
+        return [records.sequence(index)[1] for index in range(len(records))]
+
+    def label_scores(self, labels, predicted):
+        scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
+        if any(map(entities, zip(names))):
+            # One word outside of entities comes after each sentence.
+            is_word = np.concatenate([np.append(ids, 0) >= 0 for ids in labels])
+            sides = []
+            for side in (labels, predicted):
+                ids = np.concatenate([np.append(ids, len(names) - 1) for ids in side])
+                sides.append(entities(names[x] for x in ids[is_word]))
+            correct = len(sides[0] & sides[1])
+            scores["f1"] = 2 * correct / max(len(sides[0]) + len(sides[1]), 1)
+        return scores
+
+    def prediction(self, record, row, output):
+        words, end, found = self._words(record, ""), 0, []
+        text = " ".join(words) if "tokens" in record else record["text"]
+        probabilities = np.exp(output - np.logaddexp.reduce(output, axis=-1, keepdims=True))
+        places = {word: place for place, word in enumerate(row[0][1])}
+        for index, word in enumerate(words):
+            start = text.index(word, end)
+            end = start + len(word)
+            found.append({"word": word, "start": start, "end": end, "label": None})
+            if index in places:  # else it was cut off
+                own = probabilities[places[index]]
+                label = self.config.data.labels[own.argmax()]
+                found[-1] |= {"label": label, "probability": float(own.max())}
+        spans = [
+            {"type": kind, "start": found[first]["start"], "end": found[last - 1]["end"]}
+            for first, last, kind in sorted(entities(word["label"] or "O" for word in found))
+        ]
+        return {"words": found, "entities": spans}
 
 
 TASK = TokenClassification

@@ -18,7 +18,7 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 class Translation(Task):
     """Sentences of one language become those of another (Vaswani et al., 2017)."""
 
-    kind = TranslationTransformer
+    kind, command = TranslationTransformer, "translate --run {} < FILE"
 
     def read(self, part: str | None = None) -> None:
         read = {name: self._read(*keys) for name, keys in _KEYS.items()}
@@ -70,7 +70,7 @@ class Translation(Task):
                 **ids,
                 dtype=precision or config.training.precision,
             )
-        needs.check_network(network, job.size())
+        needs.check_network(network)
         return network
 
     def batches(self, part: str) -> TranslationBatches | None:

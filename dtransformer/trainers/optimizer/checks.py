@@ -1,5 +1,7 @@
 """Checks of an optimizer that is to update shards of weights."""
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -23,6 +25,7 @@ def check_update(optimizer, weights, parameters, is_sharded, is_divided):
         ValueError: it cannot; says what to change.
     """
     _check_overwritten(weights)
+    warn_of_muon(optimizer, weights)
     check_constraints(weights)
     if is_sharded:
         check_elementwise(optimizer)
@@ -43,6 +46,22 @@ def _check_overwritten(weights):
                 f"{weight.path} is overwritten with its gradient (overwrite_with_gradient=True), as "
                 "scales of float8 are, and the trainer adds gradients up: use mixed_bfloat16"
             )
+
+
+def warn_of_muon(optimizer, weights):
+    """Warn on rank 0 if Keras' Muon updates kernels of this library with AdamW.
+
+    It uses AdamW for every weight that does not have two dimensions.
+    """
+    is_muon = type(getattr(optimizer, "inner_optimizer", optimizer)) is keras.optimizers.Muon
+    kernels = [w.path for w in weights if hasattr(w, "num_inputs") and len(w.shape) != 2]
+    if is_muon and kernels and job.is_chief():
+        warnings.warn(
+            f"keras.optimizers.Muon updates {kernels[0]} and {len(kernels) - 1} other kernels with "
+            "AdamW, because they do not have two dimensions, and an untied head with Muon: use "
+            "AdamW, Adafactor or Lion",
+            stacklevel=2,
+        )
 
 
 def check_elementwise(optimizer):

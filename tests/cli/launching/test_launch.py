@@ -33,11 +33,11 @@ def test_a_command_that_fails_once_is_started_again(tmp_path):
         "if mkdir first; then setsid sleep 1235 > /dev/null 2>&1 & exit 3; fi; "
         "echo second life"
     )
-    process = launch("-np", "1", "--restarts", "1", command=script)
+    process = launch("-np", "1", "--min-ranks", "1", "--restarts", "1", command=script)
     told, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, told + errors
     assert "second life" in told
-    assert "a rank has ended with code 3: restart 1 of 1" in errors
+    assert "rank 0 has ended with code 3: restart 1 of 1" in errors
     left = subprocess.run(["pgrep", "-f", "^sleep 1235"], capture_output=True, check=False)
     assert not left.stdout
 

@@ -3,13 +3,12 @@
 import pytest
 
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
-from dtransformer.cli.launching.supervisor import PREEMPTED, REFUSED, Outcome, horovodrun_options
-from dtransformer.cli.options import make_parser
+from dtransformer.cli.launching.supervisor import PREEMPTED, REFUSED, Outcome
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
-from dtransformer.parallel.runtime.launch import FITS_LAYOUT, fitting
+from dtransformer.parallel.runtime.launch import fitting
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import layout_plan
 
@@ -71,7 +70,6 @@ OUTPUTS = {
         ["[1]<stderr>:urllib3: Connection refused\n", "Exit code: 1\n"],
         ("a rank has ended with code 1", (), False, False),
     ),
-    "a host": (["ssh: port 22: Connection refused\n"], ("ssh: port 22", (), False, False)),
     "preempted": (["Exit code: 75\n"], ("asked to stop", (), True, False)),
     "refused": (["Exit code: 2\n"], ("ended with code 2", (), False, True)),
     "killed": (["Process name: 1\n", "Exit code: 137\n"], ("code 137", (), False, False)),
@@ -89,24 +87,6 @@ def test_why_a_start_has_ended(lines, expected):
     assert cause in str(outcome)
     found = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
     assert [outcome.hosts, *found] == rest
-
-
-def test_where_horovodrun_was_is_not_shown():
-    output = """[0]<stderr>:Traceback (most recent call last):
-[0]<stderr>:  File "train.py", line 3, in <module>
-[0]<stderr>:dtransformer.errors.InputError: data.npy does not exist
-Process 0 exit with status code 1.
-Traceback (most recent call last):
-  File "bin/horovodrun", line 8, in <module>
-    sys.exit(run_commandline())
-             ^^^^^^^^^^^^^^^^^
-RuntimeError: Horovod detected that one or more processes exited with non-zero status
-Process name: 0
-Exit code: 1
-"""
-    lines, outcome = output.splitlines(keepends=True), Outcome()
-    shown = [line for line in lines if outcome.read(line)]
-    assert shown == [*lines[:4], *lines[8:]] and outcome.exit_code == 1
 
 
 # Degrees (data, model, pipeline), devices that are left -> degrees.
@@ -192,11 +172,3 @@ def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
 ])  # fmt: skip
 def test_where_the_planner_has_no_layout(ranks, launched, settings, monkeypatch):
     assert plan_for(ranks, monkeypatch, *settings, launched=launched) is None
-
-
-@pytest.mark.parametrize("hosts, given", [(["localhost"], False), (["localhost", "a"], True)])
-def test_horovodrun_gets_no_interface_where_this_host_is_alone(hosts, given):
-    """It refuses to start then: it looks for the loopback on that interface."""
-    command = ["launch", "--network-interface", "eth7", "--", "x"]
-    options = horovodrun_options(make_parser().parse_args(command), hosts)
-    assert ("--network-interface" in options) is given

@@ -76,10 +76,34 @@ LONG_CASES = [
     ),
 ]
 
+# Groups of one sequence, and groups that would have room for more.
+FULL_SEQUENCES = [
+    (
+        {"dropless": True, "expert_group_size": LENGTH, "aux_loss_factor": 0.02},
+        {},
+        {"context_parallel": 2, "model_parallel": 1},
+    ),
+    (
+        {
+            "capacity_factor": 0.8,
+            "expert_group_size": 2 * LENGTH,
+            "shared_experts": 1,
+            **BY_SIGMOID,
+        },
+        {"gated": True},
+        {"context_parallel": 2, "model_parallel": 2},
+    ),
+]
+
 
 @on_mesh
 def test_outputs_and_gradients_are_those_of_one_device():
     check(CASES)
+
+
+@on_mesh
+def test_groups_of_full_sequences_work_if_sequences_are_sharded():
+    check(FULL_SEQUENCES)
 
 
 @pytest.mark.long

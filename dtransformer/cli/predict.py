@@ -1,0 +1,133 @@
+"""`dtransformer predict` and `dtransformer embed`: labels, numbers and vectors of texts."""
+
+import argparse
+import contextlib
+import io
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from dtransformer.datasets.documents import objects, placed_values
+from dtransformer.datasets.records import named_records
+from dtransformer.errors import InputError
+from dtransformer.files import replacing
+from dtransformer.inputs.files import read_limited
+from dtransformer.inputs.json_file import parse_json
+from dtransformer.inputs.text import decode_lines, read_text_lines
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.loading import load_published, load_run, start_job_of
+from dtransformer.runs.networks import check_positions
+from dtransformer.runs.run import make_trainer
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    """Print the prediction for each text or record.
+
+    Raises:
+        InputError: If the run, the model or a record is not usable.
+    """
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # notes do not mix with predictions
+        for found in _predictions(arguments, "predict"):
+            text = json.dumps(found, ensure_ascii=False) if arguments.json else _line(found)
+            print(text, file=out)
+
+
+def embed(arguments: argparse.Namespace) -> None:
+    """Write the vectors of texts or records as a NumPy file, or as lines of JSON.
+
+    Raises:
+        InputError: If the run, the model or a record is not usable, or if the file would go to a
+            terminal.
+    """
+    out = sys.stdout
+    if out.isatty() and not (arguments.json or arguments.out):
+        raise InputError(
+            "the NumPy file would go to the terminal: add > FILE, --out FILE or --json"
+        )
+    with contextlib.redirect_stdout(sys.stderr):
+        vectors = [found["vector"] for found in _predictions(arguments, "embed")]
+    if not job.is_chief():
+        return
+    if arguments.json:
+        data = "".join(f"{vector.tolist()}\n" for vector in vectors).encode()
+    else:
+        file = io.BytesIO()
+        np.save(file, np.stack(vectors))
+        data = file.getbuffer()
+    if arguments.out is None:
+        out.buffer.write(data)
+    else:
+        with replacing(arguments.out) as path:
+            path.write_bytes(data)
+
+
+def _predictions(arguments, command):
+    """Yield the predictions for all records on rank 0. All ranks call it."""
+    folder = pathlib.Path(arguments.run or arguments.model)
+    if arguments.run:
+        task = load_run(folder, start_job_of(folder).training.precision)
+    else:
+        task = load_published(folder)
+    config = task.config
+    if not task.command.startswith(command):
+        use = task.command.format("FOLDER")
+        raise InputError(
+            f"the model is of task {config.task}, not for {command}: dtransformer {use}"
+        )
+    if arguments.batch_size is not None:
+        config.training.batch_size = arguments.batch_size
+    if arguments.max_length is not None:
+        check_positions(task.core, arguments.max_length)
+        config.data.length = arguments.max_length
+    fields = {"text": arguments.field} if arguments.field else config.data.fields
+    records = from_chief(lambda: list(_records(arguments, fields)), "predict/records")
+    if not records:
+        raise InputError("there is no text: give lines of standard input, or --data FILE")
+    for found in task.predict(make_trainer(task, 1), records):
+        if job.is_chief():
+            yield found
+    if task.num_cut:
+        job.print_once(
+            f"dtransformer: warning: {task.num_cut:,} of {len(records):,} texts have more than "
+            f"{config.data.length} tokens. The rest of these texts was cut off.",
+            sys.stderr,
+        )
+
+
+def _records(arguments, fields) -> Iterator[tuple[str, dict]]:
+    """Yield the records of the files or of standard input, each after its place."""
+    for path in arguments.data or ["standard input"]:
+        values = placed_values(path) if arguments.data else None
+        if values is None:
+            lines = read_text_lines(path) if arguments.data else _stdin_lines(path)
+            first = next((line for line in lines if line.strip()), "")
+            placed = [
+                (f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)
+            ]
+            if arguments.text or not first.startswith("{"):
+                yield from ((place, {"text": line}) for place, line in placed)
+                continue
+            hint = " (--text reads lines that are no JSON)"
+            values = ((place, parse_json(line, place + hint)) for place, line in placed)
+        needed = fields.values() if arguments.field else ()
+        yield from named_records(objects(values, needed), fields)
+
+
+def _stdin_lines(name):
+    if sys.stdin is None:
+        raise InputError("standard input is closed: give its lines, or --data FILE")
+    return decode_lines(read_limited(sys.stdin.buffer, name), name)
+
+
+def _line(found):
+    """Return a prediction as a line to read."""
+    if "words" in found:
+        return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in found["words"])
+    if "label" in found:
+        return f"{found['label']}\t{found['probability']:.4f}"
+    return "\t".join(f"{score:.6g}" for score in found.values())

@@ -1,0 +1,77 @@
+"""Tools and tool calls of records. Parts that are JSON text, as in OpenAI's format, are parsed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.files import FilePath
+from dtransformer.inputs.json_file import check_json, parse_json, read_json
+
+
+class ParsedText(dict):
+    """Dict that was parsed from JSON text and prints as this text.
+
+    Templates that print arguments and templates that convert them to JSON both work.
+
+    Args:
+        text: JSON text of an object.
+        place: Origin of the text, for error messages.
+
+    Raises:
+        InputError: If the text is no JSON object.
+    """
+
+    def __init__(self, text: str, place: str):
+        fields = parse_json(text, place) if text.strip() else {}
+        if not isinstance(fields, dict):
+            raise InputError(f"{place} is {shown(text)}, expected the JSON text of an object")
+        super().__init__(fields)
+        self._text = text
+
+    def __str__(self):
+        return self._text
+
+
+def tools_of(record: Mapping, place: str) -> list:
+    """Return the tools of a record, in the form that its template expects.
+
+    Raises:
+        InputError: If they are no list of objects, or JSON text of one; names the place.
+    """
+    return _objects(record.get("tools"), f"{place}, tools")
+
+
+def tools_in(path: FilePath | None) -> list:
+    """Return the tools of a JSON file. `None` means no tools.
+
+    Raises:
+        InputError: If the file is missing, damaged or no list of objects.
+    """
+    return [] if path is None else _objects(read_json(path), str(path))
+
+
+def parsed_calls(calls: Any, place: str) -> list:
+    """Return tool calls with arguments as dicts.
+
+    Raises:
+        InputError: If they are no list of objects, or arguments are no JSON; names the place.
+    """
+    return [_parsed_call(call, place) for call in _objects(calls, place)]
+
+
+def _parsed_call(call, place):
+    if isinstance(call.get("function"), dict):
+        call = {**call, "function": _parsed_call(call["function"], place)}
+    if isinstance(arguments := call.get("arguments"), str):
+        call = {**call, "arguments": ParsedText(arguments, f"{place}, arguments")}
+    return call
+
+
+def _objects(value, place):
+    value = value or []
+    if isinstance(value, str):
+        value = parse_json(value, place) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise InputError(f"{place} are {shown(value)}, expected a list of objects")
+    check_json(value, place)
+    return value

@@ -1,0 +1,184 @@
+"""Promise: tools, tool calls and nulls of records are rendered as `transformers` renders them."""
+
+import json
+
+import pytest
+
+from dtransformer.datasets.chat_records import rendered
+from dtransformer.datasets.chat_template import CHATML, ChatTemplate
+from dtransformer.datasets.documents import read_documents
+from dtransformer.datasets.records import read_records
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.errors import InputError
+from tests.datasets import test_chat_records
+from tests.models.pretrained.published import with_transformers
+
+TURNS = test_chat_records.TURNS
+tokenizer = test_chat_records.tokenizer
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_templates_are_given_the_tools(as_text):
+    template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
+    tools = [{"name": "add"}]
+    record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
+    found = rendered(record, template, "assistant", "here")
+    assert found.text.startswith("<add>")
+    assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
+    with pytest.raises(InputError, match="tools are .*, expected a list of objects"):
+        rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
+
+
+def chat_folder(tokenizer, folder, form):
+    """Copy a tokenizer with a default and a `tool_use` template, in one of the published forms."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer._path.read_bytes())
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    named = {"default": CHATML, "tool_use": TOOL_USE}
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    else:
+        config["chat_template"] = [{"name": x, "template": y} for x, y in named.items()]
+    if form == "file over list":
+        (folder / "chat_template.jinja").write_text("{{ messages | length }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+TOOL_USE = "{% for t in tools %}<{{ t.function.name }}>{% endfor %}" + CHATML
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@with_transformers
+@pytest.mark.parametrize("form", ["files", "list", "file over list"])
+def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tmp_path):
+    import transformers
+
+    folder = chat_folder(tokenizer, tmp_path / "published", form)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    load_tokenizer(folder).save(tmp_path / "saved")
+    saved_reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for own in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
+        for tools in (None, TOOLS):
+            record = {"messages": TURNS, "tools": tools}
+            found = rendered(record, own.chat_template(), "all", "here").text
+            asked = own.chat(TURNS[:1], tools)
+            for their in (reference, saved_reference):
+                options = {"tools": tools, "tokenize": False}
+                assert found == their.apply_chat_template(TURNS, **options)
+                options["add_generation_prompt"] = True
+                assert asked == their.apply_chat_template(TURNS[:1], **options)
+    if form != "file over list":
+        assert found.startswith("<add>")
+
+
+def test_a_given_template_replaces_the_one_for_tools(tokenizer, tmp_path):
+    own = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
+    own.template_source = "{{ messages[0].content }}"
+    own.save(tmp_path / "saved")
+    for one in (own, load_tokenizer(tmp_path / "saved")):
+        assert one.chat(TURNS[:1], TOOLS) == TURNS[0]["content"]
+
+
+def write_columns(folder, rows, name="a.parquet"):
+    parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
+    feather = pytest.importorskip("pyarrow.feather")
+    write = parquet.write_table if name.endswith("parquet") else feather.write_feather
+    names = sorted(set().union(*rows))
+    columns = {column: [row.get(column) for row in rows] for column in names}
+    write(pyarrow.table(columns), str(folder / name))
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_records_of_columns_are_those_of_json_lines(name, tmp_path):
+    call = lambda tool, **arguments: {"function": {"name": tool, "arguments": arguments}}
+    tool = lambda name, **properties: {"name": name, "parameters": {"properties": properties}}
+    rows = [
+        {
+            "messages": [TURNS[0], {"role": "assistant", "tool_calls": [call("add", a=1)]}],
+            "tools": [tool("add", a={"type": "integer"}), tool("now", zone={"enum": ["utc"]})],
+        },
+        {"messages": [TURNS[0], {"role": "assistant", "tool_calls": [call("now", zone="utc")]}]},
+        {"text": "plain"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    expected = [record for _, record in read_records(tmp_path / "a.jsonl")]
+    assert expected == rows
+    found = [record for _, record in read_records(write_columns(tmp_path, rows, name))]
+    assert found == expected
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    texts = [
+        [rendered(record, ChatTemplate(source), "all", "here").text for record in records]
+        for records in (found, expected)
+    ]
+    assert texts[0] == texts[1] and "null" not in texts[0][0]
+
+
+def test_maps_of_columns_are_objects(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    column = pyarrow.array([[("a", 1), ("b", None)]], kind)
+    parquet.write_table(pyarrow.table({"tools": column}), tmp_path / "a.parquet")
+    ((_, record),) = read_records(tmp_path / "a.parquet")
+    assert record == {"tools": {"a": 1}}
+
+
+@with_transformers
+@pytest.mark.parametrize("printed", ["arguments | tojson", "arguments", "arguments ~ ''"])
+def test_arguments_as_json_text_are_learnt_as_objects(printed, tokenizer):
+    import transformers
+
+    printed = f"'<call>' ~ (m.tool_calls[0].function.{printed})"
+    if "~ ''" in printed:
+        printed = "'<call>' + m.tool_calls[0].function.arguments"
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ " + printed + " }}"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    arguments = {"city": "Köln", "days": [1, 2]}
+    text = json.dumps(arguments, ensure_ascii=False)
+    turns = lambda value: [
+        TURNS[0],
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": value}}]},
+        {"role": "tool", "content": "sun"},
+    ]
+    found = rendered({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer._path))
+    given = turns(arguments if "tojson" in printed else text)
+    assert found.text == reference.apply_chat_template(given, chat_template=source, tokenize=False)
+    assert [found.text[slice(*span)] for span in found.spans] == [f"<call>{text}"]
+
+
+@pytest.mark.parametrize("value, told", [("{'a': 1}", "no JSON"), ("[1]", "text of an object")])
+def test_arguments_that_are_no_object_are_refused(value, told):
+    calls = [{"function": {"name": "f", "arguments": value}}]
+    for given in (calls, json.dumps(calls)):
+        record = {"messages": [TURNS[0], {"role": "assistant", "tool_calls": given}]}
+        with pytest.raises(InputError, match="message 2, tool_calls, arguments") as caught:
+            rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 1")
+        assert told in str(caught.value)
+
+
+def test_only_fields_that_are_read_are_checked(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "a", "score": NaN, "extra": {"x": [Infinity]}, "note": "\\ud800"}\n'
+    )
+    ((place, record),) = read_records(tmp_path / "a.jsonl")
+    assert rendered(record, None, "assistant", place).text == "a"
+    assert list(read_documents([tmp_path / "a.jsonl"])) == ["a"]
+    wrong = {
+        "tools": '[{"name": "f", "default": NaN}]',
+        "messages": '[{"role": "assistant", "content": "a", "x": NaN}]',
+        "text": '"\\ud800"',
+    }
+    for name, value in wrong.items():
+        turns = f', "messages": {json.dumps(TURNS)}' if name == "tools" else ""
+        (tmp_path / "a.jsonl").write_text(f'{{"{name}": {value}{turns}}}')
+        ((place, record),) = read_records(tmp_path / "a.jsonl")
+        with pytest.raises(InputError, match="a.jsonl, line 1, (tools|message|text)"):
+            rendered(record, ChatTemplate(CHATML), "assistant", place)

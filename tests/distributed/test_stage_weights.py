@@ -1,0 +1,53 @@
+"""Promise: in a pipeline every rank reads and sets all weights, in Keras' order."""
+
+import numpy as np
+
+from harness.tolerances import PARITY_WEIGHTS
+from tests.shared_runs import each
+
+TASKS = "tests.distributed.tasks.stage_weights:"
+LAYOUT = "pp2m2-1f1b@2x1"
+TASK_NAMES = "lora", "dora", "frozen_blocks", "untrained"
+RUNS = [f"{TASKS}{task}/{LAYOUT}" for task in TASK_NAMES]
+LONG = RUNS[1:]
+
+
+def alone(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+def arrays(result, name):
+    return [result[key] for key in sorted(result) if key.startswith(f"{name}/")]
+
+
+@each(RUNS, LONG, lambda run: [alone(run)])
+def test_weights_on_every_rank_are_those_of_one_process(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    names = {key.partition("/")[0] for key in expected if "/" in key}
+    if "untrained" in run:  # `BatchNormalization` normalizes each micro-batch.
+        names = {"first", "ones"}
+    for rank in ranks_of(run):
+        assert rank["parameters"] == expected["parameters"]
+        for name in names:
+            pairs = zip(arrays(rank, name), arrays(expected, name), strict=True)
+            for weight, value in pairs:
+                np.testing.assert_allclose(weight, value, rtol=0, atol=PARITY_WEIGHTS)
+
+
+@each(RUNS[:2] + RUNS[3:], LONG, lambda run: [alone(run)])
+def test_best_weights_come_back(run, ranks_of):
+    for rank in [*ranks_of(run), *ranks_of(alone(run))]:
+        best, restored = arrays(rank, "best"), arrays(rank, "restored")
+        assert len(best) > 10
+        for weight, value in zip(restored, best, strict=True):
+            np.testing.assert_array_equal(weight, value)
+
+
+@each(RUNS[3:], LONG)
+def test_weights_that_are_set_are_read_again(run, ranks_of):
+    first, second = ranks_of(run)
+    for name in ("trained", "averaged", "doubled"):
+        for weight, value in zip(arrays(first, name), arrays(second, name), strict=True):
+            np.testing.assert_array_equal(weight, value)
+    for weight, value in zip(arrays(first, "doubled"), arrays(first, "restored"), strict=True):
+        np.testing.assert_array_equal(weight, 2 * value)
