@@ -46,6 +46,8 @@ def cell(text):
 def command(name, parser):
     """Yield the lines of a command: its usage's options, each with what it does."""
     yield f"\n## `dtransformer {name}`\n\n{parser.description or ''}".rstrip() + "\n"
+    example = parser.epilog.removeprefix("example:").strip()
+    yield f"\n```bash\n{example}\n```"
     yield "\n| option | what it does |\n|---|---|"
     for action in parser._actions:
         if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):

@@ -10,7 +10,7 @@ import re
 
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.task_heads import BARE, task_heads
+from dtransformer.models.pretrained.families.task_heads import WITH_VECTORS, task_heads
 from tests.distributed.parity_runs import RUNS
 from tests.models.pretrained.family_rows import ADAPTERS, FORM_OF, PRESETS_OF
 from tests.models.pretrained.published import FAMILY_OF
@@ -40,7 +40,7 @@ def row(kind, family):
     checked = [name for name, of in FAMILY_OF.items() if of == kind]
     form = FORM_OF.get(kind) or FORMS[family.network.__name__]
     heads = [x.removeprefix("For") for x in task_heads(kind)]
-    heads += ["vectors"] * (kind in BARE)
+    heads += ["vectors"] * (kind in WITH_VECTORS)
     return (
         f"`{kind}`",
         f"`{family.architecture}`",

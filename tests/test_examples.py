@@ -92,7 +92,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("path", OF_RECORDS, ids=lambda path: path.stem)
 def test_configs_of_records_are_read_as_they_are(path, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    sizes = ["data.length=64"]
+    sizes = ["data.length=64", "training.batch_size=4"]
     if path.stem == "preference":  # whose model is the run of another example
         sizes.append("model.from=models/llama-3.2-1b-instruct")
     assert main(["train", "--config", str(path), "--dry-run", "--set", *sizes]) == 0

@@ -86,6 +86,15 @@ def without_values():
         global_state.set_global_attribute(name, before)
 
 
+def makes_values() -> bool:
+    """Return whether variables get values here, which `without_values` prevents.
+
+    Unnecessary if a `keras.StatelessScope` could be asked for publicly.
+    """
+    scope = get_stateless_scope()
+    return scope is None or scope.initialize_variables
+
+
 # Keras: layers and models.
 
 

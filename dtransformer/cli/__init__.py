@@ -21,6 +21,8 @@ _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
 
 def _run(arguments):
+    if "run_by" not in arguments:
+        return arguments.print_help()
     if not arguments.without_tensorflow:
         import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
     module, _, function = arguments.run_by.rpartition(".")

@@ -68,9 +68,15 @@ _KINDS = {
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line, whose commands are those of `commands.yaml`."""
+    """Return the parser of the commands in `commands.yaml`.
+
+    Its results have `run_by`, except for `dtransformer` and `dtransformer checkpoint` without
+    a command. Then `print_help` prints the list of commands.
+    """
     parser = Parser(
-        prog="dtransformer", description="Train Transformers on many devices, and translate."
+        prog="dtransformer",
+        description="Train Transformers on many devices, and use them.",
+        **_with_example("dtransformer new chat > chat.yaml"),
     )
     parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
     table = read_table(pathlib.Path(__file__).with_name("commands.yaml"))
@@ -78,10 +84,18 @@ def make_parser() -> Parser:
     return parser
 
 
+def _with_example(command):
+    """Return the arguments of a parser whose help ends with an example."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return {"epilog": f"example:\n  {command}", "formatter_class": formatter}
+
+
 def _add_commands(parser, table, name):
-    commands = parser.add_subparsers(dest=name, required=True, metavar=name.upper())
+    parser.set_defaults(print_help=parser.print_help)
+    commands = parser.add_subparsers(dest=name, metavar=name.upper())
     for command, fields in table.items():
-        child = commands.add_parser(command, help=fields["help"], usage=fields.get("usage"))
+        own = {"help": fields["help"], "usage": fields.get("usage")}
+        child = commands.add_parser(command, **own, **_with_example(fields["example"]))
         if "run_by" in fields:
             own = {name: fields.get(name, False) for name in ("run_by", "without_tensorflow")}
             child.set_defaults(**own)

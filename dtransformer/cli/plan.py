@@ -1,8 +1,9 @@
-"""`dtransformer plan`: does it fit, how long does a step take, which layout is best; and `new`."""
+"""`dtransformer plan`: memory, time and the best layout of a training."""
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 
@@ -10,22 +11,28 @@ from dtransformer.errors import InputError, check_installed, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.inputs.yaml_file import parse_setting, read_yaml
 from dtransformer.planner import Cluster, Job, Plan, plan, report
+from dtransformer.planner.budget import default_batch
 from dtransformer.planner.clusters import Constants, Device, Link, device_named
 from dtransformer.planner.models import checked, from_architecture, named
+from dtransformer.planner.plain_bfloat16 import bfloat16_hint
+from dtransformer.planner.plan_file import yaml_of
 from dtransformer.planner.shape import ModelShape
 
-# Sequences where nothing is said: published positions go far beyond what is trained.
-_LONGEST = 8192
+# Default limit of the sequence length. Published positions go far beyond it.
+_MAX_DEFAULT_LENGTH = 8192
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        InputError: what is asked does not exist, or does not go together.
+        InputError: If an option is missing or wrong, or options do not go together.
     """
     if arguments.plot:
         check_installed("matplotlib", "pictures")
+    tokens = arguments.tokens
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise InputError(f"--tokens is {tokens:g}: give the number of training tokens, such as 1e9")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 
@@ -33,24 +40,25 @@ def run_plan(arguments: argparse.Namespace) -> None:
         arguments.device = arguments.measure
         if arguments.model is None:
             return
-    found = plan_of(arguments)
-    if arguments.json:
-        print(json.dumps(report.json_of(found), indent=2))
-    else:
-        print(report.text_of(found))
+    found, notes = plan_of(arguments)
+    config = yaml_of(found, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
-        write_text_atomically(arguments.yaml, report.yaml_of(found))
-    elif not arguments.json and found.fits:
-        print(f"\n{report.yaml_of(found)}", end="")
+        write_text_atomically(arguments.yaml, config)
     if arguments.plot:
         report.draw(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps({**report.json_of(found, tokens), "notes": notes}, indent=2))
+        return
+    print("\n".join([report.text_of(found, tokens), *notes]))
+    if found.fits and not arguments.yaml:
+        print(f"\n{config}", end="")
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Return the `Plan` that the options ask for.
+def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
+    """Return the plan of the command's options, and notes on it: its default batch, and a hint.
 
     Raises:
-        InputError: an option is missing or wrong.
+        InputError: If an option is missing or wrong.
     """
     changes = {
         "sequence_length": arguments.sequence,
@@ -62,24 +70,27 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if arguments.devices_per_node:
         device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
     if (arguments.devices is None) == (arguments.nodes is None):
-        raise InputError("give --devices, the number of all devices, or --nodes")
+        raise InputError("give either --devices, the number of all devices, or --nodes")
     devices = arguments.devices or arguments.nodes * device.devices_per_node
-    if arguments.global_batch is None:
-        raise InputError("--global-batch is not given: the number of sequences of a step")
+    batch, reason = arguments.global_batch, ""
+    if batch is None:
+        batch, reason = default_batch(model, devices, arguments.tokens)
     fixed = dict(parse_setting(text, "--fix", "FIELD=VALUE") for text in arguments.fix)
-    job = Job(arguments.global_batch, arguments.precision, arguments.optimizer, fixed)
-    return plan(model, Cluster(device, devices), job, arguments.top)
+    job = Job(batch, arguments.precision, arguments.optimizer, fixed)
+    found = plan(model, Cluster(device, devices), job, arguments.top)
+    return found, [note for note in (reason, bfloat16_hint(found)) if note]
 
 
 def model_of(name: str | None, **changes) -> ModelShape:
-    """Return the `ModelShape` of a name, of a published folder, or of a YAML file with its fields.
+    """Return the shape of a model.
 
     Args:
-        name: it.
-        **changes: fields that replace its own, such as `sequence_length`.
+        name: Name of a published model, path of its folder, or path of a YAML file with
+            the fields of `ModelShape`.
+        **changes: Fields to replace, such as `sequence_length`.
 
     Raises:
-        InputError: there is no such model, or the file has other fields.
+        InputError: If the model does not exist, or the file has unknown fields.
     """
     if name is None:
         raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
@@ -87,28 +98,29 @@ def model_of(name: str | None, **changes) -> ModelShape:
         from dtransformer.models.pretrained.load import architecture_of
 
         title = pathlib.Path(name).resolve().name
-        return _usual(from_architecture(title, architecture_of(name), **changes), changes)
+        model = from_architecture(title, architecture_of(name), **changes)
+        return _with_default_length(model, changes)
     if not name.endswith((".yaml", ".yml")):
-        return _usual(named(name, **changes), changes)
+        return _with_default_length(named(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
-    if isinstance(fields.get("base"), str):  # a named model with other fields
+    if isinstance(fields.get("base"), str):
         return named(fields.pop("base"), **{**fields, **changes})
     return checked(ModelShape, {"name": name, **fields, **changes})
 
 
-def _usual(model, changes):
-    """Return a published model with sequences of a usual length, where none is given."""
-    length = changes.get("sequence_length", min(model.sequence_length, _LONGEST))
+def _with_default_length(model, changes):
+    """Return a published model with sequences of at most 8,192 tokens, unless a length is given."""
+    length = changes.get("sequence_length", min(model.sequence_length, _MAX_DEFAULT_LENGTH))
     return dataclasses.replace(model, sequence_length=length)
 
 
 def device_of(name: str) -> Device:
-    """Return the `Device` of a name or of a file of `--measure`.
+    """Return a device by its name, or from a file that `--measure` wrote.
 
     Raises:
-        InputError: there is no such device, or the file has other fields.
+        InputError: If the device does not exist, or the file has unknown fields.
     """
     if not name.endswith((".yaml", ".yml")):
         return device_named(name)
@@ -123,4 +135,5 @@ def device_of(name: str) -> Device:
         if "constants" in fields:
             given = vars(base["constants"]) if base else {}
             own["constants"] = checked(Constants, {**given, **fields["constants"]})
-        return checked(Device, {**base, **fields, **own})
+        custom = {"source": "custom"} if base else {}
+        return checked(Device, {**base, **custom, **fields, **own})

@@ -9,17 +9,19 @@ from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.planner import Cluster
 from dtransformer.planner.machine import this_device
 from dtransformer.runs.depth import config_of_depth
-from dtransformer.runs.preview import dry_run, new_config
+from dtransformer.runs.preview import new_config
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train what a config says, or show what would be trained.
+    """Train the model of a config, or check the config with `--dry-run`.
 
     Raises:
-        InputError: something in the config or the data is wrong.
+        InputError: If something in the config or the data is wrong.
     """
     if arguments.dry_run:
-        return dry_run(arguments.config, arguments.set, sys.stdout.isatty())
+        preview = importlib.import_module("dtransformer.runs.dry_run")
+        options = arguments.set, sys.stdout.isatty(), arguments.overwrite
+        return preview.dry_run(arguments.config, *options)
     profile = _steps(arguments.profile)
     run = importlib.import_module("dtransformer.runs.run")
     places = arguments.run, arguments.overwrite, arguments.resume

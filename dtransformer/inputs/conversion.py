@@ -48,7 +48,7 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     if not all(map(_is_finite, parts)):
         raise InputError(
             f"{name} has values that are not finite in {kind} (NaN, infinity, or too large): take "
-            "other weights"
+            "other weights, or a wider type"
         )
     return result
 

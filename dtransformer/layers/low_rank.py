@@ -78,10 +78,11 @@ class TakesLowRank(keras.layers.Layer):
         b = add("b", "zeros", lambda x, r: (r, *x[number:]))
         m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
-            # Only the kernel's stage has its value.
-            value = np.zeros(shape) if stage_weights.left_weights(self) else kernel.numpy()
-            norms = np.linalg.norm(np.float32(value), axis=tuple(range(number)))
-            begin = lambda shape, dtype: tf.constant(norms, dtype)
+            begin = "ones"
+            # Other stages of a pipeline do not have the kernel's value.
+            if _compat.makes_values() and not stage_weights.left_weights(self):
+                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
+                begin = lambda shape, dtype: tf.constant(norms, dtype)
             m = add("m", begin, lambda x, _: x[number:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
         kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)

@@ -77,11 +77,14 @@ class TokenModel(KeepsSettings, keras.Model):
         input_keys: the names of the inputs; see `InputKeys`.
         origin: the family and the folder of the published weights that it has, or had before it
             was trained; None where there are none. Configs keep it.
+        stored_dtypes: Types of the published tensors by the weights' paths. A saved network has the same
+            types by default.
         generation_rules: what published weights say of generation; see `rules_of`. Configs keep it.
         embedding_noise: what is added to embeddings while a trainer trains; None for nothing.
     """
 
     origin: tuple[str, str] | None = None
+    stored_dtypes: dict = {}
     generation_rules: dict = {}
     has_told_rules = False
     embedding_noise: EmbeddingNoise | None = None

@@ -131,7 +131,7 @@ def merge_lora(network: keras.Model) -> list[str]:
     """
     check_adapted(network, "merge_lora")
     merged = adapted_kernels(network)
-    for kernel in merged.values():
+    for kernel in merged.values() if _compat.makes_values() else ():
         kernel.assign(tf.cast(_with_addition(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):

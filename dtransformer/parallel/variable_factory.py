@@ -43,7 +43,7 @@ def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """Weights that are made in the `with` block are those of one device, with shapes and no values."""
+    """Inside the `with` block, create weights of one device with shapes and without values."""
     one_device = parallel_config(TransformerOpParallelConfig())
     with job.alone(), one_device, _compat.without_values():
         yield

@@ -66,6 +66,6 @@ def summary(found: Plan) -> str:
     """
     best = found.best
     return (
-        f"Layout: {best.layout}, by the planner: {found.why}; {best.step_seconds:,.3g} s a step and "
-        f"{best.memory_bytes / 1e9:,.3g} GB a device on {found.cluster}"
+        f"Layout: {best.layout}, by the planner: {found.why}; {best.step_seconds:,.3g} s/step and "
+        f"{best.memory_bytes / 1e9:,.3g} GB/device on {found.cluster}"
     )

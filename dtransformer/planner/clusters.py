@@ -45,11 +45,6 @@ class Constants:
 _TABLES = read_table(pathlib.Path(__file__).with_name("devices.yaml"))
 A100, CPU = (Constants(**_TABLES["constants"][name]) for name in ("a100", "cpu"))
 HOPPER = dataclasses.replace(A100, **_TABLES["constants"]["hopper"])
-# Those of the A100 that steps which were measured on it have in them.
-CHECKED = (
-    *("product_share", "half_rows", "half_features", "pass_overhead_us"),
-    *("between_share", "hop_us"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,21 +98,18 @@ class Device:
     hides_reductions: bool = True
     has_bfloat16: bool = True
 
-    def checked_constants(self) -> tuple[list[str], list[str]]:
-        """Return the names of constants that were checked against measurements, and of the others.
+    def accuracy(self) -> str:
+        """Return a sentence on the error of planned step times on this device.
 
         Example:
 
-        >>> device_named("a100").checked_constants()[1], device_named("h100").checked_constants()[0]
-        (['memory_share', 'inside_share'], [])
+        >>> device_named("h100").accuracy().split(".")[0]
+        'No step on this GPU was compared with a measured one'
         """
-        own = dataclasses.asdict(self.constants)
-        source = own.pop("source")
-        if source not in (A100.source, HOPPER.source):  # of a machine that was measured
-            return list(own), []
-        is_checked = lambda name: name in CHECKED and own[name] == getattr(A100, name)
-        found = [x for x in own if self.name.startswith("a100") and is_checked(x)]
-        return found, [name for name in own if name not in found]
+        kind = {"measured": "measured", CPU.source: "cpu"}.get(self.source, "custom")
+        if self == DEVICES.get(self.name):
+            kind = "a100" if self.name.startswith("a100") else "gpu"
+        return _TABLES["accuracy"][kind]
 
 
 _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"

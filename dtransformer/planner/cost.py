@@ -28,6 +28,7 @@ class Cost:
         memory_bytes: of the rank that needs most.
         bytes_by_kind: dict of what that is for, as `Memory` has it.
         available_bytes: what training may take of a device.
+        num_techniques: Number of techniques besides data parallelism and `optimizer_shard`.
         change: where it does not fit: the cheapest change that would make it fit.
     """
 
@@ -41,6 +42,7 @@ class Cost:
     memory_bytes: int
     bytes_by_kind: dict
     available_bytes: int
+    num_techniques: int
     change: str = ""
 
     @property
@@ -90,6 +92,7 @@ def cost_of(
         memory_bytes=sum(needed.values()),
         bytes_by_kind=needed,
         available_bytes=int(cluster.memory_bytes),
+        num_techniques=int(layouts.techniques[number] - layouts.level[number]),
     )
 
 

@@ -18,6 +18,7 @@ from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, La
 from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
+_NAMES = {column: name for name, column in COLUMNS.items()}
 
 
 def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
@@ -31,7 +32,7 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
     fixed, others = _fixed_columns(job)
     parts = _parts(model, cluster, job, fixed)
     if not parts:
-        raise InputError(_why_none(model, cluster, job, fixed))
+        raise InputError(mismatch(model, cluster, job) or _why_none(model, cluster, job, fixed))
     layouts = Layouts.joined(parts)
     supported = _is_supported(layouts, others, cluster.local_devices)
     if not supported.any():
@@ -161,13 +162,16 @@ def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1)
     return None
 
 
-def _why_none(model, cluster, job, fixed):
-    """Return one line: which demand leaves no layout."""
+def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
+    """Return why a job's fixed degrees do not fit the model, the devices or the batch.
+
+    Returns:
+        One line, or `None` if they fit.
+    """
     devices, batch = cluster.num_devices, job.global_batch
-    names = {column: name for name, column in COLUMNS.items()}
+    fixed, _ = _fixed_columns(job)
     number = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
-    words = lambda *columns: [f"{names[x]}={job.fixed[names[x]]}" for x in columns if x in fixed]
-    word = lambda *columns: " · ".join(words(*columns))
+    word = lambda *columns: " · ".join(_words(job, fixed, columns))
     degrees, shares = ("data", "model", "stage", "context"), ("data", "micro_batches")
     sizes = (
         f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
@@ -190,16 +194,28 @@ def _why_none(model, cluster, job, fixed):
         ),
     ):
         if is_wrong:
-            return f"{model.name}: {text}: change what is fixed"
+            return f"{model.name}: {text}: change one of them"
     if batch % number(*shares):
         told = f"global_batch={batch} is not divisible by {word(*shares)}"
         return f"{told}: give a multiple of {number(*shares)}"
+    return None
+
+
+def _words(job, fixed, columns):
+    """Return texts "field=value" of the fixed ones among some columns."""
+    return [f"{_NAMES[x]}={job.fixed[_NAMES[x]]}" for x in columns if x in fixed]
+
+
+def _why_none(model, cluster, job, fixed):
+    """Return one line: why no layout has all fixed fields, though each fits."""
+    devices, batch = cluster.num_devices, job.global_batch
     rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    without = [names[x] for x in fixed if _parts(model, cluster, job, rest(x))]
+    without = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]
     if without:
+        asked = ", ".join(_words(job, fixed, fixed))
         return (
-            f"no layout of {devices} devices with global_batch={batch} has all of "
-            f"{', '.join(words(*fixed))}: there are some without {', or without '.join(without)}"
+            f"no layout of {devices} devices with global_batch={batch} has all of {asked}: there are "
+            f"some without {', or without '.join(without)}"
         )
     return (
         f"no layout of {devices} devices divides global_batch={batch}: give a batch that has more "

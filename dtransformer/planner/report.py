@@ -1,99 +1,122 @@
-"""A plan as text, as JSON and as YAML."""
+"""A plan as text, as JSON and as a picture."""
 
 import dataclasses
 import os
 
 import numpy as np
-import yaml
 
-from dtransformer.architectures import ARCHITECTURES
 from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.planner.budget import training_hours
 from dtransformer.planner.cost import Cost, evaluate
 from dtransformer.planner.grid import grid_of
-from dtransformer.planner.models import named
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
 
 _WORDS = {
-    "products": "products and what is between them",
-    "recompute": "computed again",
-    "bubble": "stages wait",
-    "model_parallel": "sums over the model axis",
+    "products": "matrix products and elementwise operations",
+    "recompute": "recomputation",
+    "bubble": "pipeline bubble",
+    "model_parallel": "tensor-parallel sums",
     "context_parallel": "keys and values of other shards",
-    "expert_parallel": "tokens to experts",
-    "sends": "from stage to stage",
-    "unsharding": "weights unsharded",
-    "reduction": "gradients reduced, not hidden",
-    "update": "optimizer",
+    "expert_parallel": "tokens to experts and back",
+    "sends": "sends between stages",
+    "unsharding": "weight all-gathers",
+    "reduction": "gradient reduction, exposed part",
+    "update": "optimizer update",
 }
+_ASSUMPTIONS = (
+    "Assumptions: devices and links keep their speed; reading data takes no time; half of the gradient "
+    "reduction overlaps with the backward pass (none on a mesh or in a pipeline); 8% of the memory "
+    "stays free. See docs/planner.md."
+)
 
 
-def text_of(plan: Plan) -> str:
-    """Return a plan as a text to read: the layouts, where the first spends what, and why it is it."""
+def text_of(plan: Plan, tokens: float | None = None) -> str:
+    """Return a plan as text: its layouts, the costs of the first, the reason and the accuracy.
+
+    Args:
+        plan: The plan.
+        tokens: Number of training tokens, for columns with hours. `None` omits them.
+    """
     best, model = plan.best, plan.model
     trained = model.trained_parameters()
     share = "" if trained == model.parameters() else f", {trained:,} of them trained"
     lines = [
         f"{model.name}: {model.parameters() / 1e9:,.3g} B parameters{share}, sequences of "
-        f"{model.sequence_length:,}, batch {plan.job.global_batch:,}, {plan.job.precision}, "
-        f"{plan.job.optimizer}, on {plan.cluster}",
+        f"{model.sequence_length:,} tokens, global batch {plan.job.global_batch:,}, "
+        f"{plan.job.precision}, {plan.job.optimizer}, on {plan.cluster}",
         f"{plan.num_layouts:,} layouts computed, {plan.num_fitting:,} fit into "
-        f"{plan.cluster.memory_bytes / 1e9:,.4g} GB a device",
+        f"{plan.cluster.memory_bytes / 1e9:,.4g} GB/device",
         "",
     ]
-    rows = [("", "layout", "s a step", "tokens/s", "of peak", "GB a device")]
+    header = ["", "layout", "s/step", "tokens/s", "of peak", "GB/device"]
+    if tokens:
+        kind = "CPU" if plan.cluster.device.name == "cpu" else "GPU"
+        header += ["hours", f"{kind}-hours"]
+    rows = [header]
     for number, cost in enumerate(plan.costs, start=1):
         speed = f"{cost.step_seconds:,.4g}", f"{cost.tokens_per_second:,.0f}"
         shares = f"{cost.flops_share:.1%}", f"{cost.memory_bytes / 1e9:,.3g}"
-        rows.append((number, cost.layout, *speed, *shares))
-    lines += columns(rows, right=(0, 2, 3, 4, 5))
+        row = [number, cost.layout, *speed, *shares]
+        if tokens:
+            hours = training_hours(cost, tokens)
+            row += [_hours_text(hours), _hours_text(hours * plan.cluster.num_devices)]
+        rows.append(row)
+    lines += columns(rows, right=(0, *range(2, len(header))))
     lines += ["", *_spent(best), ""]
     if plan.fits:
         lines.append(f"Take 1: {plan.why}.")
     else:
-        lines.append(f"{fit_line(best)} {plan.why}.")
-    return "\n".join([*lines, *_checked_lines(plan.cluster.device)])
+        lines.append(f"{fit_line(best)} {plan.why[0].upper()}{plan.why[1:]}.")
+    return "\n".join([*lines, plan.cluster.device.accuracy(), _ASSUMPTIONS])
 
 
-def _checked_lines(device):
-    """Return the lines of which constants of a device measurements stand behind."""
-    (checked, others), source = device.checked_constants(), device.constants.source
-    lines = [f"Checked: {', '.join(checked)} of {device.name}: {source}."] if checked else []
-    vendors = f"of {device.name} ({source}); its other figures are its vendor's. --measure measures"
-    if others:
-        told = f"Not checked against any measurement: {', '.join(others)}"
-        lines.append(f"{told}." if checked else f"{told} {vendors} them.")
-    return lines
+def _hours_text(hours):
+    """Return hours with three significant digits, and in full from 1,000 on."""
+    return f"{hours:,.0f}" if hours >= 1000 else f"{hours:.3g}"
 
 
 def fit_line(cost: Cost) -> str:
-    """Return whether a layout fits, in a sentence; and what would make it fit."""
+    """Return a sentence that says whether a layout fits, with the cheapest change if it does not."""
     needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
     if cost.fits:
-        return f"It fits: {needed:,.4g} GB of {there:,.4g} GB a device."
+        return f"It fits: {needed:,.4g} GB of {there:,.4g} GB per device."
     message = (
-        f"It does not fit: {needed:,.4g} GB a device, {cost.missing_bytes:,} bytes more than the "
-        f"{there:,.4g} GB that there are."
+        f"It does not fit: {needed:,.4g} GB per device, {cost.missing_bytes:,} bytes more than the "
+        f"available {there:,.4g} GB."
     )
     return f"{message} The cheapest change: {cost.change}." if cost.change else message
 
 
 def _spent(cost):
-    """Return the lines of where a layout spends time and memory."""
-    seconds, needed = [("time", "s", "share")], [("memory of the fullest rank", "GB", "share")]
-    for kind, value in cost.seconds_by_kind.items():
-        if value:
-            seconds.append((_WORDS[kind], f"{value:,.4g}", f"{value / cost.step_seconds:.1%}"))
-    for kind, value in cost.bytes_by_kind.items():
-        if value:
-            needed.append((kind, f"{value / 1e9:,.3g}", f"{value / cost.memory_bytes:.1%}"))
-    return [*columns(seconds, right=(1, 2)), "", *columns(needed, right=(1, 2))]
+    """Return the lines of two tables: the time and the memory of a layout by kind."""
+    seconds = {_WORDS[kind]: value for kind, value in cost.seconds_by_kind.items()}
+    gigabytes = {kind: value / 1e9 for kind, value in cost.bytes_by_kind.items()}
+    time = _shares(seconds, ("time", "s", "share"), ",.4g")
+    memory = _shares(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
+    return [*time, "", *memory]
 
 
-def json_of(plan: Plan) -> dict:
-    """Return a plan as what JSON has; units are in the names."""
-    checked, others = plan.cluster.device.checked_constants()
+def _shares(values, header, form):
+    """Return the lines of a table of all values except zeros, with their shares of the sum."""
+    total = sum(values.values())
+    rows = [(kind, f"{x:{form}}", f"{x / total:.1%}") for kind, x in values.items() if x]
+    return columns([header, *rows], right=(1, 2))
+
+
+def json_of(plan: Plan, tokens: float | None = None) -> dict:
+    """Return a plan as a JSON object. Names of numbers end with their unit.
+
+    Args:
+        plan: The plan.
+        tokens: Number of training tokens, for each layout's hours. `None` omits them.
+    """
+    layouts = [json_of_cost(cost) for cost in plan.costs]
+    if tokens:
+        for fields, cost in zip(layouts, plan.costs):
+            fields["hours"] = training_hours(cost, tokens)
+            fields["device_hours"] = fields["hours"] * plan.cluster.num_devices
     return {
         "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters()},
         "device": plan.cluster.device.name,
@@ -102,25 +125,19 @@ def json_of(plan: Plan) -> dict:
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
         "optimizer": plan.job.optimizer,
-        "constants_checked": checked,
-        "constants_not_checked": others,
+        "accuracy": plan.cluster.device.accuracy(),
         "layouts_computed": plan.num_layouts,
         "layouts_fitting": plan.num_fitting,
         "fits": plan.fits,
         "why": plan.why,
-        "layouts": [json_of_cost(cost) for cost in plan.costs],
+        "layouts": layouts,
     }
 
 
 def json_of_cost(cost: Cost) -> dict:
-    """Return a cost as what JSON has."""
-    fields = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
-    return {
-        **fields,
-        "config": fields_of(cost.config),
-        "fits": cost.fits,
-        "missing_bytes": cost.missing_bytes,
-    }
+    """Return a cost as a JSON object."""
+    own = {"config": fields_of(cost.config), "fits": cost.fits, "missing_bytes": cost.missing_bytes}
+    return {**vars(cost), **own}
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:
@@ -130,34 +147,6 @@ def fields_of(config: TransformerOpParallelConfig) -> dict:
     return {name: value for name, value in fields.items() if value != default[name]}
 
 
-_TASKS = {"CausalLM": "causal_lm", "MaskedLM": "masked_lm", "EncoderDecoderLM": "span_corruption"}
-
-
-def yaml_of(plan: Plan) -> str:
-    """Return the first layout as the YAML of a run's config, to train with."""
-    model, job, ranks = plan.model, plan.job, plan.cluster.num_devices
-    content = {"parallel": fields_of(plan.best.config)}
-    is_published = model.name in ARCHITECTURES and job.precision != "bfloat16"
-    if is_published and model == named(model.name, sequence_length=model.sequence_length):
-        content = {
-            "task": _TASKS[ARCHITECTURES[model.name].network],
-            "data": {"length": model.sequence_length},
-            "model": {"preset": model.name},
-            "training": {
-                "batch_size": job.global_batch,
-                "precision": job.precision,
-                "optimizer": job.optimizer,
-            },
-            **content,
-        }
-    head = (
-        f"# {model.name} on {plan.cluster}: {plan.best.layout}\n"
-        f"# For {ranks} ranks: what a config of `dtransformer train` begins with; in Python\n"
-        "# TransformerOpParallelConfig(**yaml.safe_load(open(THIS_FILE))['parallel']).\n"
-    )
-    return f"{head}{yaml.safe_dump(content, sort_keys=False)}"
-
-
 # Pictures of a plan, which need matplotlib: time and memory by kind, and the frontier of both.
 
 
@@ -165,19 +154,19 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     """Write a picture of a plan: bars of its layouts, and all layouts by memory and time.
 
     Args:
-        plan: the `Plan`.
-        path: the file, .png, .svg or .pdf.
+        plan: The plan.
+        path: Path of a .png, .svg or .pdf file.
 
     Raises:
-        InputError: matplotlib is not installed, or does not know such files.
+        InputError: If matplotlib is missing or does not know the file type.
     """
     check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")
     times, memories, frontier = figure.subplots(1, 3)
-    _bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s a step")
-    _bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB a device")
+    _bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s/step")
+    _bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB/device")
     memories.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--")
     _frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
@@ -187,22 +176,21 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 
 
 def _bars(axes, by_kind, unit, label):
-    start, places = np.zeros(len(by_kind)), np.arange(len(by_kind))
-    for number, kind in enumerate(by_kind[0]):
-        values = np.array([one[kind] / unit for one in by_kind])
+    """Draw a bar for each layout, with a part for each kind of cost that any layout has."""
+    start, places = 0, range(1, len(by_kind) + 1)
+    for kind in by_kind[0]:
+        values = np.array([costs[kind] / unit for costs in by_kind])
         if values.any():
-            hatch = "//" * (number // 10)
-            name = kind.replace("_", " ")
-            axes.barh(places, values, left=start, label=name, color=f"C{number % 10}", hatch=hatch)
+            axes.barh(places, values, left=start, label=kind.replace("_", " "))
             start += values
-    axes.set_yticks(places, [str(place + 1) for place in places])
+    axes.set_yticks(places)
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.legend(fontsize=7)
 
 
 def _frontier(axes, plan):
-    """Draw all layouts, and those that no other one beats in time and in memory."""
+    """Draw all layouts by memory and time, and the Pareto frontier."""
     layouts = grid_of(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
     needed, seconds = memory.total / 1e9, time.total
@@ -212,5 +200,5 @@ def _frontier(axes, plan):
     first = np.r_[True, best[1:] < best[:-1]]
     axes.plot(needed[order][first], best[first], "o-", markersize=3, label="none is better in both")
     axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="there is")
-    axes.set(xscale="log", yscale="log", xlabel="GB a device", ylabel="s a step")
+    axes.set(xscale="log", yscale="log", xlabel="GB/device", ylabel="s/step")
     axes.legend(fontsize=7)

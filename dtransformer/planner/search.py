@@ -173,4 +173,4 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts)
     names += ("sequence", "micro_batches")
     changed = sum((getattr(some, name) != getattr(own, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
-    return f"{some.describe(best)}: {time.total[fits][best]:,.3g} s a step"
+    return f"{some.describe(best)}: {time.total[fits][best]:,.3g} s/step"

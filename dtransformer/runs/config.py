@@ -67,41 +67,52 @@ def key_of(field: str) -> str:
     return field.rstrip("_")
 
 
-def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
-    """Read a config file, and replace the values that `--set` gives.
+def load_config(
+    path: str | os.PathLike | None = None, settings: Iterable[str] = (), needs_task: bool = False
+) -> RunConfig:
+    """Read a config file, and replace values.
 
     Args:
-        path: a YAML file; None for the defaults.
-        settings: texts "section.key=value".
+        path: A YAML file. `None` returns the defaults.
+        settings: Texts "section.key=value" that replace values of the file.
+        needs_task: Whether to refuse a config that has neither a task nor data, such as
+            the layout of `dtransformer plan`.
 
     Raises:
-        InputError: the file is missing or not YAML, a key is unknown (says the
-            nearest known one), or a value is wrong.
+        InputError: If the file is missing or not YAML, a key is unknown, a value is wrong,
+            or the config does not say what to train.
     """
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
-    given = [parse_setting(text, "--set", "section.key=value") for text in settings]
-    task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
-    config = RunConfig(task)
-    for section, values in (content or {}).items():
-        if (section, values) == ("parallel", "auto"):
-            section, values = "training", {"layout": "auto"}
-        is_known = section in config.sections()
-        if isinstance(values, dict) or (values is None and is_known):
-            for key, value in (values or {}).items():
-                set_option(config, f"{section}.{key}", value, str(path))
-        elif is_known:
-            told = f"section {section} holds {shown(values)}, expected keys and values"
-            raise InputError(f"{path}: {told}")
-        elif section != "task":
-            set_option(config, section, values, str(path))  # says what is near
-    for key, value in given:
+    options = [(key, value, str(path)) for key, value in _flat(content or {})]
+    options += [(*parse_setting(text, "--set", "section.key=value"), "--set") for text in settings]
+    sections = {key.partition(".")[0] for key, _, _ in options}
+    if needs_task and sections.isdisjoint(("task", "data")):
+        raise InputError(
+            f"{path} has {', '.join(sections) or 'no sections'}, but neither task nor data: add "
+            "`task:`, `data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
+        )
+    config = RunConfig({"task": TRANSLATION, **{key: value for key, value, _ in options}}["task"])
+    for key, value, origin in options:
         if (key, value) == ("parallel", "auto"):
             config.training.layout = "auto"
-        elif key != "task":
-            set_option(config, key, value, "--set")
+        elif key not in config.sections():
+            if key != "task":
+                set_option(config, key, value, origin)
+        elif value is not None:
+            told = f"section {key} holds {shown(value)}, expected keys and values"
+            raise InputError(f"{origin}: {told}")
     return config
+
+
+def _flat(content):
+    """Yield the options of a file, "section.key" and value, and sections without keys."""
+    for section, values in content.items():
+        if isinstance(values, dict):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
+        else:
+            yield section, values
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:

@@ -5,6 +5,7 @@ import math
 from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError
 from dtransformer.planner import Cluster, Job, plan
+from dtransformer.planner.budget import optimal_batch_tokens
 from dtransformer.planner.models import from_architecture
 from dtransformer.planner.report import text_of
 from dtransformer.runs.options import USUAL_VOCABULARY
@@ -35,7 +36,7 @@ def options_of_depth(depth: int) -> dict[str, dict]:
     width = 64 * depth
     tokens = 20 * 12 * depth * width**2
     flops = (72 * depth * width**2 + 12 * depth * width * _LENGTH) * tokens
-    rows = 2 ** max(round(math.log2(0.2920 * flops**0.3271 / _LENGTH)), 0)
+    rows = 2 ** max(round(math.log2(optimal_batch_tokens(flops) / _LENGTH)), 0)
     steps = math.ceil(tokens / (rows * _LENGTH))
     rate = float(f"{0.3118 * flops**-0.1250:.2g}")
     training = {"batch_size": rows, "learning_rate": rate, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ import keras
 from dtransformer.errors import InputError, refusing
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
 from dtransformer.models.lora import adapters_of, only_adapters_are_trained
-from dtransformer.models.pretrained.save import check_family
+from dtransformer.models.pretrained.save import config_of
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS, is_run
 from dtransformer.runs.tasks.base import Task
@@ -37,7 +37,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         )
     if options.merge_adapters or not adapters_of(task.core):
         with refusing("export.family"):
-            check_family(task.core, options.family)
+            config_of(task.core, options.family)
 
 
 def export(
@@ -80,7 +80,7 @@ def export(
             return _told(landed, "The adapters are", use)
         merge_lora(network)
     landed = save_pretrained(
-        network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
+        network, options.folder, options.family, overwrite, task.tokenizer, options.dtype
     )
     command = task.command.replace("--run", "--model").format(landed)
     also = "" if command.startswith("evaluate") else f" and dtransformer {command}"

@@ -6,6 +6,7 @@ import pathlib
 import keras
 
 import dtransformer
+from dtransformer import _compat
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, refusing
 from dtransformer.inputs.json_file import read_object
@@ -16,7 +17,6 @@ from dtransformer.models.pretrained.families.task_heads import SEQUENCE, TOKENS,
 from dtransformer.models.pretrained.folder import MODULES
 from dtransformer.models.pretrained.load import architecture_of, from_pretrained
 from dtransformer.parallel.config.elastic_config import refit
-from dtransformer.parallel.runtime import job
 from dtransformer.planner.machine import num_ranks
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config, set_option
@@ -77,7 +77,7 @@ def load_run(
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if trained:
+    if trained and _compat.makes_values():
         load_trained(own)
     return own
 
@@ -144,7 +144,7 @@ def opened(
         tokenizer, model = run.tokenizer, run.core
     else:
         tokenizer = load_tokenizer(folder)
-        needs.check_published(folder, job.size())
+        needs.check_published(folder)
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(

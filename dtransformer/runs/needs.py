@@ -1,14 +1,18 @@
-"""The memory that a run needs at least, compared with what this machine has, before it is taken."""
+"""Check the least memory that a run needs against the free memory of this machine."""
 
+import contextvars
 import pathlib
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import free_memory
+from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32
 _TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
 _GIBIBYTE = 2**30
+# Number of ranks that a dry run plans for. A dry run is a single process.
+planned_ranks: contextvars.ContextVar[float] = contextvars.ContextVar("planned_ranks", default=1)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:
@@ -38,32 +42,34 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
     )
 
 
-def check_network(network: object, num_ranks: int = 1) -> None:
-    """Refuse a network that this machine cannot hold while it is trained.
+def check_network(network: object) -> None:
+    """Check that this machine can hold a rank's share of a network in training.
 
     Args:
-        network: the network, not built, with `num_parameters()`.
-        num_ranks: number of ranks that share the weights, at best.
+        network: The network, not built, with `num_parameters()`.
 
     Raises:
-        InputError: names the need.
+        InputError: If the free memory is too small, even if all ranks share the weights.
     """
     number = network.num_parameters()
-    _check(f"model ({number:,} parameters)", _TRAINED * number // num_ranks)
+    _check(f"model ({number:,} parameters)", _TRAINED * number // _num_ranks())
 
 
-def check_published(folder: pathlib.Path, num_ranks: int = 1) -> None:
-    """Refuse published weights that this machine cannot hold.
+def check_published(folder: pathlib.Path) -> None:
+    """Check that this machine can hold a rank's share of published weights.
 
     Args:
-        folder: the folder with their files.
-        num_ranks: number of ranks that share the weights, at best.
+        folder: Folder of the weights.
 
     Raises:
-        InputError: names the need.
+        InputError: If the free memory is too small, even if all ranks share the weights.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    _check(f"{folder} (its weights)", size // num_ranks)
+    _check(f"{folder} (its weights)", size // _num_ranks())
+
+
+def _num_ranks():
+    return max(job.size(), planned_ranks.get())
 
 
 def _check(what, need):

@@ -13,7 +13,6 @@ from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained.load import architecture_of, from_pretrained
 from dtransformer.models.weight_paths import unfreeze
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise
-from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run
@@ -137,7 +136,7 @@ def _made(config, kind, vocab_size, precision, given, own):
     else:
         own = {"max_length": config.data.length, **own, **given}
         network = kind(vocab_size, **own, dtype=precision)
-    needs.check_network(network, job.size())
+    needs.check_network(network)
     network.build()
     return network
 
@@ -155,7 +154,7 @@ def _loaded(config, folder, precision, given):
             merge_lora(network)
             unfreeze(network)
         return network
-    needs.check_published(folder, job.size())
+    needs.check_published(folder)
     return from_pretrained(folder, dtype=precision, **given)
 
 
@@ -173,8 +172,6 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
     options = config.model
     with refusing("model.adapters, model.freeze"):
         if options.adapters is not None:
-            if options.from_ is None:
-                raise ValueError("there are no weights to adapt: give model.from")
             asked = options.adapters
             alpha = asked.alpha * (asked.rank**0.5 if asked.rslora else 1)
             add_lora(

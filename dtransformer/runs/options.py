@@ -279,7 +279,7 @@ class TrainingOptions:
     z_loss: Rate = 0.0  # factor of logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # momentum of averages of weights, which are evaluated, saved and exported
     groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
-    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"] = "float32"
     jit_compile: Literal["auto", True, False] = "auto"  # auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
@@ -366,6 +366,7 @@ class ExportOptions:
     family: Name | None = None  # its family, such as gpt2; by default that of `model.from`
     saved_model: Path | None = None  # a SavedModel of TensorFlow, with a signature, to be served
     merge_adapters: bool = True  # adapters are added to the weights; else they are written apart
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of weights; default: as loaded
 
 
 _TOKENIZED = {

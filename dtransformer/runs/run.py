@@ -98,7 +98,7 @@ def train(
     Raises:
         InputError: something in the config or the data is wrong.
     """
-    config = load_config(config_path, settings)
+    config = load_config(config_path, settings, needs_task=True)
     check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():

@@ -10,6 +10,7 @@ from dtransformer.runs.options import SECTIONS
 _GENERATE = ("causal_lm", "chat")
 _TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
+_NEW_HEADS = (*_CLASSES, "regression", "reward")
 # Keys that not all tasks read whose sections have them -> those that do.
 READ = {
     "training.bleu_sentences": ("translation",),
@@ -71,18 +72,19 @@ def check_optimizer(name: str) -> None:
 
 
 def check_read(config: RunConfig) -> None:
-    """Refuse Muon, keys that the task does not read, weights of sources, and missing data.
+    """Refuse Muon, keys that a run would not read, and keys that need another one.
 
     Raises:
-        InputError: names the first, and what would read it.
+        InputError: If there is such a key. The message names the first one and the fix.
     """
     check_optimizer(config.training.optimizer)
-    given = [
-        f"{name}.{key_of(field)}"
+    _check_adapters(config)
+    given = {
+        f"{name}.{key_of(field)}": value
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
-    ]
+    }
     for key in given:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])
@@ -98,6 +100,26 @@ def check_read(config: RunConfig) -> None:
     for key in ("evaluation.every_steps", "training.early_stopping"):
         if key in given and not has_dev:
             raise InputError(f"{key}: give held-out records, as data.dev, too")
+    _check_sources(config)
+
+
+def _check_adapters(config):
+    """Check that adapters have weights to adapt, and that bfloat16 weights are not trained."""
+    adapters = getattr(config.model, "adapters", None)
+    if adapters is not None and config.model.from_ is None:
+        raise InputError(
+            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
+            "published model or of a run"
+        )
+    trains_head = like(config.task) in _NEW_HEADS
+    if config.training.precision == "bfloat16" and (adapters is None or trains_head):
+        raise InputError(
+            "training.precision=bfloat16 stores weights in 16 bits, in which small updates are lost. "
+            "Set model.adapters in a task without a new head, or use mixed_bfloat16"
+        )
+
+
+def _check_sources(config):
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
             for key, readers in _OF_SOURCES.items():

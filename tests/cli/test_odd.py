@@ -22,7 +22,6 @@ HUGE = "9" * 5000
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ([], "COMMAND"),
         (["trian"], "trian"),
         (["train"], "--config"),
         (["train", "--config", "x", "--over"], "--over"),

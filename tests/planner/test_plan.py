@@ -36,6 +36,7 @@ from dtransformer.planner.grid import grid_of
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.plan_file import yaml_of
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes
@@ -582,7 +583,7 @@ def test_a_published_folder(capsys, tmp_path):
 def test_the_yaml_of_any_layout_makes_its_config(found):
     job = Job(64, fixed={"recompute": {"select": ["attention"]}})
     for one in (found, plan(named(SMALL), cluster(8), job)):
-        fields = yaml.safe_load(report.yaml_of(one))["parallel"]
+        fields = yaml.safe_load(yaml_of(one))["parallel"]
         assert TransformerOpParallelConfig(**fields) == one.best.config
 
 
@@ -600,21 +601,6 @@ def test_every_family_that_is_read_has_presets():
     for family in FAMILIES.keys() - NO_PRESETS:
         name = PRESETS_OF.get(family, f"{family}_")
         assert any(re.match(name, preset) for preset in ARCHITECTURES), family
-
-
-def test_the_screen_says_which_constants_were_checked(capsys, tmp_path):
-    told = {}
-    for device in ("a100", "h100"):
-        assert main([*ASK[:-3], device, *ASK[-2:]]) == 0
-        told[device] = capsys.readouterr().out
-    assert "Checked: product_share, half_rows, " in told["a100"]
-    assert "Not checked against any measurement: memory_share, inside_share." in told["a100"]
-    assert "Not checked against any measurement: product_share, " in told["h100"]
-    assert "\nChecked: " not in told["h100"]
-    path = tmp_path / "other.yaml"
-    path.write_text("base: a100\nconstants: {hop_us: 50}\n")
-    assert main([*ASK[:-3], str(path), *ASK[-2:]]) == 0
-    assert "any measurement: memory_share, inside_share, hop_us." in capsys.readouterr().out
 
 
 def test_a_picture(tmp_path):
@@ -742,12 +728,3 @@ def test_optimizers_of_full_weights_are_given_whole_ones(optimizer):
 
 def test_no_layout_of_a_part_of_a_node():
     assert "no layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why
-
-
-def test_a_model_that_was_changed_is_no_preset():
-    content = lambda model, **job: yaml.safe_load(
-        report.yaml_of(plan(model, cluster(8, "h100"), Job(64, **job)))
-    )
-    assert content(named("llama2_7b"))["model"] == {"preset": "llama2_7b"}
-    assert content(named("llama2_7b", num_layers=48)).keys() == {"parallel"}
-    assert content(named("llama2_7b"), precision="bfloat16").keys() == {"parallel"}

@@ -13,15 +13,14 @@ from dtransformer.inputs.json_file import read_object
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
-from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_head_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
 from dtransformer.models.pretrained.quantized import form_of
-from dtransformer.models.pretrained.stored_weights import StoredWeights
+from dtransformer.models.pretrained.stored_weights import StoredWeights, has_tied_head
 from dtransformer.models.published_fields import FIELDS
-from dtransformer.parallel.collectives.objects import together
+from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.variable_factory import values_from
 
 SILENT, _TRAINING, _REFUSED = (set(FIELDS["config"][x]) for x in ("silent", "training", "refused"))
@@ -64,14 +63,13 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
-    if training := sorted(left.keys() & _TRAINING):
-        message = ", ".join(f"{name}={shown(left[name])}" for name in training)
-        warnings.warn(f"{path}: {message}: not applied where the network is trained", stacklevel=3)
-    if others := sorted(left.keys() - KNOWN):
-        message = ", ".join(f"{name}={shown(left[name])}" for name in others)
-        warnings.warn(
-            f"{path}: fields that are not known here, and ignored: {message}", stacklevel=3
-        )
+    for names, told in (
+        (left.keys() & _TRAINING, "training here does not apply"),
+        (left.keys() - KNOWN, "fields that are not known here, and ignored:"),
+    ):
+        if names:
+            message = ", ".join(f"{name}={shown(left[name])}" for name in sorted(names))
+            warnings.warn(f"{path}: {told} {message}", stacklevel=3)
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
@@ -107,14 +105,19 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         return content, family, family.settled(found, content.shapes.keys()), rules
 
     content, family, found, rules = together(opened, "pretrained/folder")
+    found |= arguments
+    read_tied = lambda: has_tied_head(content, family, found)
+    found["tied_head"] = from_chief(read_tied, "pretrained/copies")
     with refusing(content.path / CONFIG):
-        network = family.network(**{**found, **arguments})
+        network = family.network(**found)
     network = together(
         lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")
+    if network.variable_dtype == "float32":  # weights of 16 bits are never saved with more
+        network.stored_dtypes = stored.dtypes()
     network.origin = content.config["model_type"], str(folder)
     network.generation_rules = rules
     return network
@@ -143,9 +146,10 @@ def _generation_rules(content, family):
         fields = read_object(path)
     else:
         path = content.path / CONFIG
-        fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
+        taken = generation_rules.TAKEN | generation_rules.NAMED
+        fields = {x: fields[x] for x in fields if x in taken}
     has_source = issubclass(family.network, EncoderDecoderModel)
-    return rules_of(fields, path, has_source, content.config["vocab_size"])
+    return generation_rules.rules_of(fields, path, has_source, content.config["vocab_size"])
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:
@@ -169,13 +173,25 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
         InputError: a field is lacking, or asks for what is not built.
     """
     config = ReadFields(config)
+    if "EncoderModel" in f"{config.get('architectures')}":
+        raise InputError(
+            f"{path}: architectures has an encoder alone, expected {family.architecture}, whose "
+            "files also have the decoder"
+        )
     try:
-        arguments = {"vocab_size": config["vocab_size"], **family.arguments(config)}
-        for ours, theirs in family.special_ids.items():
-            value = config.get(theirs, _usual_id(family, theirs, config["vocab_size"]))
-            arguments[ours] = _special_id(
-                value, theirs, is_needed=family.special_ids is DECODER_IDS
-            )
+        vocab_size, names = config["vocab_size"], family.special_ids
+        arguments = {"vocab_size": vocab_size, **family.arguments(config)}
+        for ours, theirs in names.items():
+            default = family.ids.get(theirs)
+            if default is not None and default >= vocab_size:
+                default = None
+            value = config.get(theirs, default)
+            value = value[0] if isinstance(value, list) and value else value
+            if value is None and names is DECODER_IDS:
+                raise InputError(
+                    f"lacks the field {theirs}: the id of a token, which its texts need"
+                )
+            arguments[ours] = value
         arguments["pad_id"] = _padding(family, **arguments)
         check_others(config, path)
     except KeyError as error:
@@ -186,20 +202,6 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     except (InputError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     return arguments
-
-
-def _usual_id(family, field, vocab_size):
-    """Return the id that a config means which lacks a field; None where it is no entry."""
-    found = family.ids.get(field)
-    return found if found is not None and found < vocab_size else None
-
-
-def _special_id(value, field, is_needed):
-    """Return the first of one or several ids; None for none."""
-    value = value[0] if isinstance(value, list) and value else value
-    if value is None and is_needed:
-        raise InputError(f"lacks the field {field}: the id of a token, which its texts need")
-    return value
 
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
+from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import read_object
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
@@ -20,7 +21,7 @@ from dtransformer.models.generation.rules import fields_of
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
-from dtransformer.models.pretrained.stored_weights import own_path
+from dtransformer.models.pretrained.stored_weights import own_path, sinusoids
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
@@ -45,6 +46,7 @@ def save_pretrained(
     family: str | None = None,
     overwrite: bool = False,
     tokenizer: Any = None,
+    dtype: str | None = None,
 ) -> pathlib.Path:
     """Write a network into a folder that `transformers`, and `from_pretrained`, load.
 
@@ -60,6 +62,8 @@ def save_pretrained(
         overwrite: whether the files of another model are replaced.
         tokenizer: an object whose `save(folder)` writes its files, such as of `load_tokenizer`; by
             default the files of the folder that the network was loaded from are copied.
+        dtype: Type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`. By default each
+            tensor has the type that it was loaded from, unless the weights themselves have 16 bits.
 
     Returns:
         The folder that it is in.
@@ -70,7 +74,7 @@ def save_pretrained(
     """
 
     def checked():
-        config = _config_of(network, family)
+        config = config_of(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
                 "the network has adapters: save_lora writes them, or merge_lora adds them to the "
@@ -82,15 +86,25 @@ def save_pretrained(
     values, shapes = _values_on_chief(network), network.weight_shapes()
 
     def write(fresh):
-        kind, computed = config["model_type"], FAMILIES[config["model_type"]].computed
+        kind, arguments = config["model_type"], network.arguments
+        family = FAMILIES[kind]
+        stored = {} if dtype else network.stored_dtypes
+        main = dtype or next(iter(stored.values()), None)
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
-        arrays = {  # without a vocabulary's padding
-            file_name(kind, x.name, network): x.join([full(path) for path in x.weights])
-            for x in tensors_of(kind, network)
-        }
-        dtype = next(iter(arrays.values())).dtype
-        arrays |= {x: y.astype(dtype) for x, y in computed(network.arguments).items()}
-        fields = {**config, "dtype": str(dtype)}
+        tensors = {}
+        for tensor in tensors_of(kind, network):  # without a vocabulary's padding
+            array = tensor.join([full(path) for path in tensor.weights])
+            own = stored.get(tensor.weights[0], main)
+            tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
+        table = next(iter(tensors.values()))
+        for copy, name in family.untied_copies.items():
+            if name in tensors and not arguments["tied_head"]:
+                tensors[copy] = tensors[name]
+        for name in family.written_positions:
+            positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
+            tensors[name] = positions.astype(table.dtype)
+        arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
+        fields = {**config, "dtype": str(table.dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
@@ -105,15 +119,6 @@ def save_pretrained(
             write_modules(fresh, head, network.arguments["hidden_size"])
 
     return saved_by_chief(folder, write, overwrite, _HIDE)
-
-
-def check_family(network: TokenModel, family: str | None = None) -> None:
-    """Check that a network can be saved as one of a family; arguments as of `save_pretrained`.
-
-    Raises:
-        InputError: it cannot; says what differs.
-    """
-    _config_of(network, family)
 
 
 def saved_by_chief(
@@ -161,7 +166,12 @@ def _add_tokenizer(network, tokenizer, fresh):
         warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
 
 
-def _config_of(network, name):
+def config_of(network: TokenModel, name: str | None = None) -> dict:
+    """Return the config of a network as one of a family, without the type of its tensors.
+
+    Raises:
+        InputError: If the network cannot be saved as one of the family. The message has the reason.
+    """
     if name is None and network.origin is not None:
         name = network.origin[0]
     if name not in FAMILIES:

@@ -1,6 +1,7 @@
 """The tensors of a folder of published weights, by the paths of our weights."""
 
 import warnings
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -17,6 +18,59 @@ from dtransformer.parallel.weights.sharded_variable import Bounds
 _MAX_TOLD = 5
 
 
+def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping) -> bool:
+    """Return the argument `tied_head` of the network that computes with a folder's values.
+
+    If the config ties the head and the file has another kernel for it, the head is untied, with a
+    warning. `transformers` decides the same way.
+
+    Args:
+        content: The folder.
+        family: Its family.
+        arguments: Arguments of the network, from the folder's config.
+
+    Raises:
+        InputError: If the encoder's or decoder's table of embeddings differs from the shared one,
+            or a stored table of positions from its formula.
+    """
+    names, table = family.stored_names(content.shapes), next(iter(family.tables))
+    is_tied, tensor = arguments["tied_head"], lambda name: content[names[name]][...]
+    heads = {f"{name}.weight" for name in family.top}
+    copies = {*family.copies} if is_tied is True else {*family.copies} - heads
+    differing = {x for x in names if x.endswith(family.position_tables)}
+    differing = {x for x in differing if not _is_sinusoidal(tensor(x))}
+    for copy in names.keys() & copies if table in names else ():
+        if not np.array_equal(tensor(copy), tensor(table)):
+            differing.add(copy)
+    for name in differing - heads:
+        raise InputError(
+            f"{content.path}: {names[name]} differs from the values that {family.architecture} "
+            "shares or computes here. Other values are not built: give a folder with the shared "
+            "table of embeddings, or with sinusoidal positions."
+        )
+    for head in differing:
+        warnings.warn(
+            f"{content.path}: {names[head]} differs from {names[table]}, to which config.json ties "
+            "it. The head keeps its own values. Set tie_word_embeddings to false in config.json to "
+            "silence this warning.",
+            stacklevel=2,
+        )
+    return False if differing else is_tied
+
+
+def sinusoids(length: int, size: int) -> np.ndarray:
+    """Return sinusoidal positions [length, size] as Pegasus' files have them: sines, then cosines."""
+    angles = np.arange(length)[:, None] / 10000 ** (2 * (np.arange(size) // 2) / size)
+    halves = [np.sin(angles[:, ::2]), np.cos(angles[:, 1::2])]
+    return np.concatenate(halves, axis=1).astype("float32")
+
+
+def _is_sinusoidal(table):
+    """Return whether a table has the formula's values, within rounding to its type."""
+    tolerance = 1e-3 if table.itemsize > 2 else 1e-2
+    return table.ndim == 2 and np.allclose(table, sinusoids(*table.shape), rtol=0, atol=tolerance)
+
+
 def own_path(variable: keras.Variable) -> str:
     """Return a variable's path without the network's name."""
     return variable.path.partition("/")[2]
@@ -31,57 +85,62 @@ class StoredWeights:
         network: a network of that family; it need not be built.
 
     Raises:
-        InputError: tensors lack, are too many or of other shapes; lists them.
+        InputError: If tensors lack, are too many or of other shapes. The message lists them.
     """
 
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
-        names = {family.own_name(name): name for name in content.shapes}
+        names = family.stored_names(content.shapes)
         tensors = tensors_of(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
-        unused -= _left_out(unused, family.left_out(network.arguments), content.path)
+        beginnings = family.left_out(network.arguments)
+        if left_out := {name for name in unused if name.startswith(beginnings)}:
+            told = f"{len(left_out)} tensors of {', '.join(sorted(beginnings))} are left out"
+            warnings.warn(f"{content.path}: {told}", stacklevel=3)
+        unused -= left_out
         message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         message += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
         self._shapes = network.weight_shapes()
         others = self._shapes.keys() - held
         message += [f"the network also has {weight}" for weight in sorted(others)]
+        for tensor in tensors:
+            expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
+            found = content.shapes.get(names.get(tensor.name))
+            if found not in (None, expected):
+                message.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
         if message:
-            raise InputError(_message(content.path, message))
+            more = len(message) - _MAX_TOLD
+            told = "; ".join(message[:_MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
+            raise InputError(f"{content.path} does not fit its config: {told}")
         self._places = {  # and the expert, or None
             (weight, tensor.expert): (tensor, number, names[tensor.name])
             for tensor in tensors
             for number, weight in enumerate(tensor.weights)
         }
-        self._check_shapes(tensors, names)
-
-    def _check_shapes(self, tensors, names):
-        message = []
-        for tensor in tensors:
-            expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
-            found = self._content.shapes[names[tensor.name]]
-            if found != expected:
-                message.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
-        if message:
-            raise InputError(_message(self._content.path, message))
 
     def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
         """Return a rectangle of a weight.
 
         Args:
-            path: its path, with the network's name.
-            bounds: (start, stop) in each dimension; what is beyond the stored tensor is 0.
-            dtype: name of the type.
+            path: The weight's path, with the network's name.
+            bounds: (start, stop) in each dimension. Elements beyond the stored tensor are 0.
+            dtype: Name of the type.
 
         Raises:
-            InputError: it has values that are not finite.
+            InputError: If it has values that are not finite.
         """
         path = path.partition("/")[2]
         if (path, None) in self._places:
             return self._rectangle(path, None, bounds, dtype)
         experts, of_each = range(*bounds[0]), bounds[1:]
         return np.stack([self._rectangle(path, expert, of_each, dtype) for expert in experts])
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the types of the stored tensors, except quantized ones, by our weights' paths."""
+        stored = {path: self._content[name] for (path, _), (*_, name) in self._places.items()}
+        return {path: str(x.dtype) for path, x in stored.items() if isinstance(x, np.ndarray)}
 
     def _rectangle(self, path, expert, bounds, dtype):
         """Return a rectangle of a weight, or of an expert's."""
@@ -97,18 +156,3 @@ class StoredWeights:
         )
         padding = [(0, stop - start - n) for (start, stop), n in zip(bounds, value.shape)]
         return np.pad(value, padding) if np.any(padding) else value
-
-
-def _left_out(unused, beginnings, path):
-    """Return which names of tensors are of no part of the network, and say so."""
-    found = {name for name in unused if beginnings and name.startswith(beginnings)}
-    if found:
-        told = ", ".join(sorted(beginnings))
-        warnings.warn(f"{path}: {len(found)} tensors of {told} are left out", stacklevel=4)
-    return found
-
-
-def _message(path, message):
-    more = len(message) - _MAX_TOLD
-    ending = f" and {more} more" if more > 0 else ""
-    return f"{path} does not fit its config: {'; '.join(message[:_MAX_TOLD])}{ending}"

@@ -13,7 +13,7 @@ from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TextGenerator
-from dtransformer.models.base import TokenModel
+from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import networks
@@ -92,13 +92,27 @@ class Task(abc.ABC):
             InputError: the options make none, or one that is too large for this machine.
         """
         core = self.with_head(self.make_core(precision))
+        head = core.head
+        if core.pad_id is None and hasattr(head, "pad_id") and head.pooling == "last":
+            # `transformers` needs an id that is skipped where it looks for the last token.
+            pad_id = first_given(head.pad_id, core.end_id)
+            head.pad_id = first_given(getattr(self.tokenizer, "pad_id", None), pad_id)
         networks.adapt(core, self.config, always=self.always_trained)
         is_group = self.num_sequences > 1
         self.network = GroupModel(core, self.scores(core)) if is_group else core
         return self.network
 
     def with_head(self, core: TokenModel) -> TokenModel:
-        """Return the network with the head that the task trains."""
+        """Return the network with the head that the task trains.
+
+        Raises:
+            InputError: If the task trains the network's own head, and a folder has none.
+        """
+        if getattr(core, "has_task_head", False):
+            raise InputError(
+                f"model: {self.config.model.from_} has a {type(core.head).__name__}, and task "
+                f"{self.config.task} trains a head of the vocabulary: give a folder with one"
+            )
         return core
 
     def scores(self, core: TokenModel) -> keras.layers.Layer | None:
@@ -224,12 +238,15 @@ class Task(abc.ABC):
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
     def needed(self, section: str, key: str) -> Any:
-        """Return an option that has to be given.
+        """Return a required option.
 
         Raises:
-            InputError: it is not.
+            InputError: If it is missing or empty.
         """
         value = getattr(getattr(self.config, section), key, None)
         if not value:
-            raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
+            raise InputError(
+                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
+                f"config, or give --set {section}.{key}=FILE"
+            )
         return value

@@ -70,7 +70,7 @@ class Translation(Task):
                 **ids,
                 dtype=precision or config.training.precision,
             )
-        needs.check_network(network, job.size())
+        needs.check_network(network)
         return network
 
     def batches(self, part: str) -> TranslationBatches | None:

@@ -225,7 +225,7 @@ TEXTS = {
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 NO_HEAD_OF_ITS_OWN = (
     {"tie_word_embeddings": False},
-    "tie_word_embeddings=false is not built",
+    "it lacks vocab_projector.weight",
 )
 NOT_GELU = {"hidden_act": "relu"}, 'hidden_act="relu" is not built'
 MASKED = {

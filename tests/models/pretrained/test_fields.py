@@ -70,7 +70,7 @@ def llama(tmp_path):
 
 def test_fields_that_are_not_taken_are_named(llama):
     for given, told in (
-        ({"activation_dropout": 0.1}, "activation_dropout=0.1: not applied where the network is"),
+        ({"activation_dropout": 0.1}, "training here does not apply activation_dropout=0.1"),
         ({"of_tomorrow": 3}, "not known here, and ignored: of_tomorrow=3"),
     ):
         change_config(llama, **given)

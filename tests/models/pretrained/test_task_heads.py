@@ -13,20 +13,12 @@ from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pretrained.families.task_heads import new_head
 from harness.tolerances import PARITY_LOGITS
+from tests.models.pretrained.tiny_configs import DISTILBERT, ENCODER
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
-ENCODER = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 24,
-}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
 DECODER = {**ENCODER, "num_key_value_heads": 1, "pad_token_id": 0}
-DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 LABELS = {0: "bad", 1: "fair", 2: "good"}
 FORMS = {

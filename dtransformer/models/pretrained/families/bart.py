@@ -6,12 +6,16 @@ al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.
 2020, "M2M-100", arXiv 2010.11125; NLLB Team, 2022, arXiv 2207.04672.
 """
 
-import numpy as np
-
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
-from dtransformer.models.pretrained.families.parts import AfterPadding, Field, choice, hidden_act
+from dtransformer.models.pretrained.families.parts import (
+    TIED,
+    AfterPadding,
+    Field,
+    choice,
+    hidden_act,
+)
 
 BASE = usual_arguments(
     EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
@@ -22,6 +26,9 @@ _ATTENTIONS = {
     "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
 }
 _BIAS = "final_logits_bias"
+# Tensors that repeat the shared table of embeddings.
+_EMBEDDINGS = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+COPIES = "lm_head.weight", *_EMBEDDINGS
 
 
 def _stack(side):
@@ -41,14 +48,6 @@ def _stack(side):
 def _settled(arguments, names):
     """Files of models without a head have no bias of it, either."""
     return {**arguments, "head_bias": _BIAS in names}
-
-
-def _sinusoids(arguments):
-    """Return the tables of positions that Pegasus' files have: sines, then cosines."""
-    h, length = arguments["hidden_size"], arguments["max_length"]
-    angles = np.arange(length)[:, None] / 10000 ** (2 * np.arange(h // 2) / h)
-    rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype("float32")
-    return {f"model.{side}.embed_positions.weight": rows for side in _ATTENTIONS}
 
 
 _LENGTH = Field("max_length", "max_position_embeddings", 1024)
@@ -81,13 +80,14 @@ def _family(
             Field("attention_dropout_rate", "attention_dropout", attention_dropout),
             hidden_act("activation_function", activation),
             choice("embedding_scale", "scale_embedding", is_scaled, {False: 1.0, True: None}),
+            TIED,
             *parts,
         ),
         fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
         refused={
             # The norms' places follow from the family there.
             **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
-            **dict.fromkeys(("tie_word_embeddings", "is_encoder_decoder"), True),
+            "is_encoder_decoder": True,
             "is_decoder": False,
             **(refused or {}),
         },
@@ -103,6 +103,7 @@ def _family(
             "decoder.layernorm_embedding": "target_norm",
             "encoder.layer_norm": "transformer/encoder/final_norm",
             "decoder.layer_norm": "transformer/decoder/final_norm",
+            "lm_head": "head",
         },
         rows={_BIAS: "head/bias"},
         base=BASE,
@@ -112,7 +113,8 @@ def _family(
         own_padding=False,
         prefix="model.",
         heads=("lm_head", _BIAS),
-        copies=("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        copies=COPIES,
+        untied_copies=dict.fromkeys(_EMBEDDINGS, "shared.weight"),
         settled=_settled,
         **others,
     )
@@ -123,7 +125,7 @@ _LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True
 _PRE = {"post_layernorm_residual": False}
 _PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
 _COUNTED = {"positions": "sinusoidal", "positions_after_padding": True, "head_bias": False}
-_COMPUTED = {"ignored": ("embed_positions.weight", "embed_positions.weights")}
+_TABLES = {"position_tables": ("embed_positions.weight",)}
 BART = _family(
     "BartForConditionalGeneration",
     _LEARNED,
@@ -134,11 +136,14 @@ MARIAN = _family(
     _PAPER,
     {"share_encoder_decoder_embeddings": True, "normalize_embedding": False},
     (_LENGTH, Field("vocab_size", "vocab_size", also=("decoder_vocab_size",))),
-    **_COMPUTED,
+    **_TABLES,
 )
 MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_PRE})
 PEGASUS = _family(
-    "PegasusForConditionalGeneration", {**_PAPER, **_PRE}, computed=_sinusoids, **_COMPUTED
+    "PegasusForConditionalGeneration",
+    {**_PAPER, **_PRE},
+    written_positions=("encoder.embed_positions.weight", "decoder.embed_positions.weight"),
+    **_TABLES,
 )
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",
@@ -148,5 +153,5 @@ M2M_100 = _family(
     is_scaled=True,
     attention_dropout=0.1,
     ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-    **_COMPUTED,
+    ignored=("embed_positions.weight", "embed_positions.weights"),  # also in `transformers`
 )

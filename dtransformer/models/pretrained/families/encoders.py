@@ -11,7 +11,7 @@ from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.family import SIZES, Family, usual_arguments
-from dtransformer.models.pretrained.families.parts import AfterPadding, Field, hidden_act
+from dtransformer.models.pretrained.families.parts import TIED, AfterPadding, Field, hidden_act
 
 _ENCODER = {
     "base": usual_arguments(MaskedLM, num_token_types=0),
@@ -45,6 +45,7 @@ def _bert(architecture, parts, prefix, head, **others):
             Field("norm_epsilon", "layer_norm_eps", 1e-12),
             Field("dropout_rate", "hidden_dropout_prob", 0.1),
             Field("attention_dropout_rate", "attention_probs_dropout_prob", 0.1),
+            TIED,
             *parts,
         ),
         ids={"pad_token_id": 0},
@@ -63,8 +64,13 @@ def _bert(architecture, parts, prefix, head, **others):
             f"{embeddings}token_type_embeddings.weight": "token_types/table",
         },
         top={f"{embeddings}LayerNorm": "embedding_norm", **head},
-        # Files of Google's weights are of the time when norms had other names.
-        renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        # Norms had other names when Google's files were made. The head may have its own bias.
+        renamed={
+            "LayerNorm.gamma": "LayerNorm.weight",
+            "LayerNorm.beta": "LayerNorm.bias",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
         usual_parts=SIZES,
         **others,
         **_ENCODER,
@@ -75,7 +81,6 @@ _REFUSED = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
-    "tie_word_embeddings": True,
 }
 # Models that find masked tokens may have what tells next sentences, too.
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
@@ -86,22 +91,29 @@ BERT = _bert(
     {
         "cls.predictions.transform.dense": "head/dense",
         "cls.predictions.transform.LayerNorm": "head/norm",
+        "cls.predictions.decoder": "head/logits",
         "bert.pooler.dense": "sentence_head/pooler",
         "cls.seq_relationship": "sentence_head/classifier",
     },
     refused=_REFUSED,
     vectors={"cls.predictions.bias": "head/logits/bias"},
-    copies=("cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    copies=("cls.predictions.decoder.weight",),
+    untied_copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
     ignored=(*_SPARE, "seq_relationship.weight", "seq_relationship.bias"),
 )
 ROBERTA = _bert(
     "RobertaForMaskedLM",
     (AfterPadding(512, counts=True),),
     "roberta",
-    {"lm_head.dense": "head/dense", "lm_head.layer_norm": "head/norm"},
+    {
+        "lm_head.dense": "head/dense",
+        "lm_head.layer_norm": "head/norm",
+        "lm_head.decoder": "head/logits",
+    },
     refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
     vectors={"lm_head.bias": "head/logits/bias"},
-    copies=("lm_head.decoder.weight", "lm_head.decoder.bias"),
+    copies=("lm_head.decoder.weight",),
+    untied_copies={"lm_head.decoder.bias": "lm_head.bias"},
     ignored=_SPARE,
 )
 DISTILBERT = Family(
@@ -115,9 +127,9 @@ DISTILBERT = Family(
         Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
         Field("attention_dropout_rate", "attention_dropout", 0.1),
         hidden_act("activation", "gelu"),
+        TIED,
     ),
     fixed={"norm_epsilon": 1e-12},
-    refused={"tie_word_embeddings": True},
     ids={"pad_token_id": 0},
     block="distilbert.transformer.layer.{}.",
     attention=paths.attention("attention.{}_lin", *"qkv", "out"),
@@ -131,8 +143,8 @@ DISTILBERT = Family(
         "distilbert.embeddings.LayerNorm": "embedding_norm",
         "vocab_transform": "head/dense",
         "vocab_layer_norm": "head/norm",
+        "vocab_projector": "head/logits",
     },
-    vectors={"vocab_projector.bias": "head/logits/bias"},
     copies=("vocab_projector.weight",),
     ignored=("position_ids",),
     usual_parts=(),
@@ -156,6 +168,7 @@ MODERNBERT = Family(
         Field("dropout_rate", "mlp_dropout", 0.0),
         Field("embedding_dropout_rate", "embedding_dropout", 0.0),
         Field("attention_dropout_rate", "attention_dropout", 0.0),
+        TIED,
         Blocks(
             base=160000.0,
             sliding_base=10000.0,
@@ -179,7 +192,7 @@ MODERNBERT = Family(
     },
     refused={
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
-        **dict.fromkeys(("decoder_bias", "tie_word_embeddings"), True),
+        "decoder_bias": True,
         **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
     },
     ids={"pad_token_id": 50283},
@@ -193,8 +206,8 @@ MODERNBERT = Family(
         "model.final_norm": "blocks/final_norm",
         "head.dense": "head/dense",
         "head.norm": "head/norm",
+        "decoder": "head/logits",
     },
-    vectors={"decoder.bias": "head/logits/bias"},
     copies=("decoder.weight",),
     usual_parts=SIZES,
     **_ENCODER,

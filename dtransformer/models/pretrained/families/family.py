@@ -8,8 +8,6 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 
-import numpy as np
-
 from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
@@ -123,13 +121,16 @@ class Family:
         own_padding: whether padding that is the start or end token, too, is none.
         prefix: what names may begin with, or not; `tensors` has them without it.
         heads: what names begin with that have no prefix in any case.
-        copies: names of tensors that hold once more what another one does.
+        copies: Names of tensors that repeat the first of `tables`: a tied head, or a table of
+            embeddings for one side.
+        untied_copies: Tensors of untied models that repeat another one, and its name. `transformers`
+            reads each of them.
+        position_tables: Ends of names of tables of sinusoidal positions, which are no weights here.
+        written_positions: Names of such tables that saved files have.
         ignored: endings of names that hold no weights of the network.
         renamed: dict of endings of names in older files, and what they are now.
         left_out: a function of the arguments that returns what names begin with of tensors that are
             left out, with a notice.
-        computed: a function of the arguments that returns tensors by their names in files, which no
-            weights are, and files have.
         settled: a function of the arguments and of the names of a file's tensors that returns the
             arguments: it settles what the config leaves open.
     """
@@ -165,10 +166,12 @@ class Family:
     prefix: str = ""
     heads: tuple[str, ...] = ("lm_head", "score")
     copies: tuple[str, ...] = ("lm_head.weight",)
+    untied_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    position_tables: tuple[str, ...] = ()
+    written_positions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
-    computed: Callable[[dict], dict[str, np.ndarray]] = lambda arguments: {}
     settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def all_parts(self) -> list[Part]:
@@ -216,13 +219,14 @@ class Family:
         """Return the tensors of a file of a network of some arguments, without the prefix."""
         shapes = weight_shapes.of_network(self.network, arguments)
         found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
+        vectors = {**self.vectors, **self.rows}
         for name, ours in self.top.items():
             found += _vectors(name, ours, shapes)
             if f"{ours}/kernel" in shapes:
                 found.append(linear(f"{name}.weight", f"{ours}/kernel"))
-            if f"{ours}/bias" in shapes:
+            if f"{ours}/bias" in shapes.keys() - vectors.values():
                 found.append(bias(f"{name}.bias", f"{ours}/bias"))
-        for name, ours in {**self.vectors, **self.rows}.items():
+        for name, ours in vectors.items():
             if ours in shapes:
                 found.append(dataclasses.replace(bias(name, ours), is_row=name in self.rows))
         for argument, own in self.stacks.items():
@@ -230,6 +234,22 @@ class Family:
             for number in range(arguments[argument]):
                 found += stack._numbered_block(number, shapes, arguments)
         return found
+
+    @property
+    def base_prefix(self) -> str:
+        """The first part of names, such as `"bert."`. Files of the class without a head lack it."""
+        return next(iter(self.tables)).partition(".")[0] + "."
+
+    def stored_names(self, names: Collection[str]) -> dict[str, str]:
+        """Return the names of a file's tensors by the names that `tensors` uses.
+
+        If a file has a bias twice, the head's own is taken, as in `transformers`.
+        """
+        found = {self.own_name(name): name for name in sorted(names)}
+        table, prefix = next(iter(self.tables)), self.base_prefix
+        if table.removeprefix(prefix) not in found:
+            return found
+        return {prefix + name: stored for name, stored in found.items()}
 
     def own_name(self, name: str) -> str:
         """Return what a tensor of a file is called by `tensors`."""
@@ -245,7 +265,7 @@ class Family:
 
     def is_spare(self, name: str) -> bool:
         """Return whether a file may have a tensor of that name besides the network's."""
-        return name in self.copies or name.endswith(self.ignored)
+        return name in self.copies or name.endswith(self.ignored + self.position_tables)
 
     def _numbered_block(self, number, shapes, arguments):
         """Return the tensors of a block by its number."""

@@ -8,6 +8,7 @@ from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parts import (
+    TIED,
     Field,
     epsilon,
     head_dim,
@@ -19,7 +20,7 @@ from dtransformer.models.pretrained.families.parts import (
 _FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
 _REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-_HEADS = head_dim(256), Field("tied_head", "tie_word_embeddings", True)
+_HEADS = head_dim(256), TIED
 _NORMS = {
     **paths.PRE,
     "post_attention_layernorm": "attention_output_norm",

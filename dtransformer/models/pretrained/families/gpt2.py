@@ -7,7 +7,7 @@ References: Radford et al., 2019, "Language models are unsupervised multitask le
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.family import SIZES, Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC
-from dtransformer.models.pretrained.families.parts import Field, epsilon, hidden_act
+from dtransformer.models.pretrained.families.parts import TIED, Field, epsilon, hidden_act
 
 GPT2 = Family(
     "GPT2LMHeadModel",
@@ -21,7 +21,7 @@ GPT2 = Family(
         Field("dropout_rate", "resid_pdrop", 0.1),
         Field("attention_dropout_rate", "attn_pdrop", 0.1),
         Field("embedding_dropout_rate", "embd_pdrop", 0.1),
-        Field("tied_head", "tie_word_embeddings", True),
+        TIED,
         hidden_act("activation_function", "gelu_new"),
     ),
     usual_parts=(),
@@ -50,7 +50,7 @@ OPT = Family(
         Field("ffn_hidden_size", "ffn_dim"),
         Field("dropout_rate", "dropout", 0.1),
         Field("attention_dropout_rate", "attention_dropout", 0.0),
-        Field("tied_head", "tie_word_embeddings", True),
+        TIED,
         Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
         hidden_act("activation_function", "relu"),
     ),

@@ -14,6 +14,7 @@ from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parallel import parallel_residual
 from dtransformer.models.pretrained.families.parts import (
+    TIED,
     Field,
     epsilon,
     head_dim,
@@ -89,7 +90,7 @@ PHI3 = Family(
     ),
     attention=paths.FUSED_ATTENTION,
     dense=paths.FUSED_GATED,
-    ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
+    ids={**USUAL_IDS, "eos_token_id": 32000, "pad_token_id": 32000},
 )
 STARCODER2 = Family(
     "Starcoder2ForCausalLM",
@@ -101,7 +102,7 @@ STARCODER2 = Family(
         Field("use_bias", "use_bias", True, same=("qkv_bias",)),
         Field("dropout_rate", "residual_dropout", 0.0),
         Field("embedding_dropout_rate", "embedding_dropout", 0.0),
-        Field("tied_head", "tie_word_embeddings", True),
+        TIED,
     ),
     fixed={"norm": "layer_norm", "gated": False},
     dense={"mlp.c_fc": paths.MAPPING, "mlp.c_proj": paths.PROJECTION},
@@ -145,7 +146,7 @@ SMOLLM3 = Family(
             switch="use_sliding_window",
             turns=("no_rope_layers", "no_rope_layer_interval", 4),
         ),
-        Field("tied_head", "tie_word_embeddings", True),
+        TIED,
     ),
     refused=_PLAIN,
     ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
@@ -197,7 +198,7 @@ HELIUM = Family(
     parts=(epsilon(1e-8), kv_heads(20), head_dim(128), Blocks(base=1e5)),
     refused=_PLAIN,
     is_interleaved=True,
-    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+    ids={**USUAL_IDS, "pad_token_id": 3},
 )
 ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
@@ -207,8 +208,8 @@ ERNIE4_5 = Family(
         head_dim(128),
         Blocks(base=5e5),
         Field("use_bias", "use_bias", False, same=("qkv_bias",)),
-        Field("tied_head", "tie_word_embeddings", True),
+        TIED,
     ),
     is_interleaved=True,
-    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    ids={**USUAL_IDS, "pad_token_id": 0},
 )

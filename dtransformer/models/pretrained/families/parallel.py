@@ -12,12 +12,11 @@ from dtransformer.errors import InputError
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.family import Family, llama_parts_without
-from dtransformer.models.pretrained.families.parts import Field, differs, epsilon, hidden_act
+from dtransformer.models.pretrained.families.parts import TIED, Field, differs, epsilon, hidden_act
 
 # Layers of the first decoders: all have biases.
 CLASSIC = {"norm": "layer_norm", "gated": False, "use_bias": True, "qkv_bias": True}
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
-_TIED = Field("tied_head", "tie_word_embeddings", True)
 _DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
 _ONE_NORM = "parallel_one_norm"
 
@@ -87,7 +86,7 @@ _COHERE = {
     "ids": {"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     "is_interleaved": True,
 }
-_COHERE_PARTS = _EPSILON, _TIED, Field("logits_scale", "logit_scale", 0.0625)
+_COHERE_PARTS = _EPSILON, TIED, Field("logits_scale", "logit_scale", 0.0625)
 COHERE = Family(
     "CohereForCausalLM",
     parts=(*_COHERE_PARTS, Blocks(base=5e5)),
@@ -148,7 +147,7 @@ FALCON = Family(
         _FalconHeads(),
         epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
         hidden_act("activation", "gelu"),
-        _TIED,
+        TIED,
         Field("use_bias", "bias", False, same=("qkv_bias",)),
         Field(
             "ffn_hidden_size",

@@ -235,6 +235,7 @@ def epsilon(
 
 
 HEADS = Field("num_heads", "num_attention_heads")
+TIED = Field("tied_head", "tie_word_embeddings", True)
 
 
 def _if_lacking(field, usual, follows):

@@ -10,9 +10,10 @@ from dtransformer.errors import InputError, shown
 from dtransformer.models.base import first_given
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.bart import BASE
+from dtransformer.models.pretrained.families.bart import BASE, COPIES
 from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
 from dtransformer.models.pretrained.families.parts import (
+    TIED,
     Field,
     activation,
     epsilon,
@@ -105,7 +106,7 @@ _PARTS = (
     epsilon(1e-6, "layer_norm_epsilon"),
     Field("relative_ranges", "relative_attention_num_buckets", 32),
     Field("relative_max_distance", "relative_attention_max_distance", 128),
-    Field("tied_head", "tie_word_embeddings", True),
+    TIED,
 )
 _BIAS = "{0}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 T5 = Family(
@@ -150,7 +151,7 @@ T5 = Family(
     network=EncoderDecoderLM,
     special_ids=DECODER_IDS,
     own_padding=False,
-    copies=(_HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    copies=COPIES,
     ignored=("EncDecAttention.relative_attention_bias.weight",),
     settled=_settled,
 )

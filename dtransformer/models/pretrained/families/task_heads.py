@@ -20,15 +20,12 @@ from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 _MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# What tensors have before their names, but for those of a class without a head, of which there is one
-# here for these families.
-BARE = {
-    "bert": "bert.",
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), "roberta."),
-    "distilbert": "distilbert.",
-    **dict.fromkeys(("modernbert", "llama", "mistral", "qwen2", "qwen3"), "model."),
-}
-_LEFT_OUT = "head/", "sentence_head/"  # the heads whose place is taken
+# Families whose class without a head is written, for vectors of texts.
+WITH_VECTORS = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
+    *("llama", "mistral", "qwen2", "qwen3"),
+)
+_HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +156,12 @@ def task_heads(kind: str) -> Mapping[str, TaskHead]:
 def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
     """Give a network that is not built the head of its folder, where that is a task's.
 
-    Labels are those of the config's class; a folder of sentence-transformers says how to pool.
+    Labels are those of the config's class. A folder of sentence-transformers specifies the pooling.
+    A class without the head of the network, such as `BertModel`, gives vectors: the mean of an
+    encoder's positions, or a decoder's last one.
 
     Raises:
-        InputError: the family has no such class here.
+        InputError: If the family has no such class here.
     """
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not isinstance(names[0], str):
@@ -171,6 +170,11 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
         pooling = pooling_of(folder, network.dtype_policy)
+        is_base = name.endswith("Model") and name != FAMILIES[config["model_type"]].architecture
+        is_decoder = isinstance(network, CausalLM)
+        is_complete = is_decoder and network.arguments["tied_head"]
+        if pooling is None and is_base and isinstance(network, OneStackModel) and not is_complete:
+            pooling = PoolingHead("last" if is_decoder else "mean", dtype=network.dtype_policy)
         return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"]).get(ending)
     if form is None:
@@ -222,11 +226,9 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
     tensors = FAMILIES[kind].tensors(network.arguments)
     if not getattr(network, "has_task_head", False):
         return tensors
-    kept = [x for x in tensors if not x.weights[0].startswith(_LEFT_OUT)]
-    if isinstance(network.head, PoolingHead):
-        bare = _bare(kind)
-        return [dataclasses.replace(x, name=x.name.removeprefix(bare)) for x in kept]
-    return [*kept, *_form_of(kind, network.head)[1].tensors(network.head)]
+    is_pooling = isinstance(network.head, PoolingHead)
+    own = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
+    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *own]
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
@@ -241,7 +243,8 @@ def head_fields(kind: str, network: TokenModel) -> dict:
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
     base += "Text" * (kind == "gemma3_text")  # beside classes that see images
     if isinstance(head, PoolingHead):
-        _bare(kind)  # refuses families that have no such class
+        if kind not in WITH_VECTORS:
+            raise InputError(f"vectors of the family {kind!r} have no published form here")
         return {"architectures": [f"{base}Model"]}
     ending, form = _form_of(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
@@ -258,15 +261,10 @@ def head_fields(kind: str, network: TokenModel) -> dict:
 
 def file_name(kind: str, name: str, network: TokenModel) -> str:
     """Return what a tensor of `tensors_of` is called in the files of a network."""
-    is_bare = isinstance(getattr(network, "head", None), PoolingHead)
-    return name if is_bare else FAMILIES[kind].file_name(name)
-
-
-def _bare(kind):
-    """Return what names of tensors lack in the files of a family's class without a head."""
-    if kind not in BARE:
-        raise InputError(f"vectors of the family {kind!r} have no published form here")
-    return BARE[kind]
+    family = FAMILIES[kind]
+    if isinstance(getattr(network, "head", None), PoolingHead):
+        return name.removeprefix(family.base_prefix)
+    return family.file_name(name)
 
 
 def _form_of(kind, head):

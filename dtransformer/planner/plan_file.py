@@ -1,0 +1,110 @@
+"""The YAML file of `dtransformer plan`: a config for `dtransformer train`, or a layout only."""
+
+import dataclasses
+import os
+
+import yaml
+
+from dtransformer.architectures import ARCHITECTURES
+from dtransformer.planner.models import named
+from dtransformer.planner.report import fields_of
+from dtransformer.planner.search import Plan
+from dtransformer.planner.shape import ModelShape
+
+
+def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
+    """Return the first layout of a plan as YAML.
+
+    A published folder and a preset give a whole config without data. Other models, and
+    bfloat16 weights without adapters, give the section `parallel:` only, which
+    `dtransformer train` refuses. Comments say how to complete the file.
+
+    Args:
+        plan: The plan.
+        folder: Folder of the published weights of the model, if any.
+    """
+    model, job, cluster = plan.model, plan.job, plan.cluster
+    content = {"parallel": fields_of(plan.best.config)}
+    section = _model_section(model, folder)
+    if section is None or (job.precision == "bfloat16" and not model.adapter_rank):
+        steps = [
+            "Only a layout: `dtransformer train` also needs task, data and model.",
+            "Copy `parallel:` into a config; `dtransformer new causal_lm` prints one.",
+        ]
+    else:
+        steps = _remaining_steps(section, folder)
+        content = {
+            "task": _task(model, folder),
+            "data": {"length": model.sequence_length},
+            "model": section,
+            "training": {
+                "batch_size": job.global_batch,
+                "precision": job.precision,
+                "optimizer": job.optimizer,
+            },
+            **content,
+        }
+    start = "dtransformer train --config THIS_FILE"
+    if cluster.num_devices > 1:
+        start = f"dtransformer launch -np {cluster.num_devices} -- {start}"
+    lines = [
+        f"{model.name} on {cluster}: {plan.best.layout}",
+        *steps,
+        f"Start it with: {start}",
+        "In Python: TransformerOpParallelConfig(**yaml.safe_load(open(THIS_FILE))['parallel'])",
+    ]
+    comments = "".join(f"# {line}\n" for line in lines)
+    return comments + yaml.safe_dump(content, sort_keys=False)
+
+
+def _remaining_steps(section, folder):
+    """Return sentences that say what a config with this section `model` lacks."""
+    steps = ["Add data.train, the file or files to train on."]
+    if "preset" in section:
+        steps.append("`preset:` starts from random weights. `from: FOLDER` reads published ones.")
+    elif folder is None:
+        steps.append(f"Put the weights to fine-tune into {section['from']}, or change model.from.")
+    return steps
+
+
+def _model_section(model, folder):
+    """Return the section `model` of a config, or `None` if no config describes the network."""
+    full = dataclasses.replace(model, adapter_rank=0, frozen_blocks=0)
+    if folder is not None:
+        section = {"from": str(folder)}
+    elif model.name not in ARCHITECTURES:
+        return None
+    elif full != named(model.name, sequence_length=model.sequence_length):
+        return None
+    elif model == full:
+        section = {"preset": model.name}
+    else:
+        section = {"from": f"models/{model.name}"}
+    if model.adapter_rank:
+        section["adapters"] = {"rank": model.adapter_rank}
+    if model.frozen_blocks:
+        section["freeze"] = _frozen_patterns(model)
+    return section
+
+
+def _task(model, folder):
+    if model.encoder_layers:
+        return "seq2seq" if folder else "span_corruption"
+    return "causal_lm" if model.is_causal else "masked_lm"
+
+
+def _frozen_patterns(model: ModelShape) -> list[str]:
+    """Return patterns of the weights of all tables and of the first `frozen_blocks` blocks."""
+    patterns = ["*/table", "*embedding*/*"]
+    remaining = model.frozen_blocks
+    stacks = {
+        "blocks": model.num_layers,
+        "transformer/encoder": model.encoder_layers,
+        "transformer/decoder": model.decoder_layers,
+    }
+    for path, num_blocks in stacks.items():
+        frozen = "|".join(map(str, range(min(remaining, num_blocks))))
+        if frozen:
+            patterns.append(f"{path}/block_({frozen})/*")
+        remaining -= num_blocks
+    return patterns

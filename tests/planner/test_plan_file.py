@@ -1,0 +1,147 @@
+"""Promise: the file of a plan trains what was planned, or is refused with the steps to complete it."""
+
+import json
+
+import pytest
+import yaml
+
+from dtransformer.cli import main
+from dtransformer.planner import Cluster, Job, device_named, named, plan
+from dtransformer.planner.plan_file import yaml_of
+from dtransformer.runs.config import load_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def file_of(folder, *options):
+    """Return the content and the comments of the file that the command writes."""
+    path = folder / "plan.yaml"
+    ask = ["plan", "--devices", "2", "--device", "h100", "--global-batch", "8", "--yaml", str(path)]
+    assert main([*ask, *options]) == 0
+    text = path.read_text()
+    comments = "\n".join(line for line in text.split("\n") if line.startswith("#"))
+    return yaml.safe_load(text), comments
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "my-llama"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
+def test_adapters_of_a_published_folder_are_a_whole_config(precision, folder, tmp_path):
+    options = ["--model", str(folder), "--lora", "16", "--precision", precision]
+    content, comments = file_of(tmp_path, *options)
+    assert content["task"] == "causal_lm" and content["data"] == {"length": 128}
+    assert content["model"] == {"from": str(folder), "adapters": {"rank": 16}}
+    training = {"batch_size": 8, "precision": precision, "optimizer": "adamw"}
+    assert content["training"] == training
+    assert "Add data.train" in comments and "launch -np 2" in comments
+    config = load_config(tmp_path / "plan.yaml")
+    assert (config.model.from_, config.model.adapters.rank) == (str(folder), 16)
+
+
+@pytest.mark.tensorflow
+def test_a_published_folder_is_trained_from_its_weights(folder, tmp_path):
+    content, comments = file_of(tmp_path, "--model", str(folder))
+    assert content["model"] == {"from": str(folder)}
+    assert "random weights" not in comments
+
+
+@pytest.mark.tensorflow
+def test_a_folder_with_the_name_of_a_preset_is_trained_from_its_weights(folder, tmp_path):
+    folder = folder.rename(tmp_path / "llama2_7b")
+    content, _ = file_of(tmp_path, "--model", str(folder))
+    assert content["model"] == {"from": str(folder)}
+
+
+@pytest.mark.tensorflow
+def test_frozen_blocks_are_frozen_by_the_file(folder, tmp_path):
+    from dtransformer.models import CausalLM, freeze
+
+    content, _ = file_of(tmp_path, "--model", str(folder), "--freeze", "2")
+    network = CausalLM(50, hidden_size=8, num_heads=2, num_layers=3, max_length=8)
+    network.build()
+    frozen = freeze(network, content["model"]["freeze"])
+    assert {"embedding/table", "positions/table"} <= set(frozen)
+    blocks = {path.split("/")[1] for path in frozen if path.startswith("blocks/")}
+    assert blocks == {"block_0", "block_1"}
+
+
+def test_adapters_of_a_name_wait_for_the_folder_of_the_weights(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content, comments = file_of(tmp_path, "--model", "llama2-7b", "--lora", "16")
+    assert content["model"] == {"from": "models/llama2_7b", "adapters": {"rank": 16}}
+    assert "Put the weights to fine-tune into models/llama2_7b" in comments
+
+
+@pytest.mark.tensorflow
+def test_the_file_of_a_name_with_adapters_is_refused_without_the_weights(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("one two\n")
+    file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
+    train = ["train", "--config", "plan.yaml", "--set", "data.train=text.txt"]
+    assert main(train) == 2
+    assert "there is no folder 'models/llama2_7b'" in capsys.readouterr().err
+
+
+def test_a_preset_says_that_its_weights_are_random(tmp_path):
+    content, comments = file_of(tmp_path, "--model", "gpt2-small")
+    assert content["model"] == {"preset": "gpt2_small"}
+    assert "`preset:` starts from random weights. `from: FOLDER` reads" in comments
+
+
+@pytest.mark.tensorflow
+def test_a_layout_alone_is_refused_with_the_steps_to_complete_it(tmp_path, capsys):
+    model = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 1000}
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump({**model, "sequence_length": 64}))
+    content, comments = file_of(tmp_path, "--model", str(path))
+    assert content.keys() == {"parallel"}
+    assert "Only a layout" in comments and "dtransformer new causal_lm" in comments
+    for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
+        assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
+        told = capsys.readouterr().err
+        assert "neither task nor data" in told and "dtransformer new causal_lm" in told
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
+def test_what_no_config_describes_is_a_layout_alone(changes):
+    precision = None if changes else "bfloat16"
+    found = plan(
+        named("llama2_7b", **changes), Cluster(device_named("h100"), 8), Job(64, precision)
+    )
+    assert yaml.safe_load(yaml_of(found)).keys() == {"parallel"}
+
+
+def test_a_layout_becomes_a_config_by_settings(tmp_path):
+    (tmp_path / "plan.yaml").write_text("parallel: {data_parallel: 2}\n")
+    config = load_config(tmp_path / "plan.yaml", ["task=chat"], needs_task=True)
+    assert config.task == "chat" and config.parallel.data_parallel == 2
+
+
+@pytest.mark.parametrize("text", ["parallel: auto", "training: {seed: 1}", ""])
+def test_a_config_without_task_and_data_is_refused(text, tmp_path):
+    from dtransformer.errors import InputError
+
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(InputError, match="neither task nor data"):
+        load_config(tmp_path / "mine.yaml", needs_task=True)
+    (tmp_path / "mine.yaml").write_text("data: {source: a, target: b}")
+    assert load_config(tmp_path / "mine.yaml", needs_task=True).task == "translation"

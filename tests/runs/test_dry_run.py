@@ -1,0 +1,229 @@
+"""Promise: a dry run refuses all that training would refuse, and needs no memory for weights."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dtransformer.cli import main
+from dtransformer.models.pretrained.stored_weights import StoredWeights
+from dtransformer.runs import needs
+from tests.runs.small_records import CONFIGS, write, write_config
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with records, a model and its tokenizer, in which all commands run."""
+    folder = tmp_path_factory.mktemp("dry")
+    write(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        yield folder
+
+
+@pytest.fixture
+def dry_run(place, capsys):
+    """Return a function that runs a task's config dry: exit code, standard output and error."""
+
+    def run(name, *settings, options=()):
+        path = write_config(name, place)
+        setting = ["--set", *settings] if settings else []
+        code = main(["train", "--config", str(path), "--dry-run", *options, *setting])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def change_weights(place, name, change):
+    """Copy the small Llama, and change the tensors of the copy."""
+    shutil.rmtree(place / name, ignore_errors=True)
+    shutil.copytree(place / "llama", place / name)
+    path = place / name / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "preference"])
+def test_every_task_is_checked(name, dry_run):
+    code, out, err = dry_run(name)
+    assert (code, err.count("dtransformer:")) == (0, 0)
+    assert "\nChecked: " in out
+
+
+def test_no_value_of_a_weight_is_read(dry_run, monkeypatch):
+    def read(*_):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(StoredWeights, "read", read)
+    code, out, _ = dry_run("chat")
+    assert code == 0 and "Checked: 272 of 13,440 parameters are trained" in out
+
+
+def test_frozen_weights_are_not_counted_as_trained(dry_run):
+    _, out, _ = dry_run("gpt")
+    total = int(out.split("Checked: ")[1].split()[0].replace(",", ""))
+    _, out, _ = dry_run("gpt", "model.freeze=embedding/*")
+    trained = int(out.split("Checked: ")[1].split()[0].replace(",", ""))
+    assert total - trained == 280 * 16
+
+
+WRONG_WEIGHTS = {
+    "lacks": (lambda x: x.pop("model.norm.weight"), "it lacks model.norm.weight"),
+    "more": (lambda x: x.update(extra=np.zeros(2, "float32")), "it also has extra"),
+    "shape": (
+        lambda x: x.update({"model.norm.weight": np.ones(3, "float32")}),
+        "model.norm.weight is [3], not [16]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_weights_that_do_not_match_the_config_are_refused(name, place, dry_run):
+    change, told = WRONG_WEIGHTS[name]
+    change_weights(place, name, change)
+    code, _, err = dry_run("chat", f"model.from={name}")
+    assert code == 2 and f"{name} does not fit its config: {told}" in err
+
+
+def test_weights_that_do_not_fit_into_memory_are_refused(dry_run, monkeypatch):
+    monkeypatch.setattr(needs, "free_memory", lambda: 40_000)
+    for name in ("chat", "gpt"):
+        code, _, err = dry_run(name)
+        assert code == 2 and "needs at least" in err
+    # Two ranks may share them. If they are not started, their memory is unknown.
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    assert dry_run("chat")[0] == 0
+    monkeypatch.delenv("HOROVOD_SIZE")
+    assert dry_run("gpt", "parallel.data_parallel=4")[0] == 0
+
+
+def test_weights_of_another_kind_are_refused(place, dry_run):
+    sizes = ("hidden_size", "num_heads", "encoder_layers", "decoder_layers", "dropout_rate")
+    settings = ["tokenizer.vocab_size=null", *(f"model.{key}=null" for key in sizes)]
+    code, _, err = dry_run("seq2seq", "model.from=llama", *settings)
+    assert code == 2 and "trains a EncoderDecoderLM" in err
+
+
+def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
+    code, _, err = dry_run("chat", "export.folder=llama")
+    assert code == 2 and "llama: is there already" in err
+    assert dry_run("chat", "export.folder=llama", options=["--overwrite"])[0] == 0
+    (place / "served").mkdir(exist_ok=True)
+    code, _, err = dry_run("chat", "export.saved_model=served")
+    assert code == 2 and "export.saved_model: served is there already" in err
+
+
+def test_an_export_that_no_family_has_is_refused(dry_run):
+    code, _, err = dry_run("gpt", "export.family=bert")
+    assert code == 2 and "cannot be saved as one of them" in err
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ("training.groups=[{pattern: nowhere/*}]", "'nowhere/*' matches no weight"),
+        ("model.adapters.targets=nowhere", "'nowhere' matches no weight"),
+        ("training.beta_2=0.5", "beta_2: optimizer sgd has none"),
+    ],
+)
+def test_options_that_training_refuses_are_refused(setting, told, dry_run):
+    code, _, err = dry_run("chat", setting)
+    assert code == 2 and told in err
+
+
+def test_a_run_with_adapters_is_a_base(place, dry_run, capsys):
+    path = write_config("chat", place)
+    assert main(["train", "--config", str(path), "--run", "runs/chat"]) == 0
+    capsys.readouterr()
+    code, out, _ = dry_run("preference")
+    assert code == 0 and "weights of runs/chat" in out
+
+
+def start_ranks(monkeypatch, size, rank):
+    for name, value in {"SIZE": size, "LOCAL_SIZE": size, "RANK": rank}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+
+
+def test_the_started_ranks_are_planned_and_the_first_prints(dry_run, monkeypatch):
+    start_ranks(monkeypatch, 2, 0)
+    code, out, _ = dry_run("gpt")
+    assert code == 0 and "Layout: data 2 · batch 2, 2 × cpu" in out
+    start_ranks(monkeypatch, 2, 1)
+    assert dry_run("gpt") == (0, "", "")
+
+
+def test_automatic_layouts_are_planned_for_the_started_ranks(dry_run, monkeypatch):
+    start_ranks(monkeypatch, 2, 0)
+    code, out, _ = dry_run("gpt", "parallel=auto")
+    assert code == 0 and "2 × cpu" in out
+
+
+@pytest.mark.parametrize("setting", ["parallel.data_parallel=8", "parallel.pipeline_stage=3"])
+def test_a_layout_that_the_started_ranks_do_not_fit_is_refused(setting, dry_run, monkeypatch):
+    start_ranks(monkeypatch, 2, 0)
+    code, _, err = dry_run("gpt", setting)
+    assert code == 2 and "but the job has 2" in err
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        (["model_parallel=4"], "model_parallel=4 does not divide num_heads=2"),
+        (["pipeline_stage=2", "micro_batch_num=2"], "pipeline_stage=2 is more than the 1 blocks"),
+        (["context_parallel=3"], "context_parallel=3 does not divide sequences of 32"),
+        (["expert_parallel=2"], "expert_parallel=2 does not divide num_experts=1"),
+        (["data_parallel=3"], "global_batch=4 is not divisible by data_parallel=3"),
+    ],
+)
+def test_a_layout_that_the_network_or_the_batch_does_not_fit_is_refused(settings, told, dry_run):
+    code, _, err = dry_run("gpt", *(f"parallel.{setting}" for setting in settings))
+    assert code == 2 and told in err
+
+
+def test_techniques_that_do_not_go_together_are_refused(dry_run):
+    settings = ["pipeline_stage=2", "model_parallel=2", "micro_batch_num=2"]
+    settings += ["pipeline_schedule=zb_h1"]
+    options = [f"parallel.{setting}" for setting in settings]
+    code, _, err = dry_run("gpt", "model.num_layers=2", *options)
+    assert code == 2 and "needs stages of one device" in err
+    options = ["parallel.data_parallel=2", "parallel.optimizer_shard=3"]
+    code, _, err = dry_run("gpt", *options, "training.optimizer=adafactor")
+    assert code == 2 and "Adafactor computes with full weights" in err
+    assert dry_run("gpt", *options)[0] == 0
+
+
+def test_ranks_to_start_are_told(dry_run):
+    _, out, _ = dry_run("gpt", "parallel.data_parallel=2")
+    assert "2 × cpu" in out and "dtransformer launch -np 2" in out
+    assert "launch" not in dry_run("gpt")[1]
+
+
+def test_random_weights_are_told(dry_run):
+    assert "random weights" in dry_run("gpt")[1]
+    assert "weights of llama" in dry_run("chat")[1]
+
+
+def test_adapters_without_weights_are_refused(dry_run):
+    code, _, err = dry_run("chat", "model.from=null", "model.preset=llama3_8b")
+    assert code == 2 and "model.adapters: there are no weights to adapt" in err
+
+
+@pytest.mark.parametrize("name", ["gpt", "classification", "reward"])
+def test_bfloat16_is_refused_for_weights_that_are_trained(name, dry_run):
+    code, _, err = dry_run(name, "training.precision=bfloat16")
+    assert code == 2 and "in which small updates are lost" in err
+
+
+def test_adapters_are_trained_beside_weights_in_bfloat16(place, capsys):
+    path = write_config("chat", place)
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        run = ["--run", f"runs/{precision}", "--set", f"training.precision={precision}"]
+        assert main(["train", "--config", str(path), *run]) == 0
+        lines = (place / f"runs/{precision}/metrics.jsonl").read_text().splitlines()
+        epochs = [x for x in map(json.loads, lines) if x["kind"] == "epoch"]
+        losses[precision] = epochs[-1]["val_loss"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01)

@@ -1,0 +1,154 @@
+"""Promise: an exported folder computes what the run computes, and has the types of its base."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from dtransformer.cli import main
+from dtransformer.errors import InputError
+from dtransformer.models import from_pretrained, save_pretrained
+from dtransformer.runs.config import load_config
+from dtransformer.runs.loading import load_run
+from harness.tolerances import PARITY_LOGITS
+from tests.runs.small_records import CONFIGS, write
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+LLAMA, LLAMA_16 = {"from": "llama"}, {"from": "llama-16"}
+ADAPTED = LLAMA_16 | {"adapters": {"rank": 2, "targets": "*attention/*_kernel"}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with records and a Llama in float32 and bfloat16, in which all commands run."""
+    folder = tmp_path_factory.mktemp("place")
+    write(folder)
+    save_pretrained(from_pretrained(folder / "llama"), folder / "llama-16", dtype="bfloat16")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        yield folder
+
+
+def train(task, place, name, model, *settings):
+    """Train two steps of a task from a model and export them; return the exported folder."""
+    path = place / f"{name}.yaml"
+    path.write_text(json.dumps(CONFIGS[task] | {"model": model, "tokenizer": {}}))
+    told = [f"export.folder=models/{name}", "training.max_steps=2", *settings]
+    command = ["train", "--config", str(path), "--run", f"runs/{name}", "--set", *told]
+    assert main(command) == 0
+    return place / "models" / name
+
+
+def types_of(folder):
+    """Return the types of all tensors of a folder, as its file's header has them."""
+    with safe_open(folder / "model.safetensors", "np") as file:
+        return {file.get_slice(name).get_dtype() for name in file.keys()}
+
+
+@pytest.mark.parametrize(
+    "name, task, settings",
+    [
+        ("reward", "reward", []),
+        ("labels", "classification", []),
+        ("last", "classification", ["data.pooling=last"]),
+        ("numbers", "regression", []),
+    ],
+)
+def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, settings, place):
+    folder = train(task, place, name, LLAMA, *settings)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["pad_token_id"] == 2  # the tokenizer has no padding, so that the end token is
+    ids = np.random.default_rng(0).integers(3, 280, (3, 7))
+    mask = np.arange(7) < np.array([[7], [4], [5]])
+    ids = np.where(mask, ids, 2)
+    ids[0, -1] = 2  # a text that ends with the end token
+    model = transformers.LlamaForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        logits = model(**inputs).logits.numpy()
+    own = load_run(f"runs/{name}").core({"tokens": ids, "attention_mask": mask.astype("int32")})
+    np.testing.assert_allclose(own, logits, rtol=0, atol=PARITY_LOGITS)
+
+
+def test_the_padding_of_the_tokenizer_is_written(place):
+    base = place / "padded"
+    shutil.copytree(place / "llama", base)
+    tokenizer = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": "<unk>"}))
+    folder = train("reward", place, "reward-padded", {"from": "padded"})
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] == 0
+
+
+@pytest.mark.parametrize("name, model", [("full", LLAMA_16), ("merged", ADAPTED)])
+def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
+    folder = train("chat", place, name, model)
+    assert types_of(folder) == {"BF16"}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    ids = np.arange(3, 13)[None]
+    own = load_run(f"runs/{name}").core(ids)
+    np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=3e-2)
+
+
+def test_a_type_that_is_asked_for_is_exported(place):
+    folder = train("chat", place, "wide", ADAPTED, "export.dtype=float32")
+    assert types_of(folder) == {"F32"}
+    ids = np.arange(3, 13)[None]
+    own = load_run("runs/wide").core(ids)
+    np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=1e-5)
+
+
+def test_a_type_that_is_not_known_is_refused(place):
+    path = place / "wrong.yaml"
+    path.write_text(json.dumps(CONFIGS["reward"] | {"export": {"dtype": "int8"}}))
+    with pytest.raises(InputError, match="export.dtype"):
+        load_config(path)
+
+
+def test_each_tensor_keeps_its_type(place, tmp_path):
+    """Files may have a few tensors of more bits, and weights of 16 bits stay what they are."""
+    folder = tmp_path / "given"
+    shutil.copytree(place / "llama-16", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("float32") + 1e-4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    saved = save_pretrained(from_pretrained(folder), tmp_path / "saved")
+    again = load_file(saved / "model.safetensors")
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(again[name], tensor, strict=True)
+    narrow = from_pretrained(place / "llama", dtype="bfloat16")
+    assert types_of(save_pretrained(narrow, tmp_path / "narrow")) == {"BF16"}
+    wide = save_pretrained(from_pretrained(folder), tmp_path / "wide", dtype="float32")
+    assert types_of(wide) == {"F32"}
+
+
+def test_values_that_do_not_fit_the_type_are_refused(place, tmp_path):
+    network = from_pretrained(place / "llama")
+    network.embedding.table.assign(network.embedding.table * 1e8)
+    with pytest.raises(InputError, match="not finite in float16.*take .* a wider type"):
+        save_pretrained(network, tmp_path / "saved", dtype="float16")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
+    sizes = {"vocab_size": 290, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2)
+    transformers.BertModel(config).save_pretrained("bert")
+    shutil.copy("llama/tokenizer.json", "bert")
+    shutil.copy("llama/tokenizer_config.json", "bert")
+    for task in ("classification", "embedding"):
+        path = place / f"bert-{task}.yaml"
+        path.write_text(json.dumps(CONFIGS[task] | {"model": {"from": "bert"}, "tokenizer": {}}))
+        assert main(["train", "--config", str(path), "--dry-run"]) == 0
+        folder = train(task, place, f"bert-{task}", {"from": "bert"})
+        assert from_pretrained(folder).has_task_head
+    path = place / "bert-masked.yaml"
+    data = {"train": "text.txt", "length": 32}
+    path.write_text(json.dumps({"task": "masked_lm", "data": data, "model": {"from": "bert"}}))
+    assert main(["train", "--config", str(path), "--run", "runs/masked"]) == 2
+    assert "bert has a PoolingHead, and task masked_lm trains" in capsys.readouterr().err
