@@ -16,7 +16,6 @@ from dtransformer.trainers.data import (
     check_batched,
     check_batches,
     check_micro_batches,
-    check_rows_of_ranks,
     own_rows,
     peek,
     shards_rows,
@@ -25,7 +24,7 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
-from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
+from dtransformer.trainers.step_errors import errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
 _FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles
@@ -41,7 +40,7 @@ class FitLoop(StepFunctions):
 
     # Dict of the functions that take all rows, while those of Keras' names take own ones; or so.
     _for_other_rows = None
-    _is_unchecked = False  # whether a dataset's first batch is still to be compared
+    _num_fits = 0  # so far, each of which shuffles arrays in another order
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
 
@@ -109,20 +108,20 @@ class FitLoop(StepFunctions):
             data, class_weight = _compat.with_class_weights(data, class_weight), None
         validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
-            of_validation, validation_data = peek(as_data(validation_data))
+            validation_data = as_data(validation_data)
             check_batches(validation_data)
-            if not isinstance(validation_data, tf.data.Dataset):
-                check_rows_of_ranks(of_validation, validation_shard)
-        if isinstance(data, tf.data.Dataset):
-            shuffle = False  # a dataset shuffles by itself
-        elif job.size() > 1 and shuffle:  # all ranks alike
-            self._num_fits = getattr(self, "_num_fits", 0) + 1
-            tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(first)
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
+        self._num_fits += 1
+        order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
+        data = beginning.data
+        if shuffle:
+            data = order.adapter(
+                *(data, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight)
+            )
         self._begin_training()
         verbose = verbose if job.is_chief() else 0
         self._tells = bool(verbose)
@@ -133,16 +132,17 @@ class FitLoop(StepFunctions):
             # Keras would give it full weights, of which ranks may have shards.
             own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
             ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
-            with job.doing("callbacks"), errors_in_one_line(), ends, stops as stopping:
+            doing, orders = job.doing("callbacks"), order.shuffles_batches()
+            with doing, errors_in_one_line(), ends, orders, stops as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
-                    beginning.data,
+                    data,
                     y,
                     batch_size=batch_size,
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [self._data_position, LossWarning(), *shared],
+                        [self._data_position, *shared],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
@@ -177,7 +177,6 @@ class FitLoop(StepFunctions):
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
                 self._set_sharding(self._validation_shard)
                 first, data = None, as_data(x)
-                self._is_unchecked = isinstance(data, tf.data.Dataset)
             else:
                 first, data = self._take_data(x, shard, batch_size, trains=False)
             self._prepare(first)
@@ -220,11 +219,11 @@ class FitLoop(StepFunctions):
             Keras' list, or the loss alone; with `return_dict` all logs.
         """
         with self._apart_from_fit(), errors_in_one_line():
-            self._take_batch(x, shard)
+            self._set_sharding(shards_rows(x, shard))
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
-            logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))
+            logs = _compat.meanwhile(self, _logs=self._training_logs())
             with job.doing("compiling", self.num_steps + 1), logs:
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
@@ -232,7 +231,7 @@ class FitLoop(StepFunctions):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
         with self._apart_from_fit(), doing, errors_in_one_line(), logs:
-            self._take_batch(x, shard)
+            self._set_sharding(shards_rows(x, shard))
             self._prepare((x,))
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
@@ -253,13 +252,12 @@ class FitLoop(StepFunctions):
     @contextlib.contextmanager
     def _apart_from_fit(self):
         """Let a `fit` that is running go on as before after the `with` block, as a callback's call."""
-        shards, is_unchecked = self._shards_rows, self._is_unchecked
+        shards = self._shards_rows
         try:
             yield
         finally:
             if self._beginning is not None:
                 self._set_sharding(shards)
-                self._is_unchecked = is_unchecked
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
@@ -267,26 +265,10 @@ class FitLoop(StepFunctions):
         check_batched(first, self.network)
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
-        self._is_unchecked = isinstance(data, tf.data.Dataset)
-        if not self._is_unchecked:
-            check_rows_of_ranks(first, self._shards_rows)
-            if trains and job.rows_multiple_of() > 1:
-                shares = job.data_shard()[1] if self._shards_rows else 1
-                check_micro_batches(data, first, batch_size, shares)
+        if trains and job.rows_multiple_of() > 1 and not isinstance(data, tf.data.Dataset):
+            shares = job.data_shard()[1] if self._shards_rows else 1
+            check_micro_batches(data, first, batch_size, shares)
         return first, data
-
-    def _check_batch(self, batch):
-        """Check a dataset's first batch between the ranks: looked at before, it would begin twice."""
-        if self._is_unchecked:
-            self._is_unchecked = False
-            check_rows_of_ranks(batch, self._shards_rows)
-
-    def _take_batch(self, x, shard):
-        """Know whose rows a batch's are; the first batch is checked between the ranks."""
-        shards = shards_rows(x, shard)
-        if shards != self._shards_rows or self._step is None:
-            check_rows_of_ranks((x,), shards)
-        self._set_sharding(shards)
 
     def _set_sharding(self, shards):
         if shards != self._shards_rows:  # what is compiled takes its rows, or all of them

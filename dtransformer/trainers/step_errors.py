@@ -6,11 +6,12 @@ import re
 import warnings
 from collections.abc import Iterator
 
-import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError, is_of_another_rank
 
+MAX_SKIPPED = 50  # steps in a row
+SKIPPED_IN_A_ROW = "skipped_in_a_row"  # in the logs of a step
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
 )
@@ -59,17 +60,35 @@ def _line(message):
     return None
 
 
-class LossWarning(keras.callbacks.Callback):
-    """Warns once of a loss that is not a number; `keras.callbacks.TerminateOnNaN` ends there."""
+class LossCheck:
+    """Check of the losses: one warning if a loss is inf or nan, an error if float16 skips all steps.
+
+    Call arguments:
+        logs: Dict of numbers, the logs of a training step. `SKIPPED_IN_A_ROW` is removed.
+        step: Number of the step.
+        find_layer: Function that returns the path of the first layer with inf or nan outputs, or
+            `None`. `None` if layers cannot be computed one by one.
+
+    Raises:
+        ValueError: If `MAX_SKIPPED` steps in a row were skipped.
+    """
 
     _warned = False
 
-    def on_train_batch_end(self, batch, logs=None):
-        loss = (logs or {}).get("step_loss", 0.0)
-        if not self._warned and math.isnan(loss):
-            self._warned = True
-            warnings.warn(
-                f"the loss of batch {batch} is nan, and the weights will be: look for nan in the "
-                "data, or lower the learning rate",
-                stacklevel=2,
+    def __call__(self, logs, step, find_layer):
+        skipped, loss = logs.pop(SKIPPED_IN_A_ROW, 0), logs["step_loss"]
+        if skipped >= MAX_SKIPPED:
+            layer = find_layer and find_layer()
+            cause = f"the first layer with inf or nan outputs is {layer!r}. "
+            raise ValueError(
+                f"the last {skipped:g} steps were skipped, because gradients overflowed in float16"
+                f"{': ' + cause if layer else '. '}Nothing is trained: use the dtype policy "
+                "'mixed_bfloat16', which has the range of float32"
             )
+        if not self._warned and not math.isfinite(loss):
+            self._warned = True
+            cause = "so the weights will be nan: look for inf and nan in the data, or lower the "
+            fix = "learning rate"
+            if "loss_scale" in logs:
+                cause, fix = "so the step is skipped: ", "use 'mixed_bfloat16' if this continues"
+            warnings.warn(f"the loss of step {step} is {loss}, {cause}{fix}", stacklevel=2)

@@ -4,6 +4,7 @@ Nothing waits for a device but for the logs, which are read every so many steps.
 """
 
 import contextlib
+import functools
 import time
 
 import keras
@@ -12,26 +13,38 @@ import tensorflow as tf
 
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
+from dtransformer.trainers.batch_fingerprints import (
+    FINGERPRINTS,
+    compare_batches,
+    fingerprint_table,
+)
 from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.overflow import first_overflow
 
 
 class StepLogs:
-    """The logs of steps, of which the host reads some: each time one copy, for which it waits.
+    """Step logs, kept on the device and copied to the host every `every` steps.
+
+    The host blocks on each copy. The fingerprints of all steps come with it and are compared.
 
     Args:
-        every: number of steps between two reads. The first step's are read, too.
-        throughput: the `Throughput` of the steps, whose logs join them; None without.
+        every: Interval in steps. The logs of the first step are also read.
+        throughput: `Throughput` whose logs are added, or `None`.
+        step: Number of training steps before the first one, for error messages.
+        check: Function that is called with the logs whenever they are read, or `None`.
 
     Attributes:
-        are_new: whether those of the last step were read.
+        are_new: Whether the logs of the last step were read.
+        tables: List of the fingerprints of all steps since the last read.
     """
 
-    def __init__(self, every=1, throughput=None):
-        self._every, self._throughput = every, throughput
+    def __init__(self, every=1, throughput=None, step=0, check=None):
+        self._every, self._throughput, self._check = every, throughput, check
         self._steps, self._waiting, self._read, self.are_new = 0, None, {}, False
+        self.tables, self._step, self._totals = [], step, 0
 
     def add(self, logs, steps=1):
-        """Take the logs of the last of a few steps, tensors; return the numbers that were read last."""
+        """Add the logs (tensors) of the last of `steps` steps; return the latest numbers."""
         before, self._steps = self._steps, self._steps + steps
         self._waiting, self.are_new = logs, False
         if not before or self._steps // self._every > before // self._every:
@@ -42,10 +55,15 @@ class StepLogs:
         """Return the last step's logs as numbers, {} before the first step."""
         if self._waiting is not None:
             begin, self.are_new = time.perf_counter(), True
-            self._read, self._waiting = _as_numbers(self._waiting), None
+            self._read, tables = _as_numbers((self._waiting, self.tables))
+            self._waiting, self.tables = None, []
+            self._totals = compare_batches(tables, self._step, self._totals)
+            self._step += len(tables)
             if self._throughput is not None:
                 self._throughput.add_read(time.perf_counter() - begin)
                 self._read |= self._throughput.logs()
+            if self._check is not None:
+                self._check(self._read)
         return self._read
 
 
@@ -61,14 +79,14 @@ def _as_numbers(logs):
 class StepFunctions(keras.Model):
     """Makes Keras' train, test and predict functions of a trainer's steps.
 
-    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_check_batch`, which is called
-    before each; `_step` and its `_compiler`; `_throughput`, a `Throughput`; and `_work`, a dict.
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_step` and its
+    `_compiler`; `_throughput`, a `Throughput`; `_loss_check`, a `LossCheck`; and `_work`, a dict.
 
     Attributes:
         num_steps: of the optimizer, as the host counts them.
     """
 
-    _step = _compiler = _throughput = None
+    _step = _compiler = _throughput = _loss_check = None
     _logs = None  # the `StepLogs` of what is running
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
@@ -123,8 +141,10 @@ class StepFunctions(keras.Model):
         step = self._compiler.whole(self.predict_step)
 
         def predict(batches):
-            first = tf.nest.map_structure(_none_if_optional, batches[0])
-            self._check_batch(first)
+            if self._shards_rows:
+                batches = tf.nest.map_structure(_none_if_optional, batches)
+                tables = {FINGERPRINTS: fingerprint_table(batches, True)}
+                compare_batches(reduce_sum(tables, "predicted")[FINGERPRINTS].numpy()[None])
             outputs = [step(batch, None) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
@@ -151,8 +171,9 @@ class StepFunctions(keras.Model):
                 break
             there, number = time.perf_counter(), number + 1
             batch = tf.nest.map_structure(_none_if_optional, batch)
-            self._check_batch(batch)
             logs = step(batch, specs)
+            self._logs.tables.append(logs.pop(FINGERPRINTS))
+            self._last_batch = batch
             done(batch, begin, there)
         if logs is None:
             raise StopIteration
@@ -166,7 +187,15 @@ class StepFunctions(keras.Model):
         """Count an epoch's speed and the loads of its experts anew."""
         self._throughput.reset()
         self._step.expert_loads.forget()
-        self._logs = StepLogs(self._log_every, self._throughput)
+        self._logs = self._training_logs(self._log_every)
+
+    def _training_logs(self, every=1):
+        """Return the `StepLogs` of the next training steps."""
+        return StepLogs(every, self._throughput, self.num_steps, self._check_loss)
+
+    def _check_loss(self, logs):
+        find_layer = functools.partial(first_overflow, self.network, self._last_batch)
+        self._loss_check(logs, self.num_steps, None if self._compiler.in_parts else find_layer)
 
     @property
     def logs_are_new(self) -> bool:

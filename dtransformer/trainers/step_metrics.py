@@ -47,16 +47,22 @@ class StepMetrics:
         return self._compiled is None or self._compiled.built
 
     def build(self, labels, outputs):
-        """Make the metrics' states, from tensors like those that they will see."""
+        """Create the states of the metrics, for labels and outputs like these tensors.
+
+        Some metrics, such as `F1Score` and `R2Score`, create states in their first update.
+        """
         like = lambda x: (
             None if x is None else tf.zeros([1, *(n or 1 for n in x.shape[1:])], x.dtype)
         )
         with tf.init_scope():
             row = keras.tree.map_structure(like, (labels, outputs))
             self._compiled.build(*row)
-            if not all(metric.variables for metric in self._compiled.metrics):
-                self._compiled.update_state(*row)  # F1Score's, and others', begin with a batch
-                self._compiled.reset_state()
+            variables = self._compiled.variables
+            values = [variable.numpy() for variable in variables]
+            self._compiled.update_state(*row)
+            self._compiled.reset_state()
+            for variable, value in zip(variables, values):
+                variable.assign(value)
         self._built()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):

@@ -248,6 +248,7 @@ class LossScale:
         self._optimizer = optimizer
         self.is_used = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
+        self.skipped_in_a_row = tf.Variable(0, trainable=False, dtype="int64")
 
     def value(self):
         """Return the scale, a float32 scalar."""
@@ -270,12 +271,14 @@ class LossScale:
             grows = good_steps + 1 >= self._optimizer.dynamic_growth_steps
             scale.assign(tf.where(grows, 2.0, 1.0) * scale)
             good_steps.assign(tf.where(grows, tf.zeros_like(good_steps), good_steps + 1))
+            self.skipped_in_a_row.assign(0)
             return tf.constant(0)
 
         def skip():
             scale.assign(0.5 * scale)
             good_steps.assign(tf.zeros_like(good_steps))
             self.skipped_steps.assign_add(1)
+            self.skipped_in_a_row.assign_add(1)
             return tf.constant(0)
 
         tf.cond(tf.math.is_finite(norm), go_on, skip)
