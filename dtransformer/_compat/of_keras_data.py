@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+from keras.src.trainers.data_adapters import array_data_adapter
+from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
 
 from dtransformer._compat.of_optimizers import meanwhile
 
@@ -24,12 +25,12 @@ class ShuffleOrder:
         self._seed, self._draws = seed, itertools.count(epoch)
 
     def shuffle(self, items) -> None:
-        """Shuffle a list or an array in place, in another order in every call."""
-        np.random.default_rng([self._seed, next(self._draws)]).shuffle(items)
+        """Shuffle a list or an array in place, in another order in every call.
 
-    def shuffles_batches(self):
-        """Inside the `with` block Keras shuffles the batches of `PyDataset`s in this order."""
-        return meanwhile(py_dataset_adapter, random=self)
+        Keras shuffles the batches of a `PyDataset` in this order if `py_dataset_adapter.random` is
+        this object.
+        """
+        np.random.default_rng([self._seed, next(self._draws)]).shuffle(items)
 
     def adapter(self, x, y, sample_weight, *options):
         """Return Keras' adapter that draws rows in this order, or `x` if the data are no arrays.

@@ -64,7 +64,7 @@ def compare_batches(tables, step=0, totals=0):
             shares have the same rows. All ranks raise the same error.
     """
     ranks = job.data_parallel_group().ranks
-    for step, table in enumerate(tables, step + 1):
+    for i, table in enumerate(tables, step + 1):
         numbers = table[:, :4].astype("uint16").view("uint64")[:, 0]
         totals, is_shared = totals + numbers, table[:, 4].any()
         values = numbers if is_shared else totals
@@ -73,5 +73,5 @@ def compare_batches(tables, step=0, totals=0):
         if wrong.size:
             first, second = wrong[0]
             message = _DIFFERENT if is_shared else _EQUAL
-            raise ValueError(message.format(ranks[first], ranks[second], step))
+            raise ValueError(message.format(ranks[first], ranks[second], i))
     return totals

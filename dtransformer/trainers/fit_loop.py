@@ -118,6 +118,7 @@ class FitLoop(StepFunctions):
         self._num_fits += 1
         order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
         data = beginning.data
+        shuffle = shuffle and not isinstance(data, tf.data.Dataset)  # It shuffles by itself.
         if shuffle:
             data = order.adapter(
                 *(data, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight)
@@ -132,8 +133,9 @@ class FitLoop(StepFunctions):
             # Keras would give it full weights, of which ranks may have shards.
             own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
             ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
-            doing, orders = job.doing("callbacks"), order.shuffles_batches()
-            with doing, errors_in_one_line(), ends, orders, stops as stopping:
+            doing, batches = job.doing("callbacks"), _compat.py_dataset_adapter
+            shuffles = _compat.meanwhile(batches, random=order)
+            with doing, errors_in_one_line(), ends, shuffles, stops as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
                     data,

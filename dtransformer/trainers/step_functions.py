@@ -4,7 +4,6 @@ Nothing waits for a device but for the logs, which are read every so many steps.
 """
 
 import contextlib
-import functools
 import time
 
 import keras
@@ -19,7 +18,6 @@ from dtransformer.trainers.batch_fingerprints import (
     fingerprint_table,
 )
 from dtransformer.trainers.optimizer.reduce import reduce_sum
-from dtransformer.trainers.overflow import first_overflow
 
 
 class StepLogs:
@@ -31,17 +29,18 @@ class StepLogs:
         every: Interval in steps. The logs of the first step are also read.
         throughput: `Throughput` whose logs are added, or `None`.
         step: Number of training steps before the first one, for error messages.
-        check: Function that is called with the logs whenever they are read, or `None`.
+        check: `LossCheck` that is called whenever the logs are read, or `None`.
 
     Attributes:
         are_new: Whether the logs of the last step were read.
         tables: List of the fingerprints of all steps since the last read.
+        batch: The batch of the last step.
     """
 
     def __init__(self, every=1, throughput=None, step=0, check=None):
         self._every, self._throughput, self._check = every, throughput, check
         self._steps, self._waiting, self._read, self.are_new = 0, None, {}, False
-        self.tables, self._step, self._totals = [], step, 0
+        self.tables, self.batch, self._step, self._totals = [], None, step, 0
 
     def add(self, logs, steps=1):
         """Add the logs (tensors) of the last of `steps` steps; return the latest numbers."""
@@ -63,7 +62,7 @@ class StepLogs:
                 self._throughput.add_read(time.perf_counter() - begin)
                 self._read |= self._throughput.logs()
             if self._check is not None:
-                self._check(self._read)
+                self._check(self._read, self._step, self.batch)
         return self._read
 
 
@@ -173,7 +172,7 @@ class StepFunctions(keras.Model):
             batch = tf.nest.map_structure(_none_if_optional, batch)
             logs = step(batch, specs)
             self._logs.tables.append(logs.pop(FINGERPRINTS))
-            self._last_batch = batch
+            self._logs.batch = batch
             done(batch, begin, there)
         if logs is None:
             raise StopIteration
@@ -191,11 +190,7 @@ class StepFunctions(keras.Model):
 
     def _training_logs(self, every=1):
         """Return the `StepLogs` of the next training steps."""
-        return StepLogs(every, self._throughput, self.num_steps, self._check_loss)
-
-    def _check_loss(self, logs):
-        find_layer = functools.partial(first_overflow, self.network, self._last_batch)
-        self._loss_check(logs, self.num_steps, None if self._compiler.in_parts else find_layer)
+        return StepLogs(every, self._throughput, self.num_steps, self._loss_check)
 
     @property
     def logs_are_new(self) -> bool:

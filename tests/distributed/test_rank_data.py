@@ -73,11 +73,15 @@ def test_each_step_of_training_is_compared():
     raises(DIFFERENT.format(6), fit, X, Y, sample_weight=changed(weight, 90))
     raises(DIFFERENT.format(2), fit, dataset(X, changed(Y, 17)))
     batches = [(X[:16], Y[:16]), (changed(X, 16)[16:32], Y[16:32])]
-    raises(DIFFERENT.format(2), fit, (batch for batch in itertools.cycle(batches)), steps_per_epoch=2)
+    raises(
+        DIFFERENT.format(2), fit, (batch for batch in itertools.cycle(batches)), steps_per_epoch=2
+    )
     raises(DIFFERENT.format(7), fit, ShufflesWithoutSeed(), epochs=2)
     texts = np.array([f"text {i + (i == 20) * job.rank()}" for i in range(96)])
     ignores = keras.Input((), dtype="string")
-    model = Trainer(keras.Model([ignores, inputs := keras.Input((3,))], keras.layers.Dense(1)(inputs)))
+    model = Trainer(
+        keras.Model([ignores, inputs := keras.Input((3,))], keras.layers.Dense(1)(inputs))
+    )
     model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices(((texts, X), Y)).batch(16)
     raises(DIFFERENT.format(2), model.fit, data, verbose=0)
@@ -120,7 +124,9 @@ def test_shares_with_the_same_rows_in_another_order_are_refused():
 
 @on_ranks("dp2mp2@4x1")
 def test_replicas_on_meshes_are_compared():
-    raises("have different batches in step 3", fit, X + (job.data_shard()[0] == 1) * (X == X[40]), Y)
+    raises(
+        "have different batches in step 3", fit, X + (job.data_shard()[0] == 1) * (X == X[40]), Y
+    )
 
 
 @on_ranks("dp2pp2@4x1")
@@ -135,10 +141,10 @@ def test_replicas_in_pipelines_are_compared():
 @on_ranks("dp2@2x1")
 def test_r2_score_is_that_of_all_rows():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(loss="mse", metrics=[keras.metrics.R2Score()])
-    expected = model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True)
     made = Trainer(model)
     made.compile("sgd", "mse", metrics=[keras.metrics.R2Score()])
     found = made.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True)
+    model.compile(loss="mse", metrics=[keras.metrics.R2Score()])
+    expected = model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True)
     assert found["r2_score"] == pytest.approx(expected["r2_score"], rel=1e-5)
     assert np.isfinite(made.fit(X, Y, verbose=0).history["r2_score"][0])

@@ -1,4 +1,4 @@
-"""Ranks that compute on one batch compare theirs."""
+"""Checks that ranks that compute on the same batch have the same tensors."""
 
 import collections
 
@@ -8,24 +8,24 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group, exchange_json
 
-EVERY = 100  # steps: the ranks exchange checksums on the host
+EVERY = 100  # The host waits for each comparison.
 
 
 class ReplicaConsistency:
-    """Comparison of the batches of a mesh's or pipeline's ranks: 1, 2 and every 100th."""
+    """Comparison of the batches of a mesh and of a pipeline: batches 1, 2 and every 100th."""
 
     def __init__(self):
         self._counts = collections.Counter()
 
     def check(self, batch, kind: str) -> None:
-        """Compare a batch, where its turn has come.
+        """Compare a batch, or only count it.
 
         Args:
-            batch: nested tensors; None stays out.
-            kind: what is done with it; batches of each kind are counted for themselves.
+            batch: Nested tensors. `None` is skipped.
+            kind: Name of the computation. Each kind has a separate count.
 
         Raises:
-            ValueError: see `check_replica_consistency`.
+            ValueError: If ranks have different batches.
         """
         self._counts[kind] += 1
         if self._counts[kind] <= 2 or self._counts[kind] % EVERY == 0:
@@ -34,32 +34,32 @@ class ReplicaConsistency:
 
 
 def check_replica_consistency(batch, group: Group, name: str) -> None:
-    """Compare the nested tensors of a batch of ranks that compute on the same one.
+    """Check that ranks that compute on the same batch have the same tensors.
 
     Args:
-        batch: nested tensors; None stays out.
-        group: the `Group` of the ranks.
-        name: what the ranks are together, for the error.
+        batch: Nested tensors. `None` is skipped.
+        group: The `Group` of the ranks.
+        name: What the ranks are together, for the error message.
 
     Raises:
-        ValueError: shapes, types or contents differ; on every rank of the group.
+        ValueError: If shapes, types or contents differ. All ranks of the group raise the error.
     """
     if group.size == 1:
         return
-    flat = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
-    tensors = [tf.convert_to_tensor(x) for x in flat]
+    flat = tf.nest.flatten(batch, expand_composites=True)
+    tensors = [tf.convert_to_tensor(x) for x in flat if x is not None]
     shapes = "; ".join(f"{x.dtype.name} {list(x.shape)}" for x in tensors)
-    everyone = transport.all_gather(fingerprint([tf.constant([shapes]), *tensors]), group, "same_batch")
-    if len({*everyone.numpy()}) == 1:
-        return
-    texts = exchange_json(
-        shapes, lambda text: transport.concatenate(text, group, "same_batch_shapes")
+    everyone = exchange_json(
+        [shapes, int(fingerprint(tensors))],
+        lambda text: transport.concatenate(text, group, "same_batch"),
     )
-    listing = ", ".join(f"rank {rank} has {text}" for rank, text in zip(sorted(group.ranks), texts))
+    if all(other == everyone[0] for other in everyone):
+        return
+    ranks = zip(sorted(group.ranks), everyone)
+    listing = ", ".join(f"rank {rank} has {text}" for rank, (text, _) in ranks)
     raise ValueError(
-        f"the ranks of {name} compute on one batch, and theirs differ: {listing}; give them the "
-        "same rows in the same order, those of dtransformer.parallel.runtime.job.data_shard(), and "
-        "fit(shuffle=False) where they are arrays"
+        f"the ranks of {name} have different batches: {listing}. Give them the same rows in the "
+        "same order, see dtransformer.data_shard()"
     )
 
 

@@ -255,30 +255,28 @@ class LossScale:
         return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
 
     def run(self, norm, update):
-        """Call `update()`; where the scale is used only if the gradients are finite.
+        """Call `update()` and adapt the scale; skip the update if gradients are inf or nan.
 
         Args:
-            norm: norm of all gradients, equal on all ranks.
-            update: a function without arguments; it changes the weights.
+            norm: Norm of all gradients, equal on all ranks.
+            update: Function without arguments that changes the weights.
         """
         if not self.is_used:
             update()
             return
         scale, good_steps = self._optimizer.dynamic_scale.value, self._optimizer.step_counter.value
 
-        def go_on():
+        is_finite = tf.math.is_finite(norm)
+
+        def updated():
             update()
-            grows = good_steps + 1 >= self._optimizer.dynamic_growth_steps
-            scale.assign(tf.where(grows, 2.0, 1.0) * scale)
-            good_steps.assign(tf.where(grows, tf.zeros_like(good_steps), good_steps + 1))
-            self.skipped_in_a_row.assign(0)
-            return tf.constant(0)
+            return is_finite
 
-        def skip():
-            scale.assign(0.5 * scale)
-            good_steps.assign(tf.zeros_like(good_steps))
-            self.skipped_steps.assign_add(1)
-            self.skipped_in_a_row.assign_add(1)
-            return tf.constant(0)
-
-        tf.cond(tf.math.is_finite(norm), go_on, skip)
+        tf.cond(is_finite, updated, lambda: is_finite)
+        good = tf.where(is_finite, good_steps + 1, 0)
+        grows = good >= self._optimizer.dynamic_growth_steps
+        scale.assign(tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5) * scale)
+        good_steps.assign(tf.where(grows, tf.zeros_like(good), good))
+        skipped = tf.cast(~is_finite, "int64")
+        self.skipped_steps.assign_add(skipped)
+        self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))
