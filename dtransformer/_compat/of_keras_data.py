@@ -24,13 +24,14 @@ class ShuffleOrder:
     def __init__(self, seed: int, epoch: int = 0):
         self._seed, self._draws = seed, itertools.count(epoch)
 
-    def shuffle(self, items) -> None:
-        """Shuffle a list or an array in place, in another order in every call.
+    def shuffle(self, items):
+        """Shuffle a list or an array in place, in another order in every call; return it.
 
         Keras shuffles the batches of a `PyDataset` in this order if `py_dataset_adapter.random` is
         this object.
         """
         np.random.default_rng([self._seed, next(self._draws)]).shuffle(items)
+        return items
 
     def adapter(self, x, y, sample_weight, *options):
         """Return Keras' adapter that draws rows in this order, or `x` if the data are no arrays.
@@ -48,10 +49,8 @@ class ShuffleOrder:
         return adapter
 
     def _shuffled(self, indices):
-        def shuffled(array):
-            array = array.copy()
-            self.shuffle(array)
-            return array
+        def copied(array):
+            return self.shuffle(array.copy())
 
-        order = tf.numpy_function(shuffled, [indices], indices.dtype)
+        order = tf.numpy_function(copied, [indices], indices.dtype)
         return tf.ensure_shape(order, indices.shape)

@@ -27,8 +27,6 @@ from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
-_FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles
-
 
 class FitLoop(StepFunctions):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
@@ -38,8 +36,6 @@ class FitLoop(StepFunctions):
     compute with.
     """
 
-    # Dict of the functions that take all rows, while those of Keras' names take own ones; or so.
-    _for_other_rows = None
     _num_fits = 0  # so far, each of which shuffles arrays in another order
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
@@ -118,7 +114,8 @@ class FitLoop(StepFunctions):
         self._num_fits += 1
         order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
         data = beginning.data
-        shuffle = shuffle and not isinstance(data, tf.data.Dataset)  # It shuffles by itself.
+        if isinstance(data, tf.data.Dataset):
+            shuffle = False  # It shuffles by itself.
         if shuffle:
             data = order.adapter(
                 *(data, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight)
@@ -177,7 +174,7 @@ class FitLoop(StepFunctions):
         logs = _compat.meanwhile(self, _logs=StepLogs(self._log_every))
         with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
-                self._set_sharding(self._validation_shard)
+                self._shards_rows = self._validation_shard
                 first, data = None, as_data(x)
             else:
                 first, data = self._take_data(x, shard, batch_size, trains=False)
@@ -221,7 +218,7 @@ class FitLoop(StepFunctions):
             Keras' list, or the loss alone; with `return_dict` all logs.
         """
         with self._apart_from_fit(), errors_in_one_line():
-            self._set_sharding(shards_rows(x, shard))
+            self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
@@ -233,14 +230,14 @@ class FitLoop(StepFunctions):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
         with self._apart_from_fit(), doing, errors_in_one_line(), logs:
-            self._set_sharding(shards_rows(x, shard))
+            self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
-            self._set_sharding(shards_rows(x, shard))
+            self._shards_rows = shards_rows(x, shard)
             self._start_engine((x,))
             return super().predict_on_batch(x)
 
@@ -259,26 +256,18 @@ class FitLoop(StepFunctions):
             yield
         finally:
             if self._beginning is not None:
-                self._set_sharding(shards)
+                self._shards_rows = shards
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
         first, data = peek(as_data(x))
         check_batched(first, self.network)
-        self._set_sharding(shards_rows(x, shard))
+        self._shards_rows = shards_rows(x, shard)
         check_batches(data)
         if trains and job.rows_multiple_of() > 1 and not isinstance(data, tf.data.Dataset):
             shares = job.data_shard()[1] if self._shards_rows else 1
             check_micro_batches(data, first, batch_size, shares)
         return first, data
-
-    def _set_sharding(self, shards):
-        if shards != self._shards_rows:  # what is compiled takes its rows, or all of them
-            others = self._for_other_rows or dict.fromkeys(_FUNCTIONS)
-            self._for_other_rows = {name: getattr(self, name) for name in _FUNCTIONS}
-            for name, function in others.items():
-                setattr(self, name, function)
-        self._shards_rows = shards
 
     def _own(self, data):
         """Return this data shard's rows of a batch."""

@@ -50,16 +50,28 @@ class StepCompiler:
         return self._jit is True and not self.run_eagerly
 
     def whole(self, step: Callable, trains: bool = False) -> Callable:
-        """Return a function of a batch, and of the specs that its data tell, which runs a step."""
-        if self.in_parts or self.run_eagerly:
-            return lambda batch, specs: step(batch)
-        compiled, traced = self._compiled(step, trains), []
+        """Return a function that runs a step.
 
-        def run(batch, specs):
-            if specs is not None and specs not in traced:  # dimensions that vary are open
-                compiled.get_concrete_function(specs)
-                traced.append(specs)
-            return compiled(batch)
+        Args:
+            step: Function of a batch.
+            trains: Whether it trains.
+
+        Returns:
+            A function of a batch, of the specs of its data, or `None`, and of a key. The step is
+            compiled separately for each key.
+        """
+        if self.in_parts or self.run_eagerly:
+            return lambda batch, specs, key: step(batch)
+        functions, traced = {}, []
+
+        def run(batch, specs, key):
+            if key not in functions:
+                functions[key] = self._compiled(step, trains)
+            if specs is not None and (specs, key) not in traced:
+                # Dimensions that vary are left open.
+                functions[key].get_concrete_function(specs)
+                traced.append((specs, key))
+            return functions[key](batch)
 
         return run
 

@@ -144,7 +144,7 @@ class StepFunctions(keras.Model):
                 batches = tf.nest.map_structure(_none_if_optional, batches)
                 tables = {FINGERPRINTS: fingerprint_table(batches, True)}
                 compare_batches(reduce_sum(tables, "predicted")[FINGERPRINTS].numpy()[None])
-            outputs = [step(batch, None) for batch in batches]
+            outputs = [step(batch, None, self._shards_rows) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
         self.predict_function = predict
@@ -170,7 +170,7 @@ class StepFunctions(keras.Model):
                 break
             there, number = time.perf_counter(), number + 1
             batch = tf.nest.map_structure(_none_if_optional, batch)
-            logs = step(batch, specs)
+            logs = step(batch, specs, self._shards_rows)
             self._logs.tables.append(logs.pop(FINGERPRINTS))
             self._logs.batch = batch
             done(batch, begin, there)

@@ -169,7 +169,6 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._compiler = StepCompiler(jit_compile, run_eagerly)
         self._fingerprint_table = self._compiler.part(fingerprint_table)
         self._loss_check = LossCheck(self.network, self._compiler.in_parts)
-        self._for_other_rows = None
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if takes_gpu_branch() else 1
