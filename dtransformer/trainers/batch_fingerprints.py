@@ -49,15 +49,15 @@ def compare_batches(tables, step=0, totals=0):
     """Compare the batches of the ranks in some steps.
 
     Ranks with separate shares may receive equal rows by chance. Their sums since the first step
-    are equal only if the ranks have had the same rows, in any order.
+    are equal only if the ranks have had the same rows so far, in any order.
 
     Args:
         tables: List of arrays, for each step the sum of the ranks' `fingerprint_table`s.
         step: Number of steps before.
-        totals: Sums of the fingerprints of earlier steps, by rank.
+        totals: Sum of the tables of earlier steps.
 
     Returns:
-        The sums up to the last of the steps.
+        The sum of the tables up to the last step.
 
     Raises:
         ValueError: If ranks that share their data have different batches, or ranks with separate
@@ -65,10 +65,9 @@ def compare_batches(tables, step=0, totals=0):
     """
     ranks = job.data_parallel_group().ranks
     for i, table in enumerate(tables, step + 1):
-        numbers = table[:, :4].astype("uint16").view("uint64")[:, 0]
-        totals, is_shared = totals + numbers, table[:, 4].any()
-        values = numbers if is_shared else totals
-        is_equal = values[:, None] == values
+        totals, is_shared = totals + table, table[:, 4].any()
+        values = table if is_shared else totals
+        is_equal = (values[:, None] == values).all(-1)
         wrong = np.argwhere(~is_equal if is_shared else np.triu(is_equal, 1))
         if wrong.size:
             first, second = wrong[0]

@@ -24,6 +24,7 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
+from dtransformer.trainers.step_check import StepCheck
 from dtransformer.trainers.step_errors import errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
@@ -102,7 +103,7 @@ class FitLoop(StepFunctions):
         first, data = self._take_data(x, shard, batch_size)
         if class_weight is not None and isinstance(data, tf.data.Dataset):
             data, class_weight = _compat.with_class_weights(data, class_weight), None
-        validation_shard = shards_rows(validation_data, shard)
+        self._validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             validation_data = as_data(validation_data)
             check_batches(validation_data)
@@ -118,18 +119,26 @@ class FitLoop(StepFunctions):
             shuffle = False  # It shuffles by itself.
         if shuffle:
             data = order.adapter(
-                *(data, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight)
+                data,
+                y,
+                sample_weight,
+                batch_size,
+                steps_per_epoch,
+                shuffle,
+                class_weight,
             )
         self._begin_training()
         verbose = verbose if job.is_chief() else 0
         self._tells = bool(verbose)
         restored = beginning.restored and beginning.restored.path
         self._callback_states = CallbackStates(callbacks, restored)
-        self._validation_shard = validation_shard
         try:
             # Keras would give it full weights, of which ranks may have shards.
-            own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
-            ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
+            ends = _compat.meanwhile(
+                self.optimizer,
+                finalize_variable_values=lambda _: self.optimizer_step.take_averages(),
+            )
+            stops = signals_stop(callbacks)
             doing, batches = job.doing("callbacks"), _compat.py_dataset_adapter
             shuffles = _compat.meanwhile(batches, random=order)
             with doing, errors_in_one_line(), ends, shuffles, stops as stopping:
@@ -171,8 +180,8 @@ class FitLoop(StepFunctions):
         **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        logs = _compat.meanwhile(self, _logs=StepLogs(self._log_every))
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
+        with self._apart_from_fit():
+            self._logs = StepLogs(StepCheck(), self._log_every)
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
                 self._shards_rows = self._validation_shard
                 first, data = None, as_data(x)
@@ -202,7 +211,7 @@ class FitLoop(StepFunctions):
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
         verbose = verbose if job.is_chief() else 0
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
+        with self._apart_from_fit():
             first, data = self._take_data(x, shard, batch_size, trains=False)
             self._start_engine(first)
             return super().predict(
@@ -217,26 +226,26 @@ class FitLoop(StepFunctions):
         Returns:
             Keras' list, or the loss alone; with `return_dict` all logs.
         """
-        with self._apart_from_fit(), errors_in_one_line():
+        with self._apart_from_fit("compiling"):
             self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
-            logs = _compat.meanwhile(self, _logs=self._training_logs())
-            with job.doing("compiling", self.num_steps + 1), logs:
+            self._logs = StepLogs(self._step_check, 1, self._throughput, self.num_steps)
+            with job.doing("compiling", self.num_steps + 1):
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
-        with self._apart_from_fit(), doing, errors_in_one_line(), logs:
+        with self._apart_from_fit():
+            self._logs = StepLogs(StepCheck())
             self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
+        with self._apart_from_fit():
             self._shards_rows = shards_rows(x, shard)
             self._start_engine((x,))
             return super().predict_on_batch(x)
@@ -249,14 +258,15 @@ class FitLoop(StepFunctions):
     # Which rows a rank computes.
 
     @contextlib.contextmanager
-    def _apart_from_fit(self):
-        """Let a `fit` that is running go on as before after the `with` block, as a callback's call."""
-        shards = self._shards_rows
-        try:
+    def _apart_from_fit(self, activity="validating"):
+        """Restore the state of a running `fit` after the `with` block, which a callback may be in.
+
+        Args:
+            activity: Name of the activity in the block, see `job.doing`.
+        """
+        kept = _compat.meanwhile(self, _shards_rows=self._shards_rows, _logs=self._logs)
+        with kept, job.doing(activity), errors_in_one_line():
             yield
-        finally:
-            if self._beginning is not None:
-                self._shards_rows = shards
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""

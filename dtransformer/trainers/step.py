@@ -10,8 +10,8 @@ from dtransformer.trainers.batch_fingerprints import FINGERPRINTS
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
-from dtransformer.trainers.loss_check import SKIPPED_IN_A_ROW
 from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.step_check import SKIPPED_IN_A_ROW
 
 
 class Step:

@@ -62,16 +62,18 @@ class StepCompiler:
         """
         if self.in_parts or self.run_eagerly:
             return lambda batch, specs, key: step(batch)
-        functions, traced = {}, []
+        traced = []
+
+        @functools.cache
+        def compiled(key):
+            return self._compiled(step, trains)
 
         def run(batch, specs, key):
-            if key not in functions:
-                functions[key] = self._compiled(step, trains)
             if specs is not None and (specs, key) not in traced:
                 # Dimensions that vary are left open.
-                functions[key].get_concrete_function(specs)
+                compiled(key).get_concrete_function(specs)
                 traced.append((specs, key))
-            return functions[key](batch)
+            return compiled(key)(batch)
 
         return run
 

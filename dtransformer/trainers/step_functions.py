@@ -10,13 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel.collectives.replica_consistency import check_replica_consistency
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
-from dtransformer.trainers.batch_fingerprints import (
-    FINGERPRINTS,
-    compare_batches,
-    fingerprint_table,
-)
+from dtransformer.trainers.batch_fingerprints import FINGERPRINTS
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
@@ -26,10 +23,10 @@ class StepLogs:
     The host blocks on each copy. The fingerprints of all steps come with it and are compared.
 
     Args:
+        check: `StepCheck` that is called whenever the logs are read.
         every: Interval in steps. The logs of the first step are also read.
         throughput: `Throughput` whose logs are added, or `None`.
-        step: Number of training steps before the first one, for error messages.
-        check: `LossCheck` that is called whenever the logs are read, or `None`.
+        step: Number of training steps before the first one.
 
     Attributes:
         are_new: Whether the logs of the last step were read.
@@ -37,10 +34,10 @@ class StepLogs:
         batch: The batch of the last step.
     """
 
-    def __init__(self, every=1, throughput=None, step=0, check=None):
-        self._every, self._throughput, self._check = every, throughput, check
+    def __init__(self, check, every=1, throughput=None, step=0):
+        self._check, self._every, self._throughput = check, every, throughput
         self._steps, self._waiting, self._read, self.are_new = 0, None, {}, False
-        self.tables, self.batch, self._step, self._totals = [], None, step, 0
+        self.tables, self.batch, self._first = [], None, step
 
     def add(self, logs, steps=1):
         """Add the logs (tensors) of the last of `steps` steps; return the latest numbers."""
@@ -56,13 +53,10 @@ class StepLogs:
             begin, self.are_new = time.perf_counter(), True
             self._read, tables = _as_numbers((self._waiting, self.tables))
             self._waiting, self.tables = None, []
-            self._totals = compare_batches(tables, self._step, self._totals)
-            self._step += len(tables)
             if self._throughput is not None:
                 self._throughput.add_read(time.perf_counter() - begin)
                 self._read |= self._throughput.logs()
-            if self._check is not None:
-                self._check(self._read, self._step, self.batch)
+            self._check(self._read, tables, self._first + self._steps, self.batch)
         return self._read
 
 
@@ -79,13 +73,13 @@ class StepFunctions(keras.Model):
     """Makes Keras' train, test and predict functions of a trainer's steps.
 
     A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_step` and its
-    `_compiler`; `_throughput`, a `Throughput`; `_loss_check`, a `LossCheck`; and `_work`, a dict.
+    `_compiler`; `_throughput`, a `Throughput`; `_step_check`, a `StepCheck`; and `_work`, a dict.
 
     Attributes:
         num_steps: of the optimizer, as the host counts them.
     """
 
-    _step = _compiler = _throughput = _loss_check = None
+    _step = _compiler = _throughput = _step_check = None
     _logs = None  # the `StepLogs` of what is running
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
@@ -141,14 +135,13 @@ class StepFunctions(keras.Model):
 
         def predict(batches):
             if self._shards_rows:
-                batches = tf.nest.map_structure(_none_if_optional, batches)
-                tables = {FINGERPRINTS: fingerprint_table(batches, True)}
-                compare_batches(reduce_sum(tables, "predicted")[FINGERPRINTS].numpy()[None])
+                batches = _without_optionals(batches)
+                check_replica_consistency(batches, job.data_parallel_group(), "a prediction")
             outputs = [step(batch, None, self._shards_rows) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
         self.predict_function = predict
-        return self.predict_function
+        return predict
 
     def _run(self, step, iterator, done=lambda *_: None):
         """Run a step with each batch of a call of Keras' loop; return the logs that were read last.
@@ -162,14 +155,14 @@ class StepFunctions(keras.Model):
         Raises:
             StopIteration: there is no batch.
         """
-        specs = tf.nest.map_structure(_none_if_optional, getattr(iterator, "element_spec", None))
+        specs = _without_optionals(getattr(iterator, "element_spec", None))
         logs, number = None, 0
         while number < self.steps_per_execution:
             begin, batch = time.perf_counter(), next(iterator, None)
             if batch is None:
                 break
             there, number = time.perf_counter(), number + 1
-            batch = tf.nest.map_structure(_none_if_optional, batch)
+            batch = _without_optionals(batch)
             logs = step(batch, specs, self._shards_rows)
             self._logs.tables.append(logs.pop(FINGERPRINTS))
             self._logs.batch = batch
@@ -186,11 +179,7 @@ class StepFunctions(keras.Model):
         """Count an epoch's speed and the loads of its experts anew."""
         self._throughput.reset()
         self._step.expert_loads.forget()
-        self._logs = self._training_logs(self._log_every)
-
-    def _training_logs(self, every=1):
-        """Return the `StepLogs` of the next training steps."""
-        return StepLogs(every, self._throughput, self.num_steps, self._loss_check)
+        self._logs = StepLogs(self._step_check, self._log_every, self._throughput, self.num_steps)
 
     @property
     def logs_are_new(self) -> bool:
@@ -207,6 +196,7 @@ class StepFunctions(keras.Model):
         return [times * number for number in self._work[key]]
 
 
-def _none_if_optional(value):
-    """Return an input, or its spec; None for one that Keras packed as there was none."""
-    return None if isinstance(value, (tf.experimental.Optional, tf.OptionalSpec)) else value
+def _without_optionals(batch):
+    """Return a batch, or its specs, with `None` for each input that Keras packed as missing."""
+    kinds = tf.experimental.Optional, tf.OptionalSpec
+    return tf.nest.map_structure(lambda x: None if isinstance(x, kinds) else x, batch)

@@ -57,12 +57,9 @@ class StepMetrics:
         with tf.init_scope():
             row = keras.tree.map_structure(like, (labels, outputs))
             self._compiled.build(*row)
-            variables = self._compiled.variables
-            values = [variable.numpy() for variable in variables]
-            self._compiled.update_state(*row)
-            self._compiled.reset_state()
-            for variable, value in zip(variables, values):
-                variable.assign(value)
+            if job.size() > 1 or not all(metric.variables for metric in self._compiled.metrics):
+                self._compiled.update_state(*row)
+                self._compiled.reset_state()
         self._built()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):

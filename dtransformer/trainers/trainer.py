@@ -30,12 +30,12 @@ from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
 from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
-from dtransformer.trainers.loss_check import LossCheck
 from dtransformer.trainers.objective import Objective, of_classes, without_padding
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.step import Step
+from dtransformer.trainers.step_check import StepCheck
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_metrics import StepMetrics
 
@@ -168,7 +168,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._compiler = StepCompiler(jit_compile, run_eagerly)
         self._fingerprint_table = self._compiler.part(fingerprint_table)
-        self._loss_check = LossCheck(self.network, self._compiler.in_parts)
+        self._step_check = StepCheck(None if self._compiler.in_parts else self)
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if takes_gpu_branch() else 1

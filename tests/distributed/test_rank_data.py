@@ -129,7 +129,7 @@ def test_replicas_on_meshes_are_compared():
     )
 
 
-@on_ranks("dp2pp2@4x1")
+@on_ranks("dp2pp2m2@4x1")
 def test_replicas_in_pipelines_are_compared():
     layers = [keras.layers.Dense(3), keras.layers.Dense(1)]
     made = Trainer(keras.Sequential([keras.Input((3,)), *layers]))

@@ -71,6 +71,7 @@ class TwoRanks:
         self._local = threading.local()
         self._barrier = threading.Barrier(2, timeout=60)
         self._values = [None, None]
+        monkeypatch.setattr(job, "size", lambda: 2)
         monkeypatch.setattr(job, "data_shard", lambda: (self._local.rank, 2))
         monkeypatch.setattr(step_metrics, "reduce_sum", self._reduce_sum)
 
@@ -131,23 +132,3 @@ def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, 
 
     for result in TwoRanks(monkeypatch).run(train):
         np.testing.assert_allclose(result, np.asarray(expected.result()), rtol=2e-6, atol=1e-7)
-
-
-def test_a_metric_keeps_its_initial_values_when_it_is_built():
-    class Smallest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="smallest")
-            self.value = self.add_variable((), lambda shape, dtype: 9.0, name="value")
-
-        def update_state(self, labels, outputs, sample_weight=None):
-            self.value.assign(keras.ops.minimum(self.value, keras.ops.min(outputs)))
-
-        def result(self):
-            return self.value
-
-    metric = Smallest()
-    metrics = StepMetrics(
-        keras.metrics.Mean(), keras.metrics.Mean(), container(metric), Objective("mse"), print
-    )
-    metrics.build(BINARY, SCORE)
-    assert float(metric.result()) == 9.0

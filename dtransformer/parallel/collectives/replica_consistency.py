@@ -47,10 +47,9 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
     if group.size == 1:
         return
     flat = tf.nest.flatten(batch, expand_composites=True)
-    tensors = [tf.convert_to_tensor(x) for x in flat if x is not None]
-    shapes = "; ".join(f"{x.dtype.name} {list(x.shape)}" for x in tensors)
+    shapes = "; ".join(f"{x.dtype.name} {list(x.shape)}" for x in flat if x is not None)
     everyone = exchange_json(
-        [shapes, int(fingerprint(tensors))],
+        [shapes, int(fingerprint(batch))],
         lambda text: transport.concatenate(text, group, "same_batch"),
     )
     if all(other == everyone[0] for other in everyone):
