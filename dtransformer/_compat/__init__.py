@@ -6,6 +6,5 @@ Of Horovod none is used. What subclasses of Keras' classes override of these is 
 """
 
 from dtransformer._compat.of_keras import *
-from dtransformer._compat.of_keras_data import *
 from dtransformer._compat.of_optimizers import *
 from dtransformer._compat.of_tensorflow import *

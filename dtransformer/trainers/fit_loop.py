@@ -146,10 +146,10 @@ class FitLoop(StepFunctions):
                 return super().fit(
                     data,
                     y,
-                    batch_size=batch_size,
-                    epochs=epochs,
-                    verbose=verbose,
-                    callbacks=beginning.callbacks(
+                    batch_size,
+                    epochs,
+                    verbose,
+                    beginning.callbacks(
                         [self._data_position, *shared],
                         verbose=verbose,
                         epochs=epochs,
@@ -191,9 +191,9 @@ class FitLoop(StepFunctions):
             return super().evaluate(
                 data,
                 y,
-                batch_size=batch_size,
-                verbose=verbose if job.is_chief() else 0,
-                sample_weight=sample_weight,
+                batch_size,
+                verbose if job.is_chief() else 0,
+                sample_weight,
                 **options,
             )
 
@@ -214,9 +214,7 @@ class FitLoop(StepFunctions):
         with self._apart_from_fit():
             first, data = self._take_data(x, shard, batch_size, trains=False)
             self._start_engine(first)
-            return super().predict(
-                data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
-            )
+            return super().predict(data, batch_size, verbose, steps, callbacks)
 
     def train_on_batch(
         self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None

@@ -80,7 +80,7 @@ class Step:
     def _numbers(self, *batch):
         return Numbers(
             counts=self._forward.counts(*batch),
-            loss_scale=tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"),
+            loss_scale=self._optimizer_step.loss_scale.value(),
             seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
         )
 
