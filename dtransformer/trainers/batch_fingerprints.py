@@ -70,7 +70,6 @@ def compare_batches(tables, step=0, totals=0):
         is_equal = (values[:, None] == values).all(-1)
         wrong = np.argwhere(~is_equal if is_shared else np.triu(is_equal, 1))
         if wrong.size:
-            first, second = wrong[0]
             message = _DIFFERENT if is_shared else _EQUAL
-            raise ValueError(message.format(ranks[first], ranks[second], i))
+            raise ValueError(message.format(*(ranks[position] for position in wrong[0]), i))
     return totals

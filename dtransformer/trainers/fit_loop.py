@@ -111,7 +111,6 @@ class FitLoop(StepFunctions):
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
-        self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         self._num_fits += 1
         order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
         data = beginning.data
@@ -127,21 +126,22 @@ class FitLoop(StepFunctions):
                 shuffle,
                 class_weight,
             )
+        self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         self._begin_training()
         verbose = verbose if job.is_chief() else 0
         self._tells = bool(verbose)
-        restored = beginning.restored and beginning.restored.path
-        self._callback_states = CallbackStates(callbacks, restored)
+        self._callback_states = CallbackStates(
+            callbacks, beginning.restored and beginning.restored.path
+        )
         try:
             # Keras would give it full weights, of which ranks may have shards.
             ends = _compat.meanwhile(
                 self.optimizer,
                 finalize_variable_values=lambda _: self.optimizer_step.take_averages(),
             )
+            shuffles = _compat.meanwhile(_compat.py_dataset_adapter, random=order)
             stops = signals_stop(callbacks)
-            doing, batches = job.doing("callbacks"), _compat.py_dataset_adapter
-            shuffles = _compat.meanwhile(batches, random=order)
-            with doing, errors_in_one_line(), ends, shuffles, stops as stopping:
+            with job.doing("callbacks"), errors_in_one_line(), ends, shuffles, stops as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
                     data,

@@ -90,7 +90,7 @@ class Step:
             return None, None, None
         if not self.metrics.is_built:
             like = self._engine.example_outputs() if outputs is None else outputs[0]
-            self.metrics.build(labels, like)
+            self.metrics.build(labels, like, sample_weight)
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):

@@ -132,3 +132,18 @@ def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, 
 
     for result in TwoRanks(monkeypatch).run(train):
         np.testing.assert_allclose(result, np.asarray(expected.result()), rtol=2e-6, atol=1e-7)
+
+
+def test_a_metric_that_needs_weights_is_built(monkeypatch):
+    class Weighted(keras.metrics.Sum):
+        def update_state(self, labels, outputs, sample_weight=None):
+            super().update_state(keras.ops.convert_to_tensor(sample_weight))
+
+    monkeypatch.setattr(job, "size", lambda: 2)
+    metric = Weighted()
+    weighted = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    weighted.compile(loss="mse", weighted_metrics=[metric])
+    mean = keras.metrics.Mean()
+    metrics = StepMetrics(mean, mean, weighted._compile_metrics, Objective("mse"), print)
+    metrics.build(BINARY, SCORE, np.ones(ROWS))
+    assert metrics.is_built and float(metric.result()) == 0
