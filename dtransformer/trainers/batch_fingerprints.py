@@ -34,12 +34,10 @@ def fingerprint_table(batch, is_shared: bool) -> tf.Tensor:
         is_shared: Whether all ranks must have the same batch.
 
     Returns:
-        A float32 tensor [data ranks, 5], or [0, 5] on one data rank. Columns 0 to 3 have 16 bits
+        A float32 tensor [data ranks, 5]. Columns 0 to 3 have 16 bits
         of the fingerprint each, which float32 adds exactly. Column 4 is `is_shared`.
     """
     group = job.data_parallel_group()
-    if group.size == 1:
-        return tf.zeros([0, 5])
     bits = tf.bitcast(fingerprint(batch, ordered=is_shared), tf.uint16)
     row = tf.concat([tf.cast(bits, "float32"), [float(is_shared)]], 0)
     return tf.one_hot(group.index, group.size)[:, None] * row
@@ -63,13 +61,13 @@ def compare_batches(tables, step=0, totals=0):
         ValueError: If ranks that share their data have different batches, or ranks with separate
             shares have the same rows. All ranks raise the same error.
     """
-    ranks = job.data_parallel_group().ranks
     for i, table in enumerate(tables, step + 1):
         totals, is_shared = totals + table, table[:, 4].any()
         values = table if is_shared else totals
         is_equal = (values[:, None] == values).all(-1)
         wrong = np.argwhere(~is_equal if is_shared else np.triu(is_equal, 1))
         if wrong.size:
+            ranks = job.data_parallel_group().ranks
             message = _DIFFERENT if is_shared else _EQUAL
             raise ValueError(message.format(*(ranks[position] for position in wrong[0]), i))
     return totals

@@ -24,9 +24,8 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
-from dtransformer.trainers.step_check import StepCheck
 from dtransformer.trainers.step_errors import errors_in_one_line
-from dtransformer.trainers.step_functions import StepFunctions, StepLogs
+from dtransformer.trainers.step_functions import StepCheck, StepFunctions, StepLogs
 
 
 class FitLoop(StepFunctions):
@@ -114,8 +113,6 @@ class FitLoop(StepFunctions):
         self._num_fits += 1
         order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
         data = beginning.data
-        if isinstance(data, tf.data.Dataset):
-            shuffle = False  # It shuffles by itself.
         if shuffle:
             data = order.adapter(
                 data,
@@ -156,7 +153,7 @@ class FitLoop(StepFunctions):
                         model=self,
                     ),
                     validation_data=validation_data,
-                    shuffle=shuffle,
+                    shuffle=shuffle and not isinstance(data, tf.data.Dataset),
                     class_weight=class_weight,
                     sample_weight=sample_weight,
                     initial_epoch=initial_epoch,

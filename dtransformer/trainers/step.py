@@ -6,12 +6,11 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.trainers.batch_fingerprints import FINGERPRINTS
+from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
-from dtransformer.trainers.step_check import SKIPPED_IN_A_ROW
 
 
 class Step:
@@ -41,6 +40,7 @@ class Step:
             self._forward_backward = in_micro_batches(
                 engine.forward_backward, number, optimizer_step.reduce_micro_batch
             )
+        self._fingerprints = compiler.part(fingerprint_table)
         self._reduce = compiler.part(self._reduce_and_clip)
         self._apply = compiler.part(optimizer_step.apply)
         self._logs = compiler.part(self._training_logs)
@@ -51,30 +51,32 @@ class Step:
         """Derive dropout masks from the job's seed, which a checkpoint may have changed."""
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
-    def train(self, inputs, labels, sample_weight, fingerprints):
+    def train(self, inputs, labels, sample_weight, *batch):
         """Update the weights with a batch.
 
         Args:
-            inputs, labels, sample_weight: Nested tensors [b, ...].
-            fingerprints: The `fingerprint_table` of the batch.
+            inputs, labels, sample_weight: Nested tensors [b, ...], the local rows.
+            *batch: Arguments of `fingerprint_table`.
 
         Returns:
-            A dict of tensors, the logs. `FINGERPRINTS` has the tables of all ranks.
+            A dict of tensors, the logs. On several data ranks `FINGERPRINTS` has their tables.
         """
         numbers = self._numbers(inputs, labels, sample_weight)
         gradients, outputs, sums = self._forward_backward(inputs, labels, sample_weight, numbers)
         seen = self._seen(labels, outputs, sample_weight)
-        sums[FINGERPRINTS] = fingerprints
+        if self._adds_up:
+            sums[FINGERPRINTS] = self._fingerprints(*batch)
         gradients, held, result = self._reduce(gradients, sums)
         self._apply(gradients, held, result["norm"])
         del gradients, held  # what metrics compute has their memory
         return self._logs(result, numbers.counts, *seen)
 
-    def test(self, inputs, labels, sample_weight, fingerprints):
+    def test(self, inputs, labels, sample_weight, *batch):
         """Evaluate a batch; arguments and result as in `train`."""
         counts = self._forward.counts(inputs, labels, sample_weight)
         outputs, sums = self._engine.evaluate(inputs, labels, sample_weight, counts)
-        sums[FINGERPRINTS] = fingerprints
+        if self._adds_up:
+            sums[FINGERPRINTS] = self._fingerprints(*batch)
         return self._test_logs(sums, counts, *self._seen(labels, outputs, sample_weight))
 
     def _numbers(self, *batch):
@@ -114,7 +116,7 @@ class Step:
         if loss_scale.is_used:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
-            logs[SKIPPED_IN_A_ROW] = tf.identity(loss_scale.skipped_in_a_row)
+            logs["skipped_in_a_row"] = tf.identity(loss_scale.skipped_in_a_row)
         if any(name.startswith(EXPERTS) for name in totals):
             logs |= self.expert_loads.update(totals)
         logs |= self._other_logs(totals) | {"step_loss": loss, "gradient_norm": result["norm"]}
@@ -128,7 +130,8 @@ class Step:
 
     def _other_logs(self, totals):
         """Return the fingerprints of the batches, and the metrics that layers own."""
-        return {FINGERPRINTS: totals[FINGERPRINTS], **self._states.results()}
+        logs = {FINGERPRINTS: totals[FINGERPRINTS]} if self._adds_up else {}
+        return logs | self._states.results() if self._states.metrics else logs
 
     def _totals(self, sums, name):
         """Return the sums over the data-parallel group; those of layers' states change them."""

@@ -41,6 +41,7 @@ class StepCompiler:
     def __init__(self, jit_compile: bool | str = "auto", run_eagerly: bool = False):
         self._jit, self.run_eagerly = jit_compile, run_eagerly
         self.jit_forward = jit_compile is True
+        self._is_watched = job.watchdog() is not None  # by other ranks
         self.in_parts, self.graphs = job.compiles_shapes(), {}
 
     def jit_update(self, weights: list) -> bool:
@@ -98,13 +99,11 @@ class StepCompiler:
             print(self.clusters, flush=True)
 
     def _compiled(self, function, trains):
-        is_watched = job.watchdog() is not None  # by other ranks
-
         @functools.wraps(function)
         def traced(*args):
             if trains and not tf.executing_eagerly():
                 self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
-            if is_watched and not tf.executing_eagerly():
+            if self._is_watched and not tf.executing_eagerly():
                 job.compiles()
             return function(*args)
 

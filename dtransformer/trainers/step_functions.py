@@ -4,7 +4,9 @@ Nothing waits for a device but for the logs, which are read every so many steps.
 """
 
 import contextlib
+import math
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -13,8 +15,53 @@ import tensorflow as tf
 from dtransformer.parallel.collectives.replica_consistency import check_replica_consistency
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
-from dtransformer.trainers.batch_fingerprints import FINGERPRINTS
+from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, compare_batches
 from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.overflow import first_overflow
+
+MAX_SKIPPED = 50  # steps in a row
+
+
+class StepCheck:
+    """Check of the ranks' batches and of the losses, whenever the logs of steps are read.
+
+    Args:
+        model: The trainer, or `None` if layers cannot be called one by one.
+
+    Call arguments:
+        logs: Dict of numbers, the logs of the last step. `skipped_in_a_row` is removed.
+        tables: List of the fingerprints of all steps since the last call.
+        step: Number of the last step.
+        batch: Nested tensors, the batch of the last step.
+
+    Raises:
+        ValueError: If ranks have wrong batches, see `compare_batches`, or if float16 has skipped
+            `MAX_SKIPPED` steps in a row.
+    """
+
+    def __init__(self, model=None):
+        self._model, self._warned, self._totals = model, False, 0
+
+    def __call__(self, logs, tables, step, batch):
+        if tables:  # There are several data ranks.
+            self._totals = compare_batches(tables, step - len(tables), self._totals)
+        loss = logs.get("step_loss", 0.0)
+        skipped = logs.pop("skipped_in_a_row", 0)
+        if skipped >= MAX_SKIPPED:
+            layer = self._model and first_overflow(self._model, batch)
+            cause = f": the first layer with inf or nan outputs is {layer!r}" if layer else ""
+            raise ValueError(
+                f"the last {skipped:g} steps were skipped, because gradients overflowed in float16"
+                f"{cause}. Nothing is trained: use the dtype policy 'mixed_bfloat16', which has the "
+                "range of float32"
+            )
+        if not self._warned and not math.isfinite(loss):
+            self._warned = True
+            warnings.warn(
+                f"the loss of step {step} is {loss}. Look for inf and nan in the data, lower the "
+                "learning rate, or use 'mixed_bfloat16' if the network computes in float16",
+                stacklevel=2,
+            )
 
 
 class StepLogs:
@@ -164,7 +211,8 @@ class StepFunctions(keras.Model):
             there, number = time.perf_counter(), number + 1
             batch = _without_optionals(batch)
             logs = step(batch, specs, self._shards_rows)
-            self._logs.tables.append(logs.pop(FINGERPRINTS))
+            if FINGERPRINTS in logs:
+                self._logs.tables.append(logs.pop(FINGERPRINTS))
             self._logs.batch = batch
             done(batch, begin, there)
         if logs is None:

@@ -21,7 +21,6 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import checkpointing, compile_checks
-from dtransformer.trainers.batch_fingerprints import fingerprint_table
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.data import element_specs
@@ -35,8 +34,8 @@ from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.step import Step
-from dtransformer.trainers.step_check import StepCheck
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
+from dtransformer.trainers.step_functions import StepCheck
 from dtransformer.trainers.step_metrics import StepMetrics
 
 
@@ -167,7 +166,6 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._compiler = StepCompiler(jit_compile, run_eagerly)
-        self._fingerprint_table = self._compiler.part(fingerprint_table)
         self._step_check = StepCheck(None if self._compiler.in_parts else self)
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
@@ -193,12 +191,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return self._all(self._engine.predict(inputs))
 
     def _batch(self, data):
-        """Return the local rows and the fingerprints of a batch; try the layers with the first."""
+        """Return the local rows, and the arguments of `fingerprint_table`; try the layers first."""
         batch = keras.utils.unpack_x_y_sample_weight(self._own(data))
         if self._states.are_tried:
             with tf.init_scope():
                 self._states.try_layers(self.network, self.objective, *batch[:2])
-        return *batch, self._fingerprint_table(data, self._shards_rows)
+        return *batch, data, self._shards_rows
 
     def _metrics_built(self):
         """Set the metrics of an epoch that is resumed in its middle."""

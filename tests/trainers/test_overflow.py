@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_check import MAX_SKIPPED
+from dtransformer.trainers.step_functions import MAX_SKIPPED
 from tests.trainers.small import dense_trainer, points
 
 X, Y = points(64)

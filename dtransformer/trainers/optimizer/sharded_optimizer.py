@@ -265,7 +265,6 @@ class LossScale:
             update()
             return
         scale, good_steps = self._optimizer.dynamic_scale.value, self._optimizer.step_counter.value
-
         is_finite = tf.math.is_finite(norm)
 
         def updated():
@@ -273,10 +272,10 @@ class LossScale:
             return is_finite
 
         tf.cond(is_finite, updated, lambda: is_finite)
-        good = tf.where(is_finite, good_steps + 1, 0)
+        skipped = tf.cast(~is_finite, "int64")
+        good = (1 - skipped) * (good_steps + 1)
         grows = good >= self._optimizer.dynamic_growth_steps
         scale.assign(tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5) * scale)
         good_steps.assign(tf.where(grows, tf.zeros_like(good), good))
-        skipped = tf.cast(~is_finite, "int64")
         self.skipped_steps.assign_add(skipped)
         self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))
