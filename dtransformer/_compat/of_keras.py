@@ -310,10 +310,9 @@ class ShuffleOrder:
         return adapter
 
     def _shuffled(self, indices):
-        def copied(array):
-            return self.shuffle(array.copy())
-
-        order = tf.numpy_function(copied, [indices], indices.dtype)
+        order = tf.numpy_function(
+            lambda array: self.shuffle(array.copy()), [indices], indices.dtype
+        )
         return tf.ensure_shape(order, indices.shape)
 
 
