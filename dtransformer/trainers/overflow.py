@@ -30,7 +30,8 @@ def first_overflow(model: keras.Model, batch: tuple) -> str | None:
 
     with contextlib.ExitStack() as stack:
         for layer in _compat.flat_layers(model):
-            call = functools.partial(checked, layer, layer.call)
-            stack.enter_context(_compat.meanwhile(layer, call=call))
+            stack.enter_context(
+                _compat.meanwhile(layer, call=functools.partial(checked, layer, layer.call))
+            )
         model.call(keras.utils.unpack_x_y_sample_weight(batch)[0])
     return next(iter(paths), None)

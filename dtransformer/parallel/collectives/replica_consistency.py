@@ -46,16 +46,20 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
     """
     if group.size == 1:
         return
-    flat = tf.nest.flatten(batch, expand_composites=True)
-    shapes = "; ".join(f"{x.dtype.name} {list(x.shape)}" for x in flat if x is not None)
+    shapes = "; ".join(
+        f"{x.dtype.name} {list(x.shape)}"
+        for x in tf.nest.flatten(batch, expand_composites=True)
+        if x is not None
+    )
     everyone = exchange_json(
         [shapes, int(fingerprint(batch))],
         lambda text: transport.concatenate(text, group, "same_batch"),
     )
     if all(other == everyone[0] for other in everyone):
         return
-    ranks = zip(sorted(group.ranks), everyone)
-    listing = ", ".join(f"rank {rank} has {text}" for rank, (text, _) in ranks)
+    listing = ", ".join(
+        f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), everyone)
+    )
     raise ValueError(
         f"the ranks of {name} have different batches: {listing}. Give them the same rows in the "
         "same order, see dtransformer.data_shard()"
