@@ -1,7 +1,4 @@
-"""The keys of a run's config: which sections a task has, what each key may hold, and its default.
-
-A task's row in `SECTIONS` names the class of each of its sections.
-"""
+"""Keys of a run's config: sections of each task (`SECTIONS`), allowed values and defaults."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
