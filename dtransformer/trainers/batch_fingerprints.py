@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtransformer.parallel.collectives.replica_consistency import fingerprint
 from dtransformer.parallel.runtime import job
 
-FINGERPRINTS = "fingerprints"  # in the sums and the logs of a step
+FINGERPRINTS = "fingerprints"  # The key in the sums and the logs of a step.
 _DIFFERENT = (
     "rank {} and rank {} have different batches in step {}. Give every rank the same data in the "
     "same order (a dataset that shuffles needs a seed), or pass shard=False if each rank has its "
@@ -26,8 +26,8 @@ _EQUAL = (
 def fingerprint_table(batch, is_shared: bool) -> tf.Tensor:
     """Return this rank's row of a table whose other rows are zeros: the sum over ranks fills it.
 
-    The fingerprint of a shared batch depends on the order of its rows. If each rank has its own
-    rows, it does not.
+    The fingerprint of a shared batch depends on the order of the rows. The fingerprint of a
+    separate share does not.
 
     Args:
         batch: Nested tensors [b, ...]. `None` is skipped.

@@ -28,7 +28,7 @@ def fit(*data, log_every=1, **options):
 
 
 def changed(array, row):
-    """Return an array in which rank 1 has another value in a row."""
+    """Return the array with another value in one row of rank 1."""
     array = array.copy()
     array[row] += job.rank()
     return array
@@ -39,7 +39,7 @@ def dataset(x, y=Y):
 
 
 class ShufflesWithoutSeed(keras.utils.PyDataset):
-    """Rows that every rank shuffles in its own way after an epoch."""
+    """Rows that are shuffled after each epoch, differently on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class ShufflesWithoutSeed(keras.utils.PyDataset):
         return X[rows], Y[rows]
 
     def on_epoch_end(self):
-        # Keras calls it before the first epoch, too.
+        # Keras also calls it before the first epoch.
         self._epochs = getattr(self, "_epochs", -1) + 1
         if self._epochs:
             self._order = np.random.default_rng(job.rank()).permutation(96)

@@ -1,4 +1,4 @@
-"""Promise: a training in float16 in which every step overflows ends with the cause."""
+"""Promise: if every step overflows in float16, training ends with an error that names the cause."""
 
 import contextlib
 

@@ -12,7 +12,7 @@ ROWS = 12
 
 
 class Seen(keras.callbacks.Callback):
-    """Keeps the rows of each batch, which are their own numbers."""
+    """Records the row numbers of each batch."""
 
     def __init__(self):
         super().__init__()

@@ -39,7 +39,7 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
     Args:
         batch: Nested tensors. `None` is skipped.
         group: The `Group` of the ranks.
-        name: What the ranks are together, for the error message.
+        name: Name of the group, such as "a mesh", for the error message.
 
     Raises:
         ValueError: If shapes, types or contents differ. All ranks of the group raise the error.
