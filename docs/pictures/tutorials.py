@@ -96,19 +96,19 @@ def embeddings(folder):
 def keras_model(folder):
     """Draw epoch losses of every layout, and how far they are from one process."""
     layouts = {
-        "plain-2": "two data-parallel ranks",
-        "zero-2": "the same with ZeRO level 2",
-        "pipeline-2": "two pipeline stages",
+        "plain-2": ("two data-parallel ranks", 4),
+        "zero-2": ("the same with ZeRO level 2", 1.5),
+        "pipeline-2": ("two pipeline stages", 1.5),
     }
     reference = json.loads((folder / "plain-1.json").read_text("utf-8"))
     numbers = np.arange(1, len(reference["loss"]) + 1)
     figure, (left, right) = two_axes()
     left.plot(numbers, reference["loss"], color=MUTED, linewidth=5, alpha=0.4, label="one process")
-    for (name, label), color in zip(layouts.items(), DEVICE_COLORS):
+    for (name, (label, width)), color in zip(layouts.items(), DEVICE_COLORS):
         history = json.loads((folder / f"{name}.json").read_text("utf-8"))
         left.plot(numbers, history["loss"], color=color, linestyle="--", label=label)
         difference = np.abs(np.divide(history["loss"], reference["loss"]) - 1)
-        right.plot(numbers, np.maximum(difference, 1e-9), color=color, marker="o", label=label)
+        right.plot(numbers, difference, color=color, linewidth=width, marker="o")
     for axes, title in ((left, "Training loss"), (right, "Relative difference to one process")):
         axes.set_xticks(numbers)
         axes.set_xlabel("epoch")
