@@ -228,6 +228,8 @@ def after_horovodruns_options(words):
 
 def check_script(words, monkeypatch):
     """Parse a script's arguments as it does itself, and run it no further."""
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + ".py", *words[2:]]
     script, *options = words
     if script in OTHERS:
         return
