@@ -7,7 +7,7 @@ import argparse
 import ast
 import contextlib
 import functools
-import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -231,6 +231,9 @@ def check_script(words, monkeypatch):
     if words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     script, *options = words
+    if script == "-m":
+        assert importlib.util.find_spec(options[0]), f"there is no module {options[0]}"
+        return
     if script in OTHERS:
         return
     assert (ROOT / script).exists(), f"there is no {script}"

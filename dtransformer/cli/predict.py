@@ -4,9 +4,7 @@ import argparse
 import contextlib
 import io
 import json
-import pathlib
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode_lines, read_text_lines
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.loading import load_published, load_run, start_job_of
+from dtransformer.runs.loading import load_published, open_run
 from dtransformer.runs.networks import check_positions
 from dtransformer.runs.run import make_trainer
 
@@ -68,11 +66,7 @@ def embed(arguments: argparse.Namespace) -> None:
 
 def _predictions(arguments, command):
     """Yield the predictions for all records on rank 0. All ranks call it."""
-    folder = pathlib.Path(arguments.run or arguments.model)
-    if arguments.run:
-        task = load_run(folder, start_job_of(folder).training.precision)
-    else:
-        task = load_published(folder)
+    task = load_published(arguments.model) if arguments.model else open_run(arguments.run)
     config = task.config
     if not task.command.startswith(command):
         use = task.command.format("FOLDER")
@@ -99,23 +93,20 @@ def _predictions(arguments, command):
         )
 
 
-def _records(arguments, fields) -> Iterator[tuple[str, dict]]:
+def _records(arguments, fields):
     """Yield the records of the files or of standard input, each after its place."""
     for path in arguments.data or ["standard input"]:
         values = placed_values(path) if arguments.data else None
         if values is None:
             lines = read_text_lines(path) if arguments.data else _stdin_lines(path)
             first = next((line for line in lines if line.strip()), "")
-            placed = [
-                (f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)
-            ]
+            placed = ((f"{path}, line {i}", line) for i, line in enumerate(lines, start=1))
             if arguments.text or not first.startswith("{"):
                 yield from ((place, {"text": line}) for place, line in placed)
                 continue
             hint = " (--text reads lines that are no JSON)"
             values = ((place, parse_json(line, place + hint)) for place, line in placed)
-        needed = fields.values() if arguments.field else ()
-        yield from named_records(objects(values, needed), fields)
+        yield from named_records(objects(values, ()), fields)
 
 
 def _stdin_lines(name):

@@ -12,7 +12,7 @@ from dtransformer.files import beside
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import set_option
-from dtransformer.runs.loading import load_run, load_trained, start_job_of
+from dtransformer.runs.loading import load_trained, open_run
 from dtransformer.runs.run import make_trainer
 
 
@@ -33,7 +33,7 @@ def evaluate_run(
         InputError: the folder or a file is not usable, or there are no records.
     """
     folder = pathlib.Path(folder)
-    task = load_run(folder, start_job_of(folder).training.precision, trained=False)
+    task = open_run(folder, trained=False)
     if not hasattr(task.config.data, "dev"):
         raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
     if data:

@@ -39,12 +39,15 @@ def start_job(config: RunConfig) -> None:
     dtransformer.init(config.parallel, **own)
 
 
-def start_job_of(folder: pathlib.Path) -> RunConfig:
-    """Join the job by a run's layout, adapted to the number of ranks, and return its config."""
-    config = check_run(folder)
+def open_run(folder: str | os.PathLike, trained: bool = True) -> Task:
+    """Join the job by a run's layout, adapted to the number of ranks, and return its task.
+
+    Arguments and errors are those of `load_run`. The precision is that of training.
+    """
+    config = check_run(pathlib.Path(folder))
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
     start_job(config)
-    return config
+    return load_run(folder, config.training.precision, trained=trained)
 
 
 def load_run(
@@ -79,7 +82,7 @@ def load_run(
     return own
 
 
-def load_published(folder: pathlib.Path) -> Task:
+def load_published(folder: str) -> Task:
     """Return the task of a published folder whose network gives labels, a number or vectors.
 
     Texts may have 512 tokens, or as many as the network has positions. All ranks call it.
@@ -87,9 +90,9 @@ def load_published(folder: pathlib.Path) -> Task:
     Raises:
         InputError: If the folder is not usable, or its network has no such head.
     """
-    fields = read_object(folder / "config.json")
+    fields = read_object(f"{folder}/config.json")
     labels, name = labels_of(fields, folder), str(fields.get("architectures"))
-    if (folder / MODULES).exists():
+    if os.path.exists(f"{folder}/{MODULES}"):
         kind = "embedding"
     elif TOKENS in name:
         kind = "token_classification"
@@ -98,10 +101,10 @@ def load_published(folder: pathlib.Path) -> Task:
     else:
         raise InputError(f"{folder}: holds {name}, which gives no labels and no vectors")
     config = RunConfig(kind)
-    set_option(config, "data.labels", labels, str(folder))
+    set_option(config, "data.labels", labels, folder)
     positions = architecture_of(folder).arguments.get("max_length") or config.data.length
     config.data.length = min(config.data.length, positions)
-    config.model.from_ = str(folder)
+    config.model.from_ = folder
     start_job(config)
     task = task_of(config)
     task.find_tokenizer(list)

@@ -11,7 +11,6 @@ import tensorflow as tf
 from dtransformer.inputs.autotuning import without_autotuning
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.objects import all_gather_json
-from dtransformer.parallel.collectives.replica_consistency import arrays_of, checksums
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 
@@ -297,38 +296,3 @@ def all_rows(outputs: object) -> object:
         for number, x in enumerate(keras.tree.flatten(outputs))
     ]
     return keras.tree.pack_sequence_as(outputs, flat)
-
-
-def check_rows_of_ranks(first: object, shards: bool) -> None:
-    """Compare the first rows of the ranks' data: shards of one batch, or shares of their own.
-
-    Args:
-        first: their first batch, or some rows of it; None where it cannot be seen.
-        shards: whether each rank was to be given the same.
-
-    Raises:
-        ValueError: they are to be the same, and differ; or they are to be shares, and are the
-            same, so that every row would be trained with several times.
-    """
-    num_shards = job.data_shard()[1]
-    if num_shards == 1:
-        return
-    own = None if first is None else checksums(arrays_of(first))
-    found = all_gather_json([own, job.data_shard()[0]], "first_rows")
-    sums = [own for own, _ in found]
-    if None in sums:
-        return
-    if shards and any(own != sums[0] for own in sums):
-        rank = next(rank for rank, own in enumerate(sums) if own != sums[0])
-        raise ValueError(
-            f"the data of rank 0 and rank {rank} begin with different rows: give every rank the "
-            "same data, of which fit takes the rank's rows (a dataset that shuffles needs a seed), "
-            "or shard=False where they are this rank's share already"
-        )
-    one_each = {shard: own for own, shard in found}
-    if not shards and len({tuple(own) for own in one_each.values()}) < num_shards:
-        raise ValueError(
-            "the data are taken for each rank's own share (shard=False, or as_dataset() without "
-            "num_shards=1), and two data shards have the same rows, which would be trained with "
-            "twice: give shard=True, or each rank the rows of dtransformer.data_shard()"
-        )

@@ -20,7 +20,6 @@ from dtransformer.trainers.data import (
     check_batched,
     check_batches,
     check_micro_batches,
-    check_rows_of_ranks,
     own_rows,
     peek,
     shards_rows,
@@ -29,10 +28,8 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
-from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
-from dtransformer.trainers.step_functions import StepFunctions, StepLogs
-
-_FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles
+from dtransformer.trainers.step_errors import errors_in_one_line
+from dtransformer.trainers.step_functions import StepCheck, StepFunctions, StepLogs
 
 
 class FitLoop(StepFunctions):
@@ -43,9 +40,7 @@ class FitLoop(StepFunctions):
     compute with.
     """
 
-    # Dict of the functions that take all rows, while those of Keras' names take own ones; or so.
-    _for_other_rows = None
-    _is_unchecked = False  # whether a dataset's first batch is still to be compared
+    _num_fits = 0  # so far, each of which shuffles arrays in another order
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
 
@@ -110,17 +105,10 @@ class FitLoop(StepFunctions):
                 (x, y, sample_weight), validation_split
             )
         first, data = self._take_data(x, shard, batch_size)
-        validation_shard = shards_rows(validation_data, shard)
+        self._validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
-            of_validation, validation_data = peek(as_data(validation_data))
+            validation_data = as_data(validation_data)
             check_batches(validation_data)
-            if not isinstance(validation_data, tf.data.Dataset):
-                check_rows_of_ranks(of_validation, validation_shard)
-        if isinstance(data, tf.data.Dataset):
-            shuffle = False  # a dataset shuffles by itself
-        elif job.size() > 1 and shuffle:  # all ranks alike
-            self._num_fits = getattr(self, "_num_fits", 0) + 1
-            tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(first)
         if class_weight is not None:
             labels = keras.utils.unpack_x_y_sample_weight(first)[1] if y is None else y
@@ -130,34 +118,58 @@ class FitLoop(StepFunctions):
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
+        self._num_fits += 1
+        order = _compat.ShuffleOrder(derived_seed("shuffle", self._num_fits), initial_epoch)
+        data = beginning.data
+        if shuffle:
+            data = order.adapter(
+                data,
+                y,
+                sample_weight,
+                batch_size,
+                steps_per_epoch,
+                shuffle,
+                class_weight,
+            )
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         self._begin_training()
         verbose = verbose if job.is_chief() else 0
         self._tells = bool(verbose)
-        restored = beginning.restored and beginning.restored.path
-        self._callback_states = CallbackStates(callbacks, restored)
-        self._validation_shard = validation_shard
+        self._callback_states = CallbackStates(
+            callbacks, beginning.restored and beginning.restored.path
+        )
         try:
             # Keras would give it full weights, of which ranks may have shards.
-            own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
-            ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
-            plain = _compat.meanwhile(warnings, formatwarning=format_warning)
-            with job.doing("callbacks"), errors_in_one_line(), plain, ends, stops as stopping:
+            ends = _compat.meanwhile(
+                self.optimizer,
+                finalize_variable_values=lambda _: self.optimizer_step.take_averages(),
+            )
+            shuffles = _compat.meanwhile(_compat.py_dataset_adapter, random=order)
+            short_warnings = _compat.meanwhile(warnings, formatwarning=format_warning)
+            stops = signals_stop(callbacks)
+            with (
+                job.doing("callbacks"),
+                errors_in_one_line(),
+                short_warnings,
+                ends,
+                shuffles,
+                stops as stopping,
+            ):
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
-                    beginning.data,
+                    data,
                     y,
-                    batch_size=batch_size,
-                    epochs=epochs,
-                    verbose=verbose,
-                    callbacks=beginning.callbacks(
-                        [self._data_position, LossWarning(), *shared],
+                    batch_size,
+                    epochs,
+                    verbose,
+                    beginning.callbacks(
+                        [self._data_position, *shared],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
                     ),
                     validation_data=validation_data,
-                    shuffle=shuffle,
+                    shuffle=shuffle and not isinstance(data, tf.data.Dataset),
                     class_weight=class_weight,
                     sample_weight=sample_weight,
                     initial_epoch=initial_epoch,
@@ -181,21 +193,20 @@ class FitLoop(StepFunctions):
         **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        logs = _compat.meanwhile(self, _logs=StepLogs(self._log_every))
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
+        with self._apart_from_fit():
+            self._logs = StepLogs(StepCheck(), self._log_every)
             if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
-                self._set_sharding(self._validation_shard)
+                self._shards_rows = self._validation_shard
                 first, data = None, as_data(x)
-                self._is_unchecked = isinstance(data, tf.data.Dataset)
             else:
                 first, data = self._take_data(x, shard, batch_size, trains=False)
             self._prepare(first)
             return super().evaluate(
                 data,
                 y,
-                batch_size=batch_size,
-                verbose=_verbosity(verbose),
-                sample_weight=sample_weight,
+                batch_size,
+                _verbosity(verbose),
+                sample_weight,
                 **options,
             )
 
@@ -213,12 +224,10 @@ class FitLoop(StepFunctions):
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
         verbose = _verbosity(verbose)
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
+        with self._apart_from_fit():
             first, data = self._take_data(x, shard, batch_size, trains=False)
             self._start_engine(first)
-            return super().predict(
-                data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
-            )
+            return super().predict(data, batch_size, verbose, steps, callbacks)
 
     def train_on_batch(
         self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None
@@ -228,29 +237,29 @@ class FitLoop(StepFunctions):
         Returns:
             Keras' list, or the loss alone; with `return_dict` all logs.
         """
-        with self._apart_from_fit(), errors_in_one_line():
-            self._take_batch(x, shard)
+        with self._apart_from_fit("compiling"):
+            self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             if class_weight is not None:
                 self.objective.check_class_weight(y)
             self._data_position = self._restored_position = None  # not known any more
             self._begin_training()
-            logs = _compat.meanwhile(self, _logs=StepLogs(throughput=self._throughput))
-            with job.doing("compiling", self.num_steps + 1), logs:
+            self._logs = StepLogs(self._step_check, 1, self._throughput, self.num_steps)
+            with job.doing("compiling", self.num_steps + 1):
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        doing, logs = job.doing("validating"), _compat.meanwhile(self, _logs=StepLogs())
-        with self._apart_from_fit(), doing, errors_in_one_line(), logs:
-            self._take_batch(x, shard)
+        with self._apart_from_fit():
+            self._logs = StepLogs(StepCheck())
+            self._shards_rows = shards_rows(x, shard)
             self._prepare((x,))
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
-        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
-            self._set_sharding(shards_rows(x, shard))
+        with self._apart_from_fit():
+            self._shards_rows = shards_rows(x, shard)
             self._start_engine((x,))
             return super().predict_on_batch(x)
 
@@ -262,50 +271,26 @@ class FitLoop(StepFunctions):
     # Which rows a rank computes.
 
     @contextlib.contextmanager
-    def _apart_from_fit(self):
-        """Let a `fit` that is running go on as before after the `with` block, as a callback's call."""
-        shards, is_unchecked = self._shards_rows, self._is_unchecked
-        try:
+    def _apart_from_fit(self, activity="validating"):
+        """Restore the state of a running `fit` after the `with` block, which a callback may be in.
+
+        Args:
+            activity: Name of the activity in the block, see `job.doing`.
+        """
+        kept = _compat.meanwhile(self, _shards_rows=self._shards_rows, _logs=self._logs)
+        with kept, job.doing(activity), errors_in_one_line():
             yield
-        finally:
-            if self._beginning is not None:
-                self._set_sharding(shards)
-                self._is_unchecked = is_unchecked
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
         first, data = peek(as_data(x))
         check_batched(first, self.network)
-        self._set_sharding(shards_rows(x, shard))
+        self._shards_rows = shards_rows(x, shard)
         check_batches(data)
-        self._is_unchecked = isinstance(data, tf.data.Dataset)
-        if not self._is_unchecked:
-            check_rows_of_ranks(first, self._shards_rows)
-            if trains and job.rows_multiple_of() > 1:
-                shares = job.data_shard()[1] if self._shards_rows else 1
-                check_micro_batches(data, first, batch_size, shares)
+        if trains and job.rows_multiple_of() > 1 and not isinstance(data, tf.data.Dataset):
+            shares = job.data_shard()[1] if self._shards_rows else 1
+            check_micro_batches(data, first, batch_size, shares)
         return first, data
-
-    def _check_batch(self, batch):
-        """Check a dataset's first batch between the ranks: looked at before, it would begin twice."""
-        if self._is_unchecked:
-            self._is_unchecked = False
-            check_rows_of_ranks(batch, self._shards_rows)
-
-    def _take_batch(self, x, shard):
-        """Know whose rows a batch's are; the first batch is checked between the ranks."""
-        shards = shards_rows(x, shard)
-        if shards != self._shards_rows or self._step is None:
-            check_rows_of_ranks((x,), shards)
-        self._set_sharding(shards)
-
-    def _set_sharding(self, shards):
-        if shards != self._shards_rows:  # what is compiled takes its rows, or all of them
-            others = self._for_other_rows or dict.fromkeys(_FUNCTIONS)
-            self._for_other_rows = {name: getattr(self, name) for name in _FUNCTIONS}
-            for name, function in others.items():
-                setattr(self, name, function)
-        self._shards_rows = shards
 
     def _own(self, data):
         """Return this data shard's rows of a batch."""

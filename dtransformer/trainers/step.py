@@ -6,6 +6,7 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
+from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
@@ -39,6 +40,7 @@ class Step:
             self._forward_backward = in_micro_batches(
                 engine.forward_backward, number, optimizer_step.reduce_micro_batch
             )
+        self._fingerprints = compiler.part(fingerprint_table)
         self._reduce = compiler.part(self._reduce_and_clip)
         self._apply = compiler.part(optimizer_step.apply)
         self._logs = compiler.part(self._training_logs)
@@ -49,26 +51,38 @@ class Step:
         """Derive dropout masks from the job's seed, which a checkpoint may have changed."""
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
-    def train(self, inputs, labels, sample_weight):
-        """Update the weights with a batch; return the logs, a dict of tensors."""
+    def train(self, inputs, labels, sample_weight, *batch):
+        """Update the weights with a batch.
+
+        Args:
+            inputs, labels, sample_weight: Nested tensors [b, ...], the local rows.
+            *batch: Arguments of `fingerprint_table`.
+
+        Returns:
+            A dict of tensors, the logs. On several data ranks `FINGERPRINTS` has their tables.
+        """
         numbers = self._numbers(inputs, labels, sample_weight)
         gradients, outputs, sums = self._forward_backward(inputs, labels, sample_weight, numbers)
         seen = self._seen(labels, outputs, sample_weight)
+        if self._adds_up:
+            sums[FINGERPRINTS] = self._fingerprints(*batch)
         gradients, held, result = self._reduce(gradients, sums)
         self._apply(gradients, held, result["norm"])
         del gradients, held  # what metrics compute has their memory
         return self._logs(result, numbers.counts, *seen)
 
-    def test(self, inputs, labels, sample_weight):
-        """Return the logs of a batch that is evaluated."""
+    def test(self, inputs, labels, sample_weight, *batch):
+        """Evaluate a batch; arguments and result as in `train`."""
         counts = self._forward.counts(inputs, labels, sample_weight)
         outputs, sums = self._engine.evaluate(inputs, labels, sample_weight, counts)
+        if self._adds_up:
+            sums[FINGERPRINTS] = self._fingerprints(*batch)
         return self._test_logs(sums, counts, *self._seen(labels, outputs, sample_weight))
 
     def _numbers(self, *batch):
         return Numbers(
             counts=self._forward.counts(*batch),
-            loss_scale=tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"),
+            loss_scale=self._optimizer_step.loss_scale.value(),
             seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
         )
 
@@ -78,7 +92,7 @@ class Step:
             return None, None, None
         if not self.metrics.is_built:
             like = self._engine.example_outputs() if outputs is None else outputs[0]
-            self.metrics.build(labels, like)
+            self.metrics.build(labels, like, sample_weight)
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):
@@ -102,17 +116,22 @@ class Step:
         if loss_scale.is_used:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
+            logs["skipped_in_a_row"] = tf.identity(loss_scale.skipped_in_a_row)
         if any(name.startswith(EXPERTS) for name in totals):
             logs |= self.expert_loads.update(totals)
-        logs |= self._metrics_of_layers()
-        logs |= {"step_loss": loss, "gradient_norm": result["norm"]}
+        logs |= self._other_logs(totals) | {"step_loss": loss, "gradient_norm": result["norm"]}
         return {**logs, "learning_rate": result["learning_rate"]}
 
     def _evaluation_logs(self, sums, counts, *seen):
         totals = self._totals(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
-        return self.metrics.update(loss, totals, counts, *seen) | self._metrics_of_layers()
+        return self.metrics.update(loss, totals, counts, *seen) | self._other_logs(totals)
+
+    def _other_logs(self, totals):
+        """Return the fingerprints of the batches, and the metrics that layers own."""
+        logs = {FINGERPRINTS: totals[FINGERPRINTS]} if self._adds_up else {}
+        return logs | self._states.results() if self._states.metrics else logs
 
     def _totals(self, sums, name):
         """Return the sums over the data-parallel group; those of layers' states change them."""
@@ -120,6 +139,3 @@ class Step:
         if self._states.is_used:
             self._states.apply(totals)
         return totals
-
-    def _metrics_of_layers(self):
-        return self._states.results() if self._states.metrics else {}

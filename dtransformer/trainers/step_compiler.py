@@ -41,6 +41,7 @@ class StepCompiler:
     def __init__(self, jit_compile: bool | str = "auto", run_eagerly: bool = False):
         self._jit, self.run_eagerly = jit_compile, run_eagerly
         self.jit_forward = jit_compile is True
+        self._is_watched = job.watchdog() is not None  # by other ranks
         self.in_parts, self.graphs = job.compiles_shapes(), {}
 
     def jit_update(self, weights: list) -> bool:
@@ -50,16 +51,30 @@ class StepCompiler:
         return self._jit is True and not self.run_eagerly
 
     def whole(self, step: Callable, trains: bool = False) -> Callable:
-        """Return a function of a batch, and of the specs that its data tell, which runs a step."""
-        if self.in_parts or self.run_eagerly:
-            return lambda batch, specs: step(batch)
-        compiled, traced = self._compiled(step, trains), []
+        """Return a function that runs a step.
 
-        def run(batch, specs):
-            if specs is not None and specs not in traced:  # dimensions that vary are open
-                compiled.get_concrete_function(specs)
-                traced.append(specs)
-            return compiled(batch)
+        Args:
+            step: Function of a batch.
+            trains: Whether it trains.
+
+        Returns:
+            A function of a batch, of the specs of its data, or `None`, and of a key. The step is
+            compiled separately for each key.
+        """
+        if self.in_parts or self.run_eagerly:
+            return lambda batch, specs, key: step(batch)
+        traced = []
+
+        @functools.cache
+        def compiled(key):
+            return self._compiled(step, trains)
+
+        def run(batch, specs, key):
+            if specs is not None and (specs, key) not in traced:
+                # Dimensions that vary are left open.
+                compiled(key).get_concrete_function(specs)
+                traced.append((specs, key))
+            return compiled(key)(batch)
 
         return run
 
@@ -84,13 +99,11 @@ class StepCompiler:
             print(self.clusters, flush=True)
 
     def _compiled(self, function, trains):
-        is_watched = job.watchdog() is not None  # by other ranks
-
         @functools.wraps(function)
         def traced(*args):
             if trains and not tf.executing_eagerly():
                 self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
-            if is_watched and not tf.executing_eagerly():
+            if self._is_watched and not tf.executing_eagerly():
                 job.compiles()
             return function(*args)
 

@@ -1,12 +1,9 @@
 """Errors of a step's operations, in one line."""
 
 import contextlib
-import math
 import re
-import warnings
 from collections.abc import Iterator
 
-import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError, is_of_another_rank
@@ -57,19 +54,3 @@ def _line(message):
     if found := _LABEL.search(message):
         return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
     return None
-
-
-class LossWarning(keras.callbacks.Callback):
-    """Warns once of a loss that is not a number; `keras.callbacks.TerminateOnNaN` ends there."""
-
-    _warned = False
-
-    def on_train_batch_end(self, batch, logs=None):
-        loss = (logs or {}).get("step_loss", 0.0)
-        if not self._warned and math.isnan(loss):
-            self._warned = True
-            warnings.warn(
-                f"the loss of batch {batch} is nan, and the weights will be: look for nan in the "
-                "data, or lower the learning rate",
-                stacklevel=2,
-            )

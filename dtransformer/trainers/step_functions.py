@@ -4,34 +4,90 @@ Nothing waits for a device but for the logs, which are read every so many steps.
 """
 
 import contextlib
+import math
 import time
+import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel.collectives.replica_consistency import check_replica_consistency
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
+from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, compare_batches
 from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.overflow import first_overflow
+
+MAX_SKIPPED = 50  # steps in a row
+
+
+class StepCheck:
+    """Check of the ranks' batches and of the losses, whenever the logs of steps are read.
+
+    Args:
+        model: The trainer, or `None` if layers cannot be called one by one.
+
+    Call arguments:
+        logs: Dict of numbers, the logs of the last step. `skipped_in_a_row` is removed.
+        tables: List of the fingerprints of all steps since the last call.
+        step: Number of the last step.
+        batch: Nested tensors, the batch of the last step.
+
+    Raises:
+        ValueError: If ranks have wrong batches, see `compare_batches`, or if float16 has skipped
+            `MAX_SKIPPED` steps in a row.
+    """
+
+    def __init__(self, model=None):
+        self._model, self._warned, self._totals = model, False, 0
+
+    def __call__(self, logs, tables, step, batch):
+        if tables:  # There are several data ranks.
+            self._totals = compare_batches(tables, step - len(tables), self._totals)
+        loss = logs.get("step_loss", 0.0)
+        skipped = logs.pop("skipped_in_a_row", 0)
+        if skipped >= MAX_SKIPPED:
+            layer = self._model and first_overflow(self._model, batch)
+            cause = f": the first layer with inf or nan outputs is {layer!r}" if layer else ""
+            raise ValueError(
+                f"the last {skipped:g} steps were skipped, because gradients overflowed in float16"
+                f"{cause}. Nothing is trained: use the dtype policy 'mixed_bfloat16', which has the "
+                "range of float32"
+            )
+        if not self._warned and not math.isfinite(loss):
+            self._warned = True
+            warnings.warn(
+                f"the loss of step {step} is {loss}. Look for inf and nan in the data, lower the "
+                "learning rate, or use 'mixed_bfloat16' if the network computes in float16",
+                stacklevel=2,
+            )
 
 
 class StepLogs:
-    """The logs of steps, of which the host reads some: each time one copy, for which it waits.
+    """Step logs, kept on the device and copied to the host every `every` steps.
+
+    The host blocks on each copy. The fingerprints of all steps come with it and are compared.
 
     Args:
-        every: number of steps between two reads. The first step's are read, too.
-        throughput: the `Throughput` of the steps, whose logs join them; None without.
+        check: `StepCheck` that is called whenever the logs are read.
+        every: Interval in steps. The logs of the first step are also read.
+        throughput: `Throughput` whose logs are added, or `None`.
+        step: Number of training steps before the first one.
 
     Attributes:
-        are_new: whether those of the last step were read.
+        are_new: Whether the logs of the last step were read.
+        tables: List of the fingerprints of all steps since the last read.
+        batch: The batch of the last step.
     """
 
-    def __init__(self, every=1, throughput=None):
-        self._every, self._throughput = every, throughput
+    def __init__(self, check, every=1, throughput=None, step=0):
+        self._check, self._every, self._throughput = check, every, throughput
         self._steps, self._waiting, self._read, self.are_new = 0, None, {}, False
+        self.tables, self.batch, self._first = [], None, step
 
     def add(self, logs, steps=1):
-        """Take the logs of the last of a few steps, tensors; return the numbers that were read last."""
+        """Add the logs (tensors) of the last of `steps` steps; return the latest numbers."""
         before, self._steps = self._steps, self._steps + steps
         self._waiting, self.are_new = logs, False
         if not before or self._steps // self._every > before // self._every:
@@ -42,10 +98,12 @@ class StepLogs:
         """Return the last step's logs as numbers, {} before the first step."""
         if self._waiting is not None:
             begin, self.are_new = time.perf_counter(), True
-            self._read, self._waiting = _as_numbers(self._waiting), None
+            self._read, tables = _as_numbers((self._waiting, self.tables))
+            self._waiting, self.tables = None, []
             if self._throughput is not None:
                 self._throughput.add_read(time.perf_counter() - begin)
                 self._read |= self._throughput.logs()
+            self._check(self._read, tables, self._first + self._steps, self.batch)
         return self._read
 
 
@@ -61,14 +119,14 @@ def _as_numbers(logs):
 class StepFunctions(keras.Model):
     """Makes Keras' train, test and predict functions of a trainer's steps.
 
-    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_check_batch`, which is called
-    before each; `_step` and its `_compiler`; `_throughput`, a `Throughput`; and `_work`, a dict.
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_step` and its
+    `_compiler`; `_throughput`, a `Throughput`; `_step_check`, a `StepCheck`; and `_work`, a dict.
 
     Attributes:
         num_steps: of the optimizer, as the host counts them.
     """
 
-    _step = _compiler = _throughput = None
+    _step = _compiler = _throughput = _step_check = None
     _logs = None  # the `StepLogs` of what is running
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
@@ -123,13 +181,14 @@ class StepFunctions(keras.Model):
         step = self._compiler.whole(self.predict_step)
 
         def predict(batches):
-            first = tf.nest.map_structure(_none_if_optional, batches[0])
-            self._check_batch(first)
-            outputs = [step(batch, None) for batch in batches]
+            if self._shards_rows:
+                batches = _without_optionals(batches)
+                check_replica_consistency(batches, job.data_parallel_group(), "a prediction")
+            outputs = [step(batch, None, self._shards_rows) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
         self.predict_function = predict
-        return self.predict_function
+        return predict
 
     def _run(self, step, iterator, done=lambda *_: None):
         """Run a step with each batch of a call of Keras' loop; return the logs that were read last.
@@ -143,16 +202,18 @@ class StepFunctions(keras.Model):
         Raises:
             StopIteration: there is no batch.
         """
-        specs = tf.nest.map_structure(_none_if_optional, getattr(iterator, "element_spec", None))
+        specs = _without_optionals(getattr(iterator, "element_spec", None))
         logs, number = None, 0
         while number < self.steps_per_execution:
             begin, batch = time.perf_counter(), next(iterator, None)
             if batch is None:
                 break
             there, number = time.perf_counter(), number + 1
-            batch = tf.nest.map_structure(_none_if_optional, batch)
-            self._check_batch(batch)
-            logs = step(batch, specs)
+            batch = _without_optionals(batch)
+            logs = step(batch, specs, self._shards_rows)
+            if FINGERPRINTS in logs:
+                self._logs.tables.append(logs.pop(FINGERPRINTS))
+            self._logs.batch = batch
             done(batch, begin, there)
         if logs is None:
             raise StopIteration
@@ -166,7 +227,7 @@ class StepFunctions(keras.Model):
         """Count an epoch's speed and the loads of its experts anew."""
         self._throughput.reset()
         self._step.expert_loads.forget()
-        self._logs = StepLogs(self._log_every, self._throughput)
+        self._logs = StepLogs(self._step_check, self._log_every, self._throughput, self.num_steps)
 
     @property
     def logs_are_new(self) -> bool:
@@ -183,6 +244,7 @@ class StepFunctions(keras.Model):
         return [times * number for number in self._work[key]]
 
 
-def _none_if_optional(value):
-    """Return an input, or its spec; None for one that Keras packed as there was none."""
-    return None if isinstance(value, (tf.experimental.Optional, tf.OptionalSpec)) else value
+def _without_optionals(batch):
+    """Return a batch, or its specs, with `None` for each input that Keras packed as missing."""
+    kinds = tf.experimental.Optional, tf.OptionalSpec
+    return tf.nest.map_structure(lambda x: None if isinstance(x, kinds) else x, batch)

@@ -46,16 +46,19 @@ class StepMetrics:
         """Whether the metrics have their states, which has to be before they are read."""
         return self._compiled is None or self._compiled.built
 
-    def build(self, labels, outputs):
-        """Make the metrics' states, from tensors like those that they will see."""
+    def build(self, labels, outputs, sample_weight=None):
+        """Create the states of the metrics, for tensors like these.
+
+        Some metrics, such as `F1Score` and `R2Score`, create states in their first update.
+        """
         like = lambda x: (
             None if x is None else tf.zeros([1, *(n or 1 for n in x.shape[1:])], x.dtype)
         )
         with tf.init_scope():
-            row = keras.tree.map_structure(like, (labels, outputs))
-            self._compiled.build(*row)
-            if not all(metric.variables for metric in self._compiled.metrics):
-                self._compiled.update_state(*row)  # F1Score's, and others', begin with a batch
+            row = keras.tree.map_structure(like, (labels, outputs, sample_weight))
+            self._compiled.build(*row[:2])
+            if job.size() > 1 or not all(metric.variables for metric in self._compiled.metrics):
+                self._compiled.update_state(*row)
                 self._compiled.reset_state()
         self._built()
 

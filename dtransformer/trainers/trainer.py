@@ -35,6 +35,7 @@ from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.reporting import Reporting, check_rules, warn_of_replicated_layers
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
+from dtransformer.trainers.step_functions import StepCheck
 from dtransformer.trainers.step_metrics import StepMetrics
 
 
@@ -174,7 +175,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._compiler = StepCompiler(jit_compile, run_eagerly)
-        self._for_other_rows = None
+        self._step_check = StepCheck(None if self._compiler.in_parts else self)
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if takes_gpu_branch() else 1
@@ -199,12 +200,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return self._all(self._engine.predict(inputs))
 
     def _batch(self, data):
-        """Return this rank's share of a batch; with the first one layers are tried."""
+        """Return the local rows, and the arguments of `fingerprint_table`; try the layers first."""
         batch = keras.utils.unpack_x_y_sample_weight(self._own(data))
         if self._states.are_tried:
             with tf.init_scope():
                 self._states.try_layers(self.network, self.objective, *batch[:2])
-        return batch
+        return *batch, data, self._shards_rows
 
     def _metrics_built(self):
         """Set the metrics of an epoch that is resumed in its middle."""

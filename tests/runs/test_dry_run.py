@@ -113,12 +113,12 @@ def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
     assert dry_run("chat", "export.folder=llama", options=["--overwrite"])[0] == 0
     (place / "served").mkdir(exist_ok=True)
     code, _, err = dry_run("chat", "export.saved_model=served")
-    assert code == 2 and "export.saved_model: served is there already" in err
+    assert code == 2 and "export.saved_model: served exists" in err
 
 
 def test_an_export_that_no_family_has_is_refused(dry_run):
     code, _, err = dry_run("gpt", "export.family=bert")
-    assert code == 2 and "cannot be saved as one of them" in err
+    assert code == 2 and "save it as another family" in err
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_an_exported_classifier_keeps_its_labels(place, capsys):
         (["predict", "--run", "runs/classification"], ['{"text": 3}'], "line 1: text is 3"),
         (["predict", "--run", "runs/classification"], ["{"], "--text reads lines that are no JSON"),
         (["predict", "--run", "runs/classification", "--max-length", 99], ["a"], "32 positions"),
-        (["embed", "--run", "runs/embedding", "--json", "--field", "x"], ['{"y": "a"}'], "x"),
+        (["embed", "--run", "runs/embedding", "--json", "--field", "x"], ['{"y": "a"}'], "text is"),
     ],
 )
 def test_wrong_input_is_one_line(command, lines, message, trained, monkeypatch, capsys):

@@ -103,14 +103,6 @@ def test_warns_if_network_overrides_fit():
         Trainer(own([keras.layers.Dense(1)]))
 
 
-def test_a_progress_bar_has_losses_and_metrics_alone(capsys):
-    trainer = dense_trainer("sgd", metrics=["mae"])
-    history = trainer.fit(*points(8), batch_size=8).history
-    last = capsys.readouterr().out.rpartition("step - ")[2].split(" - ")
-    assert [text.split(":")[0] for text in last] == ["loss", "mae"]
-    assert "gradient_norm" in history
-
-
 def test_a_loader_is_looked_into_without_another_order():
     torch = pytest.importorskip("torch")
     rows = torch.utils.data.TensorDataset(torch.arange(12).reshape(6, 2), torch.arange(6))

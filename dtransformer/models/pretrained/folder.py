@@ -65,8 +65,8 @@ class PretrainedFolder:
             lacking = [name for name, place in places.items() if name not in files[place].shapes]
             if lacking:
                 raise InputError(
-                    f"{self.path / places[lacking[0]]}: lacks {lacking[0]}, which {INDEX} says is "
-                    f"there ({len(lacking)} such tensors): download it again"
+                    f"{self.path / places[lacking[0]]}: lacks {lacking[0]} ({len(lacking)} missing "
+                    f"tensors), which {INDEX} lists: download it again"
                 )
             return {name: files[place] for name, place in places.items()}
         if (self.path / WEIGHTS).exists():

@@ -179,8 +179,8 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
     family, arguments = FAMILIES[name], network.arguments
     if not isinstance(network, family.network):
         raise InputError(
-            f"the network is of the class {type(network).__name__}, those of the family {name!r} "
-            f"are of {family.network.__name__}: it cannot be saved as one of them"
+            f"the network is a {type(network).__name__}, but the family {name!r} needs a "
+            f"{family.network.__name__}: save it as another family"
         )
     return {
         "architectures": [family.architecture],

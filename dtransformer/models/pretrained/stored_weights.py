@@ -50,8 +50,8 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
         )
     for head in differing:
         warnings.warn(
-            f"{content.path}: {names[head]} differs from {names[table]}, to which config.json ties "
-            "it. The head keeps its own values. Set tie_word_embeddings to false in config.json to "
+            f"{content.path}: {names[head]} differs from {names[table]}, but config.json ties "
+            "them. The head keeps its values. Set tie_word_embeddings to false in config.json to "
             "silence this warning.",
             stacklevel=2,
         )

@@ -60,7 +60,7 @@ class ChatRecords(RecordTask):
 
     def encode_rendered(self, found, places) -> list[tuple]:
         """Return ids and labels of texts, as of `labels_of`."""
-        start, end = (getattr(self.tokenizer, f"{name}_id", None) for name in ("start", "end"))
+        start, end = self.tokenizer.start_id, self.tokenizer.end_id
         encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
         rows = []
         for one, (ids, spots, _), place in zip(found, encoded, places, strict=True):

@@ -93,7 +93,8 @@ class Embedding(LabelTask):
         return records, sizes
 
     def encode_inputs(self, records):
-        texts = [text_of(x, "text" if "text" in x else "query", place) for place, x in records]
+        names = ("query" if "query" in x and "text" not in x else "text" for _, x in records)
+        texts = [text_of(x, name, place) for name, (place, x) in zip(names, records)]
         return [[row] for row in self.encode_whole(texts)]
 
     def prediction(self, record, row, output):

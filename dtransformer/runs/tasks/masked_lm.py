@@ -15,7 +15,7 @@ class MaskedLanguageModel(DocumentTask):
         return {"rate": self.config.data.mask_rate}
 
     def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size + (getattr(self.tokenizer, "mask_id", None) is None)
+        return self.tokenizer.vocab_size + (self.tokenizer.mask_id is None)
 
 
 TASK = MaskedLanguageModel

@@ -96,13 +96,12 @@ class TokenClassification(Classification):
         scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
         if any(map(entities, zip(names))):
             # One word outside of entities comes after each sentence.
-            is_word = np.concatenate([np.append(ids, 0) >= 0 for ids in labels])
-            sides = []
+            outside, sides = len(names) - 1, []
+            is_word = np.concatenate([np.append(ids, outside) >= 0 for ids in labels])
             for side in (labels, predicted):
-                ids = np.concatenate([np.append(ids, len(names) - 1) for ids in side])
-                sides.append(entities(names[x] for x in ids[is_word]))
-            correct = len(sides[0] & sides[1])
-            scores["f1"] = 2 * correct / max(len(sides[0]) + len(sides[1]), 1)
+                ids = np.concatenate([np.append(ids, outside) for ids in side])[is_word]
+                sides.append(entities(names[x] for x in ids))
+            scores["f1"] = 2 * len(sides[0] & sides[1]) / max(sum(map(len, sides)), 1)
         return scores
 
     def prediction(self, record, row, output):

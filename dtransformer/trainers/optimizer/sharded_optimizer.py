@@ -248,34 +248,34 @@ class LossScale:
         self._optimizer = optimizer
         self.is_used = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
+        self.skipped_in_a_row = tf.Variable(0, trainable=False, dtype="int64")
 
     def value(self):
         """Return the scale, a float32 scalar."""
         return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
 
     def run(self, norm, update):
-        """Call `update()`; where the scale is used only if the gradients are finite.
+        """Call `update()` and adapt the scale; skip the update if gradients are inf or nan.
 
         Args:
-            norm: norm of all gradients, equal on all ranks.
-            update: a function without arguments; it changes the weights.
+            norm: Norm of all gradients, equal on all ranks.
+            update: Function without arguments that changes the weights.
         """
         if not self.is_used:
             update()
             return
         scale, good_steps = self._optimizer.dynamic_scale.value, self._optimizer.step_counter.value
+        is_finite = tf.math.is_finite(norm)
 
-        def go_on():
+        def updated():
             update()
-            grows = good_steps + 1 >= self._optimizer.dynamic_growth_steps
-            scale.assign(tf.where(grows, 2.0, 1.0) * scale)
-            good_steps.assign(tf.where(grows, tf.zeros_like(good_steps), good_steps + 1))
-            return tf.constant(0)
+            return is_finite
 
-        def skip():
-            scale.assign(0.5 * scale)
-            good_steps.assign(tf.zeros_like(good_steps))
-            self.skipped_steps.assign_add(1)
-            return tf.constant(0)
-
-        tf.cond(tf.math.is_finite(norm), go_on, skip)
+        tf.cond(is_finite, updated, lambda: is_finite)
+        skipped = tf.cast(~is_finite, "int64")
+        good = (1 - skipped) * (good_steps + 1)
+        grows = good >= self._optimizer.dynamic_growth_steps
+        scale.assign(tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5) * scale)
+        good_steps.assign(tf.where(grows, tf.zeros_like(good), good))
+        self.skipped_steps.assign_add(skipped)
+        self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))

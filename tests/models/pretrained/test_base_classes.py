@@ -28,7 +28,7 @@ CLASSES = {
     "XLMRobertaModel": (ENCODER | {"pad_token_id": 1}, True),
     "CamembertModel": (ENCODER | {"pad_token_id": 1}, True),
     "DistilBertModel": (DISTILBERT, True),
-    "ModernBertModel": (ENCODER | {"num_hidden_layers": 3}, True),
+    "ModernBertModel": (PADDED | {"num_hidden_layers": 3}, True),
     "LlamaModel": (DECODER, True),
     "MistralModel": (DECODER, True),
     "GPTNeoXModel": (DECODER, True),

@@ -194,7 +194,9 @@ def test_the_window_of_the_first_mistral(folder):
 def test_an_index_that_does_not_fit(folder):
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "x": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks x, which model.safetensors.index.json says is there" in refusal(folder / "")
+    assert "lacks x (1 missing tensors), which model.safetensors.index.json lists" in refusal(
+        folder / ""
+    )
     index = {"weight_map": {"x": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "expected a weight_map of names of files" in refusal(folder)
@@ -204,7 +206,7 @@ def test_an_index_that_does_not_fit(folder):
     "family, options, told",
     [
         ("mamba", {}, "family is 'mamba', expected one of"),
-        ("bert", {}, "of the class CausalLM, those of the family 'bert' are of MaskedLM"),
+        ("bert", {}, "is a CausalLM, but the family 'bert' needs a MaskedLM"),
         ("gpt2", {}, "the network has positions='rotary', the published family 'learned'"),
         ("llama", {"window": 3}, "the network has window=3, the published family None"),
         ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
@@ -289,7 +291,7 @@ def test_positions_of_roberta_need_its_padding(bert, pad_id):
 @pytest.mark.parametrize(
     "family, options, told",
     [
-        ("llama", {}, "of the class MaskedLM, those of the family 'llama' are of CausalLM"),
+        ("llama", {}, "is a MaskedLM, but the family 'llama' needs a CausalLM"),
         ("bert", {"position_offset": 2}, "position_offset=2, the published family 0"),
         ("roberta", {}, "position_offset=0, the published family 1"),
         ("roberta", {"position_offset": 1, "hidden_act": "relu"}, "hidden_act='relu'"),
@@ -376,7 +378,7 @@ def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
         ("marian", {}, "positions='learned', the published family 'sinusoidal_paper'"),
         ("bart", {"embedding_scale": 2.0}, "embedding_scale=2.0, the published family 1.0 or None"),
         ("bart", {"norm": "rms_norm"}, "norm='rms_norm', the published family 'layer_norm'"),
-        ("llama", {}, "of the class EncoderDecoderLM, those of the family 'llama'"),
+        ("llama", {}, "is a EncoderDecoderLM, but the family 'llama'"),
     ],
 )
 def test_an_encoder_decoder_that_is_none_of_the_family(tmp_path, family, options, told):
