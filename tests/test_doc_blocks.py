@@ -228,6 +228,8 @@ def after_horovodruns_options(words):
 
 def check_script(words, monkeypatch):
     """Parse a script's arguments as it does itself, and run it no further."""
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + ".py", *words[2:]]
     script, *options = words
     if script == "-m":
         assert importlib.util.find_spec(options[0]), f"there is no module {options[0]}"

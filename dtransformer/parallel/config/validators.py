@@ -38,7 +38,8 @@ def _pattern(text):
         raise ValueError(f"should be regular expressions ({error})") from None
 
 
-Schedule = Annotated[str, AfterValidator(_schedule)]
+_SCHEMA = pydantic.WithJsonSchema({"enum": [*schedules.SCHEDULES]})
+Schedule = Annotated[str, AfterValidator(_schedule), _SCHEMA]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
