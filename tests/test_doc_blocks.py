@@ -49,7 +49,7 @@ COMPILED = {
     ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
 }
 # Commands that are not ours, and scripts of the reader's own.
-OTHERS = {"lm_eval", "train.py", "x.py", "hosts.txt", "git+URL"}
+OTHERS = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
 
 
 def run(page, namespace, small=None):

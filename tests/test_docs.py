@@ -16,7 +16,9 @@ STATION = re.compile(r"\d+\. `([\w/]+\.py)` · `([\w.]+)`")
 MAX_STATIONS = 10
 
 
-@pytest.mark.parametrize("page", [page_name(page) for page in PAGES if ">>> " in page.read_text("utf-8")])
+@pytest.mark.parametrize(
+    "page", [page_name(page) for page in PAGES if ">>> " in page.read_text("utf-8")]
+)
 @pytest.mark.tensorflow
 def test_examples(page, tmp_path, monkeypatch):
     """They do what the page says, one after the other."""

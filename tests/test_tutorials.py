@@ -11,14 +11,24 @@ from tests.page_runner import run_page
 
 PAGES = [*sorted(ROOT.glob("docs/start/*.md")), *sorted(ROOT.glob("docs/tutorials/*.md"))]
 SMALL = {
-    "start/first-training.md": {"10000": "300", "512": "300", "epochs=8": "epochs=1", "1024": "64"},
-    "start/multi-gpu.md": {"epochs=8": "epochs=1", "1024": "64"},
+    "start/first-training.md": {
+        "10000": "300",
+        "vocab_size: 512": "vocab_size: 300",
+        "epochs: 2": "epochs: 1",
+        "tokens 24": "tokens 4",
+        "epochs=8": "epochs=1",
+        "1024": "64",
+        "num_layers: 2": "num_layers: 1",
+        "num_layers=2": "num_layers=1",
+    },
+    "start/multi-gpu.md": {"epochs=3": "epochs=1", "1024": "64", "num_layers=2": "num_layers=1"},
     "tutorials/gpt.md": {
         "data/lm\n": "data/lm --sentences 600\n",
         "vocab_size: 512": "vocab_size: 300",
         "hidden_size: 128": "hidden_size: 16",
         "num_layers: 3": "num_layers: 1",
         "epochs: 2": "epochs: 1",
+        "tokens 24": "tokens 4",
     },
     "tutorials/chat-lora.md": {
         "range(10)": "range(4)",
@@ -28,7 +38,10 @@ SMALL = {
         "epochs: 30": "epochs: 1",
         "epochs: 24": "epochs: 1",
         "hidden_size: 128": "hidden_size: 16",
+        "num_layers: 2": "num_layers: 1",
+        "batch_size: 8": "batch_size: 2",
     },
+    "tutorials/dpo.md": {"epochs: 3": "epochs: 1", "batch_size: 10": "batch_size: 2"},
 }
 """Replacements that keep a page fast. Each old text must exist on the page."""
 

@@ -21,7 +21,9 @@ def read_points(run, kind, field):
     """
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    points = [(record["step"], float(record[field])) for record in records if record["kind"] == kind]
+    points = [
+        (record["step"], float(record[field])) for record in records if record["kind"] == kind
+    ]
     return zip(*points)
 
 
@@ -35,7 +37,9 @@ def main():
     steps, losses = read_points(arguments.run, "step", "step_loss")
     axes.plot(steps, losses, color=BLUE, linewidth=1, label="training")
     steps, losses = read_points(arguments.run, "epoch", "val_loss")
-    axes.plot(steps, losses, color=ORANGE, linewidth=1.5, marker="o", markersize=4, label="held out")
+    axes.plot(
+        steps, losses, color=ORANGE, linewidth=1.5, marker="o", markersize=4, label="held out"
+    )
     axes.set_ylim(0)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
