@@ -42,13 +42,35 @@ SMALL = {
         "batch_size: 8": "batch_size: 2",
     },
     "tutorials/dpo.md": {"epochs: 3": "epochs: 1", "batch_size: 10": "batch_size: 2"},
+    "tutorials/classification.md": {
+        "2_500": "60",
+        "2_000": "50",
+        "epochs: 10": "epochs: 1",
+        "batch_size: 50": "batch_size: 10",
+        "num_layers: 2": "num_layers: 1",
+    },
+    "tutorials/embeddings.md": {
+        "6_500": "60",
+        "6_000": "40",
+        "vocab_size: 1000": "vocab_size: 100",
+        "batch_size: 100": "batch_size: 10",
+        "epochs: 5": "epochs: 1",
+        "num_layers: 2": "num_layers: 1",
+    },
+    "tutorials/keras-model.md": {"2_560": "160", "epochs=3": "epochs=1"},
+    "tutorials/wmt14.md": {
+        "--embedded": "--embedded --num-train 300",
+        "train --config examples/wmt14/embedded.yaml": f"train --config {ROOT}/examples/wmt14/embedded.yaml"
+        " --set training.epochs=1 training.bleu_sentences=0 model.hidden_size=16 model.encoder_layers=1"
+        " model.decoder_layers=1",
+    },
 }
 """Replacements that keep a page fast. Each old text must exist on the page."""
 
 BEFORE = {"tutorials/dpo.md": "tutorials/chat-lora.md"}
 """Pages that start with the files of another page."""
 
-PARSED_ONLY = {"tutorials/wmt14.md": ("data/wmt14", "--faithful", "wmt14.yaml", "test-full")}
+PARSED_ONLY = {"tutorials/wmt14.md": ("data/wmt14", "--faithful", "wmt14.yaml", "evaluate")}
 """Commands that need data from elsewhere or take hours. `test_doc_blocks.py` checks their options."""
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
