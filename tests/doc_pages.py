@@ -16,6 +16,20 @@ EXAMPLE = {
 }
 
 
+def doc_pages():
+    """Return the pages of docs/ in every folder, except for the generated reference."""
+    folder = ROOT / "docs"
+    pages = [page for page in folder.rglob("*.md") if folder / "api" not in page.parents]
+    return sorted(pages)
+
+
+def page_name(page):
+    """Return the path of a page within docs/, or the name of a page outside of docs/."""
+    folder = ROOT / "docs"
+    inside = folder in page.parents
+    return page.relative_to(folder).as_posix() if inside else page.name
+
+
 def blocks(page, *languages):
     return [code for kind, code in BLOCK.findall(page.read_text("utf-8")) if kind in languages]
 

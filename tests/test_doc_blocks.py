@@ -21,9 +21,9 @@ from dtransformer import cli
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.runs import config
-from tests.doc_pages import EXAMPLE, ROOT, blocks, replaced
+from tests.doc_pages import EXAMPLE, ROOT, blocks, doc_pages, page_name, replaced
 
-PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 FIRST = "[first example](index.md)"
 # What is as small as a test needs it. Each has to be there.
 SMALL = {
@@ -49,7 +49,7 @@ COMPILED = {
     ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
 }
 # Commands that are not ours, and scripts of the reader's own.
-OTHERS = {"lm_eval", "train.py", "x.py", "hosts.txt", "git+URL"}
+OTHERS = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
 
 
 def run(page, namespace, small=None):
@@ -140,7 +140,11 @@ def own_families():
     FAMILIES.update(known)
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "python")])
+# tests/test_tutorials.py runs the pages of subfolders with their commands and files.
+PASTED = [page.name for page in PAGES if blocks(page, "python") and page_name(page) == page.name]
+
+
+@pytest.mark.parametrize("page", PASTED)
 @pytest.mark.tensorflow
 @pytest.mark.usefixtures("own_families")
 def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
@@ -173,7 +177,7 @@ def commands(code):
 
 
 SHOWN = [
-    (page.name, words)
+    (page_name(page), words)
     for page in PAGES
     for code in blocks(page, "bash")
     for words in commands(code)
@@ -265,9 +269,9 @@ def check_extras(words):
             assert f"\n{name} =\n" in text
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "yaml")])
+@pytest.mark.parametrize("page", [page_name(page) for page in PAGES if blocks(page, "yaml")])
 def test_configs_are_such(page, tmp_path):
-    for code in blocks(next(path for path in PAGES if path.name == page), "yaml"):
+    for code in blocks(next(path for path in PAGES if page_name(path) == page), "yaml"):
         (tmp_path / "mine.yaml").write_text(code)
         config.load_config(tmp_path / "mine.yaml")
 
@@ -284,5 +288,5 @@ def test_inline_commands_are_parsed():
                     make_parser().parse_args(shlex.split(code)[1:])
                 except InputError as error:
                     if "required" not in str(error):
-                        wrong.append(f"{page.name}: {code}: {error}")
+                        wrong.append(f"{page_name(page)}: {code}: {error}")
     assert not wrong, "\n".join(wrong)
