@@ -1,6 +1,6 @@
 """What the docs show can be pasted: Python runs from a page's first line on, commands are parsed.
 
-A page's blocks run one after the other. A page that goes on from the first example says so.
+A page's blocks run one after the other. The page on checkpoints continues the README's example.
 """
 
 import argparse
@@ -24,11 +24,10 @@ from dtransformer.runs import config
 from tests.doc_pages import EXAMPLE, ROOT, blocks, doc_pages, page_name, replaced
 
 PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FIRST = "[first example](index.md)"
+README = ROOT / "README.md"
 # What is as small as a test needs it. Each has to be there.
 SMALL = {
-    "index.md": EXAMPLE,
-    "README.md": {"epochs=10": "epochs=2"},
+    "README.md": EXAMPLE,
     "checkpoints.md": {"epochs=10": "epochs=2"},
     "data.md": {
         "length=1024": "length=8",
@@ -55,8 +54,6 @@ OTHERS = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "
 def run(page, namespace, small=None):
     """Run a page's Python, its numbers replaced; return what it has defined."""
     for number, code in enumerate(blocks(page, "python")):
-        if number == 0 and page.name == "README.md":
-            continue  # it is index.md's
         code = replaced(code, small or {})
         tree = compile(code, f"{page.name}, block {number + 1}", "exec", ast.PyCF_ONLY_AST)
         if any(page.name == name and text in code for name, text in COMPILED):
@@ -80,7 +77,9 @@ def check_names(tree):
 
 @functools.cache
 def first_example():
-    return run(ROOT / "docs/index.md", {}, SMALL["index.md"])
+    """Run the README's example; return its names, with held-out batches."""
+    names = run(README, {}, SMALL["README.md"])
+    return {**names, "dev_batches": names["batches"]}
 
 
 def llama(folder):
@@ -154,10 +153,9 @@ def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     small = SMALL.get(page, {})
     assert all(old in text for old in small), f"SMALL of {page} names what is not there"
     files_of(page)
-    if page == "index.md":
-        assert blocks(path, "python")[0] == blocks(ROOT / "README.md", "python")[0]
+    if page == "README.md":
         first_example()
-    elif FIRST in text or page == "README.md":
+    elif page == "checkpoints.md":
         names = dict(first_example())
         names["dtransformer"].init()
         run(path, names, small)

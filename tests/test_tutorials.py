@@ -60,7 +60,8 @@ SMALL = {
     "tutorials/keras-model.md": {"2_560": "160", "epochs=3": "epochs=1"},
     "tutorials/wmt14.md": {
         "--embedded": "--embedded --num-train 300",
-        "train --config examples/wmt14/embedded.yaml": f"train --config {ROOT}/examples/wmt14/embedded.yaml"
+        "train --config examples/wmt14/embedded.yaml": "train --config "
+        f"{ROOT}/examples/wmt14/embedded.yaml"
         " --set training.epochs=1 training.bleu_sentences=0 model.hidden_size=16 model.encoder_layers=1"
         " model.decoder_layers=1",
     },
