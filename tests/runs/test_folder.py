@@ -167,7 +167,11 @@ REFUSED = [
     (nothing, ["--resume", "data.batch_size=8"], "data.batch_size is 8"),
     (nothing, ["--resume", "training.seed=3"], "training.seed is 3"),
     (nothing, ["--resume", "data.source=OTHER"], "the train records have changed"),
-    (nothing, ["--resume", "data.dev_source=OTHER", "data.dev_target=OTHER"], "the dev records have changed"),
+    (
+        nothing,
+        ["--resume", "data.dev_source=OTHER", "data.dev_target=OTHER"],
+        "the dev records have changed",
+    ),
     (lose_manifests, ["--resume"], f"{STEP} has lost its checkpoint.json"),
     (swap("checkpoints"), ["--resume"], "a checkpoint of another run"),
     (swap(WEIGHTS), ["--resume"], "of another run"),
