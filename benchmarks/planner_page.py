@@ -1,4 +1,4 @@
-"""Makes the tables of docs/planner.md anew: every published row beside the planner's.
+"""Write the tables of docs/planner.md and docs/planner-tables.md: published values and the planner's.
 
 python benchmarks/planner_page.py
 """
@@ -8,14 +8,17 @@ import pathlib
 
 import paths  # noqa: F401
 
-from harness.published_tables.compared import with_made_part
+from harness.published_tables.compared import pages, with_written_part
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "planner.md"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 def main():
+    """Write both pages."""
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    PAGE.write_text(with_made_part(PAGE.read_text("utf-8")), "utf-8")
+    for name, part in pages().items():
+        page = DOCS / name
+        page.write_text(with_written_part(page.read_text("utf-8"), part), "utf-8")
 
 
 if __name__ == "__main__":

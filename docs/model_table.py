@@ -1,8 +1,8 @@
-"""Write the table of families in docs/models.md, from the tables that the tests run.
+"""Write the table of families and the list of sizes in docs/models.md.
 
     python -m docs.model_table
 
-A test compares the page with the code. A family of `FAMILIES` is a row by itself.
+A test compares the page with the code.
 """
 
 import pathlib
@@ -16,52 +16,72 @@ from tests.models.pretrained.family_rows import ADAPTERS, FORM_OF, PRESETS_OF
 from tests.models.pretrained.published import FAMILY_OF
 
 PAGE = pathlib.Path(__file__).with_name("models.md")
-BEGIN, END = "<!-- Written by docs/model_table.py. -->\n", "<!-- End of what it writes. -->\n"
-HEAD = """| family | class | loaded and saved | sizes from scratch | adapters | heads | layouts |
-|---|---|---|---|---|---|---|
+BEGIN, END = "<!-- Written by docs/model_table.py. -->\n", "<!-- End of the written part. -->\n"
+HEADER = """| family | class in `transformers` | heads | tested layouts |
+|---|---|---|---|
 """
-# The form of the harness that has a family's blocks, where `FORM_OF` does not say.
-FORMS = {"CausalLM": "llama", "MaskedLM": "bert", "EncoderDecoderLM": "bart"}
+HEAD_NAMES = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
+# Network in harness/networks.py with the blocks of a family that `FORM_OF` does not list.
+DEFAULT_FORMS = {"CausalLM": "llama", "MaskedLM": "bert", "EncoderDecoderLM": "bart"}
 
 
-def presets(kind):
-    """Return the names of the presets of a family."""
-    return [x for x in ARCHITECTURES if re.match(PRESETS_OF.get(kind, f"{kind}_"), x)]
+def presets(family):
+    """Return the names of the published sizes of a family."""
+    pattern = PRESETS_OF.get(family, f"{family}_")
+    return [name for name in ARCHITECTURES if re.match(pattern, name)]
 
 
-def layouts(form):
-    """Return how many layouts a form of the harness is trained on by the tests."""
+def models_in_tests(family):
+    """Return the names of the models of a family that the tests compare with `transformers`."""
+    return [name for name, model_family in FAMILY_OF.items() if model_family == family]
+
+
+def count_layouts(form):
+    """Return the number of layouts in the tests of a network of harness/networks.py."""
     networks = [run.partition("/")[0].partition(".")[0] for run in RUNS]
     return sum(re.sub("^(deep_)?(long_)?|_frozen$|_lora$", "", name) == form for name in networks)
 
 
-def row(kind, family):
+def row(family):
     """Return the cells of a family."""
-    checked = [name for name, of in FAMILY_OF.items() if of == kind]
-    form = FORM_OF.get(kind) or FORMS[family.network.__name__]
-    heads = [x.removeprefix("For") for x in task_heads(kind)]
-    heads += ["vectors"] * (kind in WITH_VECTORS)
+    form = FORM_OF.get(family) or DEFAULT_FORMS[FAMILIES[family].network.__name__]
+    heads = [HEAD_NAMES[name] for name in task_heads(family)]
+    if family in WITH_VECTORS:
+        heads.append("vectors")
+    architecture = FAMILIES[family].architecture
+    return f"`{family}`", f"`{architecture}`", ", ".join(heads), f"{count_layouts(form)} (`{form}`)"
+
+
+def quoted(names):
+    """Return names in backquotes, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def written_part():
+    """Return the table of families, the list of sizes and the families compared with `peft`.
+
+    Raises:
+        ValueError: If a family has no model in the tests.
+    """
+    untested = [family for family in FAMILIES if not models_in_tests(family)]
+    if untested:
+        raise ValueError(f"no test compares {quoted(untested)} with transformers")
+    rows = [f"| {' | '.join(row(family))} |\n" for family in FAMILIES]
+    sizes = [f"- {quoted(presets(family))}\n" for family in FAMILIES if presets(family)]
+    with_peft = [family for family in FAMILIES if set(ADAPTERS) & set(models_in_tests(family))]
     return (
-        f"`{kind}`",
-        f"`{family.architecture}`",
-        f"{len(checked)} checked" if checked else "no check",
-        ", ".join(f"`{x}`" for x in presets(kind)) or "by arguments",
-        "checked with `peft`" if any(x in ADAPTERS for x in checked) else "yes",
-        ", ".join(heads),
-        f"{layouts(form)}, as `{form}`",
+        f"{HEADER}{''.join(rows)}\n"
+        f"Adapters of {quoted(with_peft)} are compared with `peft`.\n\n"
+        "### Published sizes\n\n"
+        "`from_preset` accepts these names. `dtransformer models` also prints their parameters.\n\n"
+        f"{''.join(sizes)}"
     )
 
 
-def table():
-    """Return the table's text."""
-    rows = [f"| {' | '.join(row(*one))} |\n" for one in FAMILIES.items()]
-    return HEAD + "".join(rows)
-
-
 def page():
-    """Return the page's text with the table anew."""
+    """Return the text of the page with a new written part."""
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    return before + BEGIN + written_part() + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":

@@ -3,20 +3,22 @@
 import ast
 import doctest
 import importlib.util
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.doc_pages import ROOT, doc_pages, page_name
+
 PACKAGE = ROOT / "dtransformer"
-PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 FILE = re.compile(r"[\w./-]*/[\w.-]+\.(?:py|sh|yaml|cfg)\b")
 STATION = re.compile(r"\d+\. `([\w/]+\.py)` · `([\w.]+)`")
 MAX_STATIONS = 10
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if ">>> " in page.read_text("utf-8")])
+@pytest.mark.parametrize(
+    "page", [page_name(page) for page in PAGES if ">>> " in page.read_text("utf-8")]
+)
 @pytest.mark.tensorflow
 def test_examples(page, tmp_path, monkeypatch):
     """They do what the page says, one after the other."""
@@ -29,7 +31,7 @@ def test_examples(page, tmp_path, monkeypatch):
 
 def test_files_that_docs_name_exist():
     wrong = [
-        f"{page.name}: {name}"
+        f"{page_name(page)}: {name}"
         for page in PAGES
         for name in FILE.findall(page.read_text("utf-8"))
         if not any((folder / name).exists() for folder in (ROOT, PACKAGE))
@@ -65,19 +67,28 @@ def definition(file, function):
     return node
 
 
-def test_the_command_lines_page_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("command_line", ROOT / "docs/command_line.py")
+def load_script(name):
+    """Return a module of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text("utf-8") == module.page(), "run docs/command_line.py"
+    return module
+
+
+def test_hardware_tables_match_the_planner():
+    script = load_script("hardware_table")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/hardware_table.py"
+
+
+def test_command_line_page_matches_the_code():
+    script = load_script("command_line")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/command_line.py"
 
 
 @pytest.mark.tensorflow
-def test_the_table_of_families_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("model_table", ROOT / "docs/model_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.PAGE.read_text("utf-8") == module.page(), "run python -m docs.model_table"
+def test_table_of_families_matches_the_code():
+    script = load_script("model_table")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python -m docs.model_table"
 
 
 def shown_names():

@@ -91,7 +91,7 @@ def test_it_is_used_outside_of_the_clone(installed, tmp_path):
     printed = run(installed / "dtransformer", *plan, "--global-batch", 8, folder=tmp_path)
     assert "data_parallel" in printed
     (tmp_path / "train.py").write_text(replaced(blocks(ROOT / "README.md", "python")[0], EXAMPLE))
-    assert "val_loss" in run(installed / "python", "train.py", folder=tmp_path)
+    assert "loss" in run(installed / "python", "train.py", folder=tmp_path)
 
 
 def test_the_version_is_the_changelogs():

@@ -17,6 +17,7 @@ LIMITS = {"check": 60, "test": 15 * 60, "long": 3 * 60 * 60}
 
 # Files and folders whose tests need no TensorFlow, but for those with the mark `tensorflow`.
 CHECK = (
+    "cli/test_schema.py",
     "runs/test_config.py",
     "runs/test_unread.py",
     "datasets/test_documents.py",

@@ -86,19 +86,26 @@ def make_parser() -> Parser:
 
 def _with_example(command):
     """Return the arguments of a parser whose help ends with an example."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return {"epilog": f"example:\n  {command}", "formatter_class": formatter}
+    return {
+        "epilog": f"example:\n  {command}",
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
 
 
 def _add_commands(parser, table, name):
     parser.set_defaults(print_help=parser.print_help)
     commands = parser.add_subparsers(dest=name, metavar=name.upper())
     for command, fields in table.items():
-        own = {"help": fields["help"], "usage": fields.get("usage")}
-        child = commands.add_parser(command, **own, **_with_example(fields["example"]))
+        child = commands.add_parser(
+            command,
+            help=fields["help"],
+            usage=fields.get("usage"),
+            **_with_example(fields["example"]),
+        )
         if "run_by" in fields:
-            own = {name: fields.get(name, False) for name in ("run_by", "without_tensorflow")}
-            child.set_defaults(**own)
+            child.set_defaults(
+                run_by=fields["run_by"], without_tensorflow="without_tensorflow" in fields
+            )
         if "actions" in fields:
             _add_commands(child, fields["actions"], "action")
         else:

@@ -1,4 +1,7 @@
-"""Keys of a run's config: sections of each task (`SECTIONS`), allowed values and defaults."""
+"""Keys of run configs: sections of each task, and types, defaults and descriptions of their keys.
+
+The comment after a field is its description in docs, `dtransformer new` and `dtransformer schema`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,14 +14,16 @@ from dtransformer.inputs.json_file import STRICT, problem
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.planner.models import checked
 
-USUAL_VOCABULARY = 8000  # pieces, where texts have so many
+USUAL_VOCABULARY = 8000  # maximum entries of a trained tokenizer
 
-# What values may be; the greatest ones keep what is computed from them finite, `needs` tells of memory.
+# Types of values. Upper bounds keep derived numbers finite; `runs.needs` checks memory.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Pieces = Annotated[int, Field(ge=16, le=10**7)]
 Layers = Annotated[int, Field(ge=1, le=200)]
+Epochs = Annotated[int, Field(ge=1, le=10**6)]
+Small = Annotated[int, Field(ge=1, le=1000)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=1, le=1e9)]
 NotNegative = Annotated[float, Field(ge=0, le=1e9)]
@@ -31,7 +36,7 @@ _options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment
 
 
 def _made_of(kind: type) -> Callable:
-    """Return a function that makes a dataclass of a mapping; other values are left to pydantic."""
+    """Return a function that converts a mapping to a dataclass; other values stay unchanged."""
 
     def make(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -45,12 +50,7 @@ def _made_of(kind: type) -> Callable:
 
 
 def _each_of(kind: type, name: str) -> BeforeValidator:
-    """Return what makes a tuple of dataclasses of mappings; a text stands for one with one field.
-
-    Args:
-        kind: the dataclass.
-        name: the field, which has to be given.
-    """
+    """Return a validator that makes a tuple of dataclasses; a string sets only the field `name`."""
     make = _made_of(kind)
 
     def make_all(value: Any) -> Any:
@@ -60,53 +60,54 @@ def _each_of(kind: type, name: str) -> BeforeValidator:
             raise ValueError(f"must be a {name}, or a list of such or of {{{name}: …}}")
         return tuple(found) if value else ()
 
-    return BeforeValidator(make_all)
+    return BeforeValidator(make_all, json_schema_input_type=str | kind | list[str | kind] | None)
 
 
 @_options
 class Source:
-    """A file of records, or a folder of token shards, and its weight in a mixture."""
+    """File of records, or folder of token shards, with its weight in a mixture."""
 
-    path: Path = ""  # what is read
-    target: Path | None = None  # line by line what a text of `path` becomes, for seq2seq
-    weight: Positive | None = None  # of a mixture; shares are these, divided by their sum
+    path: Path = ""  # File or folder to read
+    target: Path | None = None  # File with the target texts, line by line (seq2seq)
+    weight: Positive | None = None  # Relative frequency in a mixture
 
 
+Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
 
 @_options
 class TranslationData:
-    """Where sentences come from, and how they are put into batches."""
+    """Sentence pairs and batching."""
 
-    source: Path | None = None  # line-aligned: plain text, or as .gz
-    target: Path | None = None  # line by line its translations
-    dev_source: Path | None = None  # held-out sentences, for val_loss and BLEU
-    dev_target: Path | None = None  # their translations
-    max_length: Count = 128  # tokens of a sentence; longer pairs are left out of training
-    max_ratio: Ratio | None = None  # pairs with more times the words on one side: left out too
-    distinct: bool = False  # whether repeated pairs are left out too
-    batch_tokens: Count | None = 4096  # tokens of one side of a global batch, padding included
-    batch_size: Count | None = None  # or sentences of a global batch
-    num_buckets: Annotated[int, Field(ge=1, le=1000)] = 8  # of lengths, within which batches are
-    packed_length: Count | None = None  # tokens of rows that sentences are packed into, no buckets
-    shuffle: bool = True  # anew in every epoch
+    source: Path | None = None  # Source text, one sentence per line; may be .gz
+    target: Path | None = None  # Translations, line by line
+    dev_source: Path | None = None  # Held-out source text, for val_loss and BLEU
+    dev_target: Path | None = None  # Translations of dev_source
+    max_length: Count = 128  # Maximum tokens per sentence; longer training pairs are dropped
+    max_ratio: Ratio | None = None  # Drop pairs whose word counts differ by more than this factor
+    distinct: bool = False  # Drop repeated pairs
+    batch_tokens: Count | None = 4096  # Tokens per global batch and side, with padding
+    batch_size: Count | None = None  # Sentences per global batch, instead of batch_tokens
+    num_buckets: Small = 8  # Number of length buckets
+    packed_length: Count | None = None  # Tokens per packed row; replaces buckets
+    shuffle: bool = True  # Shuffle in every epoch
 
 
 @_options
 class DocumentData:
-    """Documents: text, and how it is put into rows."""
+    """Documents and the rows made from them."""
 
-    train: Sources = ()  # files of text or records, or a folder that `prepare --lm` wrote
-    dev: Sources = ()  # held-out documents, for val_loss and perplexity
-    field: Name = "text"  # the key or column of records that has the text
-    documents: Literal["blank_line", "line", "file"] = "blank_line"  # what ends one in a text file
-    sentences: bool = False  # whether lines are sentences, which next_sentence needs
-    length: Count = 512  # tokens of a row
-    mask_rate: Rate = 0.15  # share of tokens that are asked for, of all tasks but causal_lm
-    mean_span: Ratio = 3.0  # tokens of a span of span_corruption
-    shuffle: bool = True  # anew in every epoch
+    train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
+    dev: Sources = ()  # Held-out documents, for val_loss and perplexity
+    field: Name = "text"  # Key or column of the text in records
+    documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each text document
+    sentences: bool = False  # Treat lines as sentences, for next_sentence
+    length: Count = 512  # Tokens per row
+    mask_rate: Rate = 0.15  # Fraction of tokens to predict
+    mean_span: Ratio = 3.0  # Mean tokens per span
+    shuffle: bool = True  # Shuffle in every epoch
 
 
 Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
@@ -116,84 +117,84 @@ Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
 
 @_options
 class RecordData:
-    """Records: files of examples, their form, and how they are put into rows."""
+    """Records and the rows made from them."""
 
-    train: Sources = ()  # .jsonl, .json, .parquet, .arrow or text; JSON and text may be packed, .gz
-    dev: Sources = ()  # held-out records
-    fields: Names = dataclasses.field(default_factory=dict)  # our name: the key in the files
-    length: Count = 512  # most tokens of a record, and those of a row
-    longer: Literal["leave_out", "cut"] = "leave_out"  # what becomes of longer records
-    packed: bool = False  # several records in a row, kept apart in attention and positions
-    mixture: Literal["repeat", "once", "first_ends"] = "once"  # what ends an epoch of several
-    shuffle: bool = True  # anew in every epoch
+    train: Sources = ()  # Files: .jsonl, .json, .parquet, .arrow or text; JSON and text may be .gz
+    dev: Sources = ()  # Held-out records
+    fields: Names = dataclasses.field(default_factory=dict)  # Field names: {prompt: question}
+    length: Count = 512  # Maximum tokens per record, and tokens per row
+    longer: Literal["leave_out", "cut"] = "leave_out"  # leave_out or cut longer training records
+    packed: bool = False  # Pack several records into a row, without attention between them
+    mixture: Literal["repeat", "once", "first_ends"] = "once"  # Epoch end of mixtures
+    shuffle: bool = True  # Shuffle in every epoch
 
 
 @_options
 class Seq2SeqData(RecordData):
-    """Texts that become texts."""
+    """Source and target texts."""
 
-    prefix: str = ""  # what each source begins with, such as "summarize: "
+    prefix: str = ""  # Text before each source, such as "summarize: "
 
 
 @_options
 class ChatData(RecordData):
-    """Conversations, texts, or pairs of answers; their template, and what of them is learnt."""
+    """Conversations, texts or pairs of answers, and their chat template."""
 
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # the turns to learn
-    template: Path | None = None  # a Jinja file, or chatml; by default the tokenizer's own
-    date: Date = "2024-07-26"  # what templates take for today
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # Turns to learn
+    template: Path | None = None  # Jinja file, or chatml; null uses the tokenizer's template
+    date: Date = "2024-07-26"  # Date that templates insert as today
 
 
 @_options
 class LabelData(RecordData):
     """Texts with labels."""
 
-    labels: list[Name] = dataclasses.field(default_factory=list)  # by default those of records
-    pooling: Literal["first", "mean", "last"] | None = None  # first; last of decoders
+    labels: list[Name] = dataclasses.field(default_factory=list)  # Labels; [] for the records'
+    pooling: Literal["first", "mean", "last"] | None = None  # Default: first, or last in decoders
 
 
 @_options
 class TokenizerOptions:
-    """One subword vocabulary for all texts."""
+    """Subword tokenizer of all texts."""
 
-    folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
-    vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
-    lower_case: bool = False  # whether texts are made lower case
-    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # byte_bpe for language models
+    folder: Path | None = None  # Tokenizer to use; null: model.from's tokenizer, or train one
+    vocab_size: Pieces | None = None  # Entries of a trained tokenizer; null: up to 8000
+    lower_case: bool = False  # Convert texts to lower case
+    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # null: by task
 
 
 @_options
 class TranslationModel:
-    """The arguments of `models.TranslationTransformer`."""
+    """Arguments of `models.TranslationTransformer`."""
 
-    hidden_size: Size = 256  # features of a token, h
-    num_heads: Size = 8  # of attention, which divide h
-    ffn_hidden_size: Size | None = None  # of feed-forward layers; 4 h by default
-    encoder_layers: Layers = 4  # blocks
-    decoder_layers: Layers = 4  # blocks
-    dropout_rate: Rate = 0.1  # of residual branches; of the others where they are not given
-    attention_dropout_rate: Rate | None = None  # of attention's weights
-    embedding_dropout_rate: Rate | None = None  # of embeddings
-    hidden_act: Name = "relu"  # the activation of feed-forward layers
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # how positions are told
-    shared_embeddings: bool = True  # one table for source and target
-    tied_head: bool = True  # the head's kernel is the target's table
-    head_bias: bool = False  # whether the head has a bias
-    post_layernorm_residual: bool = False  # norms after residual sums, as published in 2017
-    moe_config: Experts = None  # a mapping of its fields
-    moe_every: Layers = 1  # which blocks have experts: every so many
+    hidden_size: Size = 256  # Features per token, h
+    num_heads: Size = 8  # Attention heads; must divide h
+    ffn_hidden_size: Size | None = None  # Inner size of feed-forward layers; null: 4 h
+    encoder_layers: Layers = 4  # Encoder blocks
+    decoder_layers: Layers = 4  # Decoder blocks
+    dropout_rate: Rate = 0.1  # Dropout of residual branches
+    attention_dropout_rate: Rate | None = None  # Dropout of attention weights; null: dropout_rate
+    embedding_dropout_rate: Rate | None = None  # Dropout of embeddings; null: dropout_rate
+    hidden_act: Name = "relu"  # Activation of feed-forward layers
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # sinusoidal or learned
+    shared_embeddings: bool = True  # Share one embedding table between source and target
+    tied_head: bool = True  # Use the target's embedding table as the head's kernel
+    head_bias: bool = False  # Add a bias to the head
+    post_layernorm_residual: bool = False  # Normalize after residual sums, as published in 2017
+    moe_config: Experts = None  # Mixture of experts, a mapping of MoEConfig fields
+    moe_every: Layers = 1  # Use experts in every n-th block
 
 
 @_options
 class AdapterOptions:
-    """Low-rank adapters of a model, which are trained in its place."""
+    """Low-rank adapters, trained instead of the model's weights."""
 
-    rank: Size = 8  # size between the factors
-    alpha: Positive = 16.0  # the product of the factors is multiplied with alpha / rank
-    targets: Name | list[Name] = "*attention/(query|value)_kernel"  # patterns of kernels' paths
-    kind: Literal["lora", "dora"] = "lora"  # dora: magnitudes of a kernel's outputs, too
-    dropout: Rate = 0.0  # the share of inputs that the factors do not see in training
-    rslora: bool = False  # alpha / √rank in place of alpha / rank
+    rank: Size = 8  # Rank of the factors
+    alpha: Positive = 16.0  # Scale; the product of the factors is multiplied by alpha / rank
+    targets: Name | list[Name] = "*attention/(query|value)_kernel"  # Path patterns of kernels
+    kind: Literal["lora", "dora"] = "lora"  # lora or dora, which also trains magnitudes
+    dropout: Rate = 0.0  # Dropout of the factors' inputs
+    rslora: bool = False  # Use alpha / √rank instead of alpha / rank
 
 
 Adapters = Annotated[
@@ -203,53 +204,53 @@ Adapters = Annotated[
 
 @_options
 class NetworkOptions:
-    """The model: published weights, a preset, another run, or sizes; keys not given are its own."""
+    """Published weights, a preset, another run, or sizes; null keeps the model's value."""
 
-    from_: Path | None = None  # a published folder, or another run's
-    preset: Name | None = None  # a size of dtransformer.architectures, such as llama3_8b
-    adapters: Adapters = None  # rank, alpha, targets; the rest is frozen then
-    freeze: Name | list[Name] | None = None  # patterns of weights that are not trained
-    hidden_size: Size | None = None  # features of a token, h
-    num_heads: Size | None = None  # of attention, which divide h
-    num_kv_heads: Size | None = None  # heads of keys and values
-    head_dim: Size | None = None  # features of a head
-    ffn_hidden_size: Size | None = None  # of feed-forward layers
-    num_layers: Layers | None = None  # blocks of a single stack
-    encoder_layers: Layers | None = None  # blocks of an encoder-decoder's encoder
-    decoder_layers: Layers | None = None  # blocks of its decoder
-    max_length: Count | None = None  # learned positions; by default data.length
+    from_: Path | None = None  # Published folder or run folder
+    preset: Name | None = None  # Published size, such as llama3_8b, with random weights
+    adapters: Adapters = None  # Low-rank adapters (rank, alpha, …); freezes all other weights
+    freeze: Name | list[Name] | None = None  # Path patterns of weights to freeze
+    hidden_size: Size | None = None  # Features per token, h
+    num_heads: Size | None = None  # Attention heads
+    num_kv_heads: Size | None = None  # Heads of keys and values; must divide num_heads
+    head_dim: Size | None = None  # Features per head
+    ffn_hidden_size: Size | None = None  # Inner size of feed-forward layers
+    num_layers: Layers | None = None  # Blocks of a single stack
+    encoder_layers: Layers | None = None  # Blocks of an encoder-decoder's encoder
+    decoder_layers: Layers | None = None  # Blocks of an encoder-decoder's decoder
+    max_length: Count | None = None  # Learned positions; null: data.length
     positions: Name | None = None  # learned, sinusoidal, rotary, alibi or relative
-    dropout_rate: Rate | None = None  # of residual branches
-    attention_dropout_rate: Rate | None = None  # of attention's weights
-    embedding_dropout_rate: Rate | None = None  # of embeddings
-    hidden_act: Name | None = None  # the activation of feed-forward layers
-    embedding_scale: Positive | None = None  # what embeddings are multiplied with
+    dropout_rate: Rate | None = None  # Dropout of residual branches
+    attention_dropout_rate: Rate | None = None  # Dropout of attention weights
+    embedding_dropout_rate: Rate | None = None  # Dropout of embeddings
+    hidden_act: Name | None = None  # Activation of feed-forward layers
+    embedding_scale: Positive | None = None  # Factor on embeddings
     norm: Name | None = None  # layer_norm or rms_norm
-    norm_epsilon: Positive | None = None  # what norms add to the variance
-    gated: bool | None = None  # gated feed-forward layers
-    use_bias: bool | None = None  # of products
-    qkv_bias: bool | None = None  # of queries, keys and values
-    qk_norm: Name | None = None  # a norm of queries and keys
-    query_scale: Positive | None = None  # what scores are multiplied with
-    soft_cap: Positive | None = None  # of scores
-    rotary_base: Positive | None = None  # of rotary positions
-    window: Count | None = None  # positions that each attends to
-    tied_head: bool | None = None  # the head's kernel is the table of embeddings
-    head_bias: bool | None = None  # whether the head has a bias
-    post_layernorm_residual: bool | None = None  # norms after residual sums
-    relative_ranges: Size | None = None  # of relative positions
-    relative_max_distance: Size | None = None  # of relative positions
-    moe_config: Experts = None  # a mapping of its fields
-    moe_every: Layers | None = None  # which blocks have experts: every so many
+    norm_epsilon: Positive | None = None  # Constant that norms add to the variance
+    gated: bool | None = None  # Use gated feed-forward layers
+    use_bias: bool | None = None  # Add biases to matrix products
+    qkv_bias: bool | None = None  # Add biases to queries, keys and values
+    qk_norm: Name | None = None  # Norm of queries and keys, such as rms_norm
+    query_scale: Positive | None = None  # Factor on attention scores
+    soft_cap: Positive | None = None  # Bound of attention scores, c·tanh(score / c)
+    rotary_base: Positive | None = None  # Base of rotary frequencies
+    window: Count | None = None  # Positions that each token attends to, including itself
+    tied_head: bool | None = None  # Use the embedding table as the head's kernel
+    head_bias: bool | None = None  # Add a bias to the head
+    post_layernorm_residual: bool | None = None  # Normalize after residual sums
+    relative_ranges: Size | None = None  # Number of buckets of relative positions
+    relative_max_distance: Size | None = None  # Distance of the last bucket
+    moe_config: Experts = None  # Mixture of experts, a mapping of MoEConfig fields
+    moe_every: Layers | None = None  # Use experts in every n-th block
 
 
 @_options
 class GroupOptions:
-    """Weights that are updated in another way than the others."""
+    """Weights with a different learning rate or weight decay."""
 
-    pattern: Name | list[Name] = ""  # one or several of their paths
-    learning_rate_factor: NotNegative = 1.0  # of the schedule's rate
-    weight_decay: NotNegative | None = None  # in place of training.weight_decay
+    pattern: Name | list[Name] = ""  # Path pattern, or a list of patterns
+    learning_rate_factor: NotNegative = 1.0  # Factor on the schedule's learning rate
+    weight_decay: NotNegative | None = None  # Replaces training.weight_decay
 
 
 Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], _each_of(GroupOptions, "pattern")]
@@ -257,113 +258,113 @@ Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], _each_of(Group
 
 @_options
 class TrainingOptions:
-    """How the model is trained."""
+    """Optimizer, schedule, precision and checkpoints."""
 
-    epochs: Annotated[int, Field(ge=1, le=10**6)] = 10  # from the run's beginning
-    max_steps: Count | None = None  # stop after so many steps of the run
-    max_minutes: NotNegative | None = None  # stop after the step that passes this
-    optimizer: Name = "adamw"  # a Keras optimizer's name
-    learning_rate: NotNegative = 1e-3  # the greatest, after the warm-up
+    epochs: Epochs = 10  # Total epochs, including epochs before a resume
+    max_steps: Count | None = None  # Stop after this total number of steps
+    max_minutes: NotNegative | None = None  # Stop after the first step beyond this time
+    optimizer: Name = "adamw"  # Name of a Keras optimizer
+    learning_rate: NotNegative = 1e-3  # Peak learning rate, after the warm-up
     schedule: Schedule = "inverse_sqrt"  # inverse_sqrt, linear, cosine, constant, wsd or restarts
-    warmup_steps: Number = 400  # in which the rate rises from 0
-    decay_steps: Count | None = None  # of wsd: the last ones; a tenth of all by default
-    restarts: Count = 1  # of restarts: how often the cosine begins anew
-    final_learning_rate: NotNegative = 0.0  # the least, at the end of linear, cosine, wsd, restarts
-    weight_decay: NotNegative = 0.01  # not on norms and biases
-    beta_2: Rate = 0.98  # of Adam
-    clip_norm: NotNegative | None = 1.0  # the greatest norm of all gradients
-    label_smoothing: Rate = 0.1  # the share that other tokens have
-    z_loss: Rate = 0.0  # factor of logsumexp² of the logits in the loss, such as 1e-4
-    ema: Rate = 0.0  # momentum of averages of weights, which are evaluated, saved and exported
-    groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
-    precision: Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"] = "float32"
-    jit_compile: Literal["auto", True, False] = "auto"  # auto, true or false
-    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
-    local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
-    deterministic: bool = False  # the same bits each time, on GPUs by slower operations
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, dropout and shuffling
-    checkpoint_steps: Number = 0  # steps between checkpoints; 0 for one checkpoint an epoch
-    checkpoint_minutes: NotNegative = 0  # or the time between them
-    keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
-    early_stopping: Number = 0  # epochs without a better val_loss after which to stop; 0 for never
-    bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
-    layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
+    warmup_steps: Number = 400  # Steps of linear warm-up from 0
+    decay_steps: Count | None = None  # Length of wsd's decay at the end; null: a tenth of all
+    restarts: Count = 1  # Number of restarts of the cosine, for schedule restarts
+    final_learning_rate: NotNegative = 0.0  # Final rate of linear, cosine, wsd and restarts
+    weight_decay: NotNegative = 0.01  # Weight decay; norms and biases do not decay
+    beta_2: Rate = 0.98  # Decay rate of Adam's second moment
+    clip_norm: NotNegative | None = 1.0  # Maximum global gradient norm; null disables
+    label_smoothing: Rate = 0.1  # Probability spread over all other tokens
+    z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
+    ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
+    groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
+    precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
+    jit_compile: Literal["auto", True, False] = "auto"  # Compile with XLA: auto, true or false
+    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per call
+    local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
+    deterministic: bool = False  # Use deterministic operations, slower on GPUs
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, dropout and shuffling
+    checkpoint_steps: Number = 0  # Steps between checkpoints; 0: one per epoch
+    checkpoint_minutes: NotNegative = 0  # Minutes between checkpoints; 0 disables
+    keep_checkpoints: Count = 2  # Newest checkpoints to keep; the best by val_loss also stays
+    early_stopping: Number = 0  # Stop after n epochs without a better val_loss; 0 disables
+    bleu_sentences: Number = 200  # Dev sentences to translate after every epoch; 0 disables
+    layout: Literal["given", "auto"] = "given"  # auto: chosen by the planner
 
 
 @_options
 class NetworkTraining(TrainingOptions):
-    """How the model is trained."""
+    """Optimizer, schedule, precision and checkpoints."""
 
-    neftune_alpha: NotNegative = 0.0  # noise of embeddings while training, such as 5
-    batch_size: Count = 32  # rows of a global batch
-    epochs: Annotated[int, Field(ge=1, le=10**6)] = 1  # from the run's beginning
-    learning_rate: NotNegative = 2e-4  # the greatest, after the warm-up
+    neftune_alpha: NotNegative = 0.0  # Noise on embeddings in training, such as 5
+    batch_size: Count = 32  # Rows per global batch
+    epochs: Epochs = 1  # Total epochs, including epochs before a resume
+    learning_rate: NotNegative = 2e-4  # Peak learning rate, after the warm-up
     schedule: Schedule = "cosine"  # inverse_sqrt, linear, cosine, constant, wsd or restarts
-    warmup_steps: Number = 0  # in which the rate rises from 0
-    beta_2: Rate = 0.95  # of Adam
-    label_smoothing: Rate = 0.0  # the share that other tokens have
+    warmup_steps: Number = 0  # Steps of linear warm-up from 0
+    beta_2: Rate = 0.95  # Decay rate of Adam's second moment
+    label_smoothing: Rate = 0.0  # Probability spread over all other tokens
 
 
 @_options
 class PreferenceTraining(NetworkTraining):
-    """How the model is trained to prefer answers."""
+    """Training on pairs of answers (DPO)."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # of the margins between answers
-    beta: Positive = 0.1  # how close to the reference the model stays
-    smoothing: Share = 0.0  # the share of pairs that are labelled the wrong way round
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # Loss: sigmoid, ipo or hinge
+    beta: Positive = 0.1  # Strength of the pull towards the reference model
+    smoothing: Share = 0.0  # Assumed fraction of mislabelled pairs, for sigmoid
 
 
 @_options
 class RewardTraining(NetworkTraining):
-    """How the model is trained to rate answers."""
+    """Training of a reward model."""
 
-    center_rewards: NotNegative | None = None  # factor of (chosen + rejected reward)² in the loss
+    center_rewards: NotNegative | None = None  # Factor on (chosen + rejected reward)² in the loss
 
 
 @_options
 class EmbeddingTraining(NetworkTraining):
-    """How the model is trained to tell texts that belong together."""
+    """Contrastive training of text vectors."""
 
-    temperature: Positive = 0.05  # what similarities are divided by
+    temperature: Positive = 0.05  # Divisor of similarities
 
 
 @_options
 class SearchOptions:
-    """How translations are searched for."""
+    """Search for translations."""
 
-    beam_size: Annotated[int, Field(ge=1, le=1000)] = 4  # hypotheses; 1 is greedy search
-    length_penalty: Annotated[float, Field(ge=0, le=100)] = 0.6  # exponent of the length penalty
-    max_length: Count | None = None  # tokens; by default by the source
+    beam_size: Small = 4  # Number of hypotheses; 1 is greedy search
+    length_penalty: Annotated[float, Field(ge=0, le=100)] = 0.6  # Exponent of the length penalty
+    max_length: Count | None = None  # Maximum tokens; null: depends on the source
 
 
 @_options
 class EvaluationOptions:
-    """What is looked at while training goes on."""
+    """Evaluation during training."""
 
-    every_steps: Count | None = None  # evaluate data.dev, and show samples, so often besides
-    samples: list[str] = dataclasses.field(default_factory=list)  # prompts, continued every epoch
-    max_new_tokens: Count = 32  # of a sample
+    every_steps: Count | None = None  # Also evaluate data.dev and show samples every n steps
+    samples: list[str] = dataclasses.field(default_factory=list)  # Prompts, run after each epoch
+    max_new_tokens: Count = 32  # Maximum tokens per sample
 
 
 @_options
 class LogOptions:
-    """Logs besides metrics.jsonl, which each run writes."""
+    """Logs in addition to metrics.jsonl."""
 
-    csv: bool = False  # epochs, in the run's folder
-    tensorboard: bool = False  # in the run's folder
-    wandb: Name | None = None  # a project of Weights & Biases; WANDB_MODE=offline works, too
-    mlflow: Name | None = None  # an experiment of MLflow, of MLFLOW_TRACKING_URI
+    csv: bool = False  # Write epochs to a CSV file in the run folder
+    tensorboard: bool = False  # Write TensorBoard logs to the run folder
+    wandb: Name | None = None  # Weights & Biases project; WANDB_MODE=offline also works
+    mlflow: Name | None = None  # MLflow experiment at MLFLOW_TRACKING_URI
 
 
 @_options
 class ExportOptions:
-    """What is written when training has ended."""
+    """Exports at the end of training."""
 
-    folder: Path | None = None  # a published folder, for generate and transformers
-    family: Name | None = None  # its family, such as gpt2; by default that of `model.from`
-    saved_model: Path | None = None  # a SavedModel of TensorFlow, with a signature, to be served
-    merge_adapters: bool = True  # adapters are added to the weights; else they are written apart
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of weights; default: as loaded
+    folder: Path | None = None  # Published folder to write, for generate and transformers
+    family: Name | None = None  # Family, such as gpt2; null uses the family of model.from
+    saved_model: Path | None = None  # TensorFlow SavedModel to write, for serving
+    merge_adapters: bool = True  # Merge adapters into the weights; false exports adapters only
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Type; null: as loaded
 
 
 _TOKENIZED = {
@@ -377,7 +378,7 @@ _TOKENIZED = {
 }
 _DOCUMENTS = {"data": DocumentData, **_TOKENIZED}
 _LABELS = {"data": LabelData, **_TOKENIZED}
-# Task -> the classes of its sections, in the order in which they are written.
+# Classes of the sections of each task, in the order of saved configs.
 SECTIONS = {
     "translation": {
         "data": TranslationData,

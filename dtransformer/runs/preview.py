@@ -10,33 +10,32 @@ import yaml
 from dtransformer.runs.config import RunConfig, key_of
 from dtransformer.runs.unread import is_read
 
-_FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
-_COMMON = ("data", "tokenizer", "model", "training", "evaluation", "logs", "export")
+# Patterns of a field with a comment, and of an entry of a class' docstring.
+_COMMENT = r"(?m)^    (\w+): .*?  # (.*)$"
+_ARGUMENT = r"(?m)^        (\w+): (.*(?:\n {12}.*)*)"
 
 
 def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
-    """Return a commented file for a task, which `load_config` takes.
+    """Return a commented YAML config that `load_config` can read.
 
     Args:
-        task: its name.
-        options: what the file begins with, by section and key; by default the names of data.
+        task: Name of the task.
+        options: Values to set, by section and key. Defaults to the paths of data and model.
 
     Raises:
-        InputError: there is no such task.
+        InputError: If the task is unknown.
     """
     config, lines = RunConfig(task), [f"task: {task}"]
     for name, section in config.sections().items():
-        if name not in _COMMON and name != "search":
+        if name == "parallel":
             continue
         lines += ["", f"# {inspect.getdoc(type(section)).splitlines()[0]}", f"{name}:"]
-        told = fields_told(type(section))
+        descriptions = field_descriptions(type(section))
         for field in dataclasses.fields(section):
             if not is_read(task, f"{name}.{key_of(field.name)}"):
                 continue
             value = yaml.safe_dump(dataclasses.asdict(section)[field.name]).splitlines()[0]
-            lines.append(
-                f"  # {key_of(field.name)}: {value}  # {told.get(field.name, '')}".rstrip(" #")
-            )
+            lines.append(f"  # {key_of(field.name)}: {value}  # {descriptions[field.name]}")
         starts = _STARTS.get(name, {})
         own = starts.get(task, starts.get("*"))
         if options and name in options:
@@ -45,7 +44,7 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-# What the files begin with, by section and task.
+# Values to set by default, by section and task.
 _STARTS = {
     "data": {
         "*": "train: data/train.jsonl",
@@ -56,9 +55,14 @@ _STARTS = {
 }
 
 
-def fields_told(owner: type) -> dict[str, str]:
-    """Return what the comments of a dataclass' fields say, those of its bases first."""
-    told = {}
+def field_descriptions(owner: type) -> dict[str, str]:
+    """Return the description of each field of a dataclass.
+
+    It is the comment after the field, or its entry in the docstring, of the last class that has one.
+    """
+    descriptions = {}
     for kind in reversed(owner.__mro__[:-1]):
-        told |= dict(_FIELD.findall(inspect.getsource(kind)))
-    return told
+        source = inspect.getsource(kind)
+        matches = re.findall(_COMMENT, source) + re.findall(_ARGUMENT, source)
+        descriptions |= {name: " ".join(text.split()) for name, text in matches}
+    return descriptions

@@ -20,6 +20,7 @@ from harness.published_tables.systems import (
 )
 
 _GIB = 2**30
+_HELD_OUT_NOTE = "No constant is fitted to this table."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,8 @@ def step_seconds() -> Table:
         counted = (model.flops_per_sequence() - head) * 4 / 3 + head
         formula = published.flop_of_step(row.step.model, row.step.global_batch)
         rows.append(Row(row.step.model, formula / 1e18, counted * row.step.global_batch / 1e18, 6))
-    return Table("FLOP of a step with full recompute, the same, §5.1", "10^18", tuple(rows))
+    title = "FLOPs per step with full recompute, Narayanan et al., 2021, section 5.1"
+    return Table(title, "10^18", tuple(rows))
 
 
 def model_states() -> Table:
@@ -118,10 +120,10 @@ def model_states() -> Table:
                 ours = sum(float(part) for part in state_bytes(billions, count, level))
                 text = f"{value:g}"
                 digits = len(text.split(".")[1]) if "." in text else 0
-                rows.append(
-                    Row(f"{billions} B, {count} devices, level {level}", value, ours, digits)
-                )
-    return Table("Model states a device, Rajbhandari et al., 2020, figure 1", "GB", tuple(rows))
+                plural = "" if count == 1 else "s"
+                case = f"{billions} B, {count:,} device{plural}, level {level}"
+                rows.append(Row(case, value, ours, digits))
+    return Table("Model states per device, Rajbhandari et al., 2020, figure 1", "GB", tuple(rows))
 
 
 def activations() -> Table:
@@ -149,7 +151,7 @@ def activations() -> Table:
             of_block = float(activations_of_block(model, kind, layout)[0])
             of_all = of_block * kind.number / step.stages * alive
             rows.append(Row(f"{name}, {what}", value, of_all / _GIB, digits=2))
-    title = "Bytes a device, Korthikanti et al., 2022, figure 1"
+    title = "Memory per device, Korthikanti et al., 2022, figure 1"
     return Table(title, "GiB", tuple(rows))
 
 
@@ -159,22 +161,23 @@ def table_1() -> Table:
         _row(row.step, OVERLAPPING if row.step.overlaps else MEGATRON)
         for row in published.table_1()
     ]
-    note = "Constants are fitted on it."
-    return Table("Steps of Megatron-LM, Narayanan et al., 2021, table 1", "s", tuple(rows), note)
+    note = "The planner's constants are fitted to this table."
+    title = "Step time of Megatron-LM, Narayanan et al., 2021, table 1"
+    return Table(title, "s", tuple(rows), note)
 
 
 def table_5() -> list[Table]:
     """Return the steps of Korthikanti et al.'s table 5, of both columns."""
     titles = {
-        "full": "Steps with full recompute, Korthikanti et al., 2022, table 5",
-        "attention": "Steps with attention recomputed and sequence parallelism, the same",
+        "full": "Step time with full recompute, Korthikanti et al., 2022, table 5",
+        "attention": "Step time with attention recompute and sequence parallelism, the same table",
     }
     return [
         Table(
             title,
             "s",
             tuple(_row(step, MEGATRON) for step in published.table_5(recompute)),
-            "Nothing is fitted on it.",
+            _HELD_OUT_NOTE,
         )
         for recompute, title in titles.items()
     ]
@@ -185,9 +188,9 @@ def table_2() -> list[Table]:
     found = []
     for scheme, system, level in (("PTD", MEGATRON, 0), ("ZeRO-3", ZERO_3, 3)):
         rows = [_row(step, system, level) for step, _ in published.table_2(scheme)]
-        kind = "tensor × pipeline" if scheme == "PTD" else "ZeRO-3 alone"
-        title = f"Steps by {kind}, Narayanan et al., 2021, table 2"
-        found.append(Table(title, "s", tuple(rows), "Nothing is fitted on it."))
+        kind = "tensor and pipeline parallelism" if scheme == "PTD" else "ZeRO-3 only"
+        title = f"Step time with {kind}, Narayanan et al., 2021, table 2"
+        found.append(Table(title, "s", tuple(rows), _HELD_OUT_NOTE))
     return found
 
 
@@ -200,7 +203,7 @@ def layouts_of(model: str) -> Table:
     )
     chosen = min(rows, key=lambda row: row.ours)
     best = min(row.published for row in rows)
-    use = "fitted on" if model in published.FITTED_MODELS else "held out"
+    use = "fitted" if model in published.FITTED_MODELS else "held out"
     title = f"{len(rows)} layouts of {model}, VIA-Research/vTrain ({use})"
     return Table(title, "s", rows, "", chosen.published / best - 1)
 
@@ -234,8 +237,8 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
     lines = []
     for table in found:
         is_exact = table.rows[0].digits is not None
-        last = "as printed" if is_exact else "error"
-        cells = [("what", f"published, {table.unit}", f"planner, {table.unit}", last)]
+        last = "equal" if is_exact else "error"
+        cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", last)]
         for row in table.rows:
             number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
             message = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
@@ -243,50 +246,51 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
         lines += ["", f"## {table.title}", "", *form(cells), ""]
         if is_exact:
             same = sum(row.is_same for row in table.rows)
-            lines.append(f"{same} of {len(table.rows)} are the same to the printed digit.")
+            lines.append(f"{same} of {len(table.rows)} rows agree to the last printed digit.")
         else:
             message = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
             if table.regret is not None:
-                message += f" What it would choose is {table.regret:.1%} slower than the best."
+                message += f" The planner's choice is {table.regret:.1%} slower than the fastest."
             lines.append(f"{message} {table.note}".strip())
     return lines
 
 
 def summary(found: list[Table]) -> list[tuple]:
-    """Return the rows of a table of all tables, the header first."""
-    rows = [("table", "rows", "mean error", "largest error", "regret")]
+    """Return the rows of the table of all tables, header first: errors and the planner's choice."""
+    rows = [("table", "rows", "mean error", "largest error", "choice slower by")]
     for table in found:
         if table.rows[0].digits is not None:
             same = sum(row.is_same for row in table.rows)
-            rows.append((table.title, len(table.rows), f"{same} as printed", "", ""))
+            rows.append((table.title, len(table.rows), f"{same} rows equal", "", ""))
         else:
             regret = "" if table.regret is None else f"{table.regret:.1%}"
             errors = f"{table.mean_error:.1%}", f"{table.worst_error:.1%}"
             rows.append((table.title, len(table.rows), *errors, regret))
     held = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
-    rows.append(("the layouts held out, together", held, f"{held_out_error():.1%}", "", ""))
+    rows.append(("all held-out layouts", held, f"{held_out_error():.1%}", "", ""))
     return rows
 
 
-# The part of docs/planner.md that is made.
-BEGIN = "<!-- made by python benchmarks/planner_page.py -->"
-END = "<!-- made until here -->"
+# Both pages have a part between these marks.
+BEGIN = "<!-- Written by benchmarks/planner_page.py. -->"
+END = "<!-- End of the written part. -->"
 
 
-def made_part() -> str:
-    """Return the tables as Markdown."""
-    found = tables()
-    lines = [*_markdown(summary(found)), *lines_of(found, _markdown)]
-    return "\n".join(
-        line.replace("## ", "### ", 1) if line[:3] == "## " else line for line in lines
-    )
+def pages() -> dict[str, str]:
+    """Return the written part of each page, by the file name of the page in docs/."""
+    all_tables = tables()
+    rows = "\n".join(lines_of(all_tables, _markdown)).strip()
+    return {
+        "planner.md": "\n".join(_markdown(summary(all_tables))),
+        "planner-tables.md": rows,
+    }
 
 
-def with_made_part(page: str) -> str:
-    """Return a page whose part between the two marks is made anew."""
+def with_written_part(page: str, part: str) -> str:
+    """Return a page with a new written part."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{made_part()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
 
 
 def _markdown(rows):

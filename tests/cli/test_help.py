@@ -50,7 +50,7 @@ def test_help_ends_with_an_example_of_the_command(path, capsys):
     assert make_parser().parse_args(words[1:]).run_by
 
 
-@pytest.mark.parametrize("name", ["prepare", "new", "models", "plan"])
+@pytest.mark.parametrize("name", ["prepare", "new", "schema", "models", "plan"])
 def test_examples_without_input_files_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(COMMANDS[name,].epilog.split("\n")[-1])

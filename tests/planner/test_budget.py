@@ -85,7 +85,7 @@ def test_the_command_states_its_default_batch_and_why(capsys):
 
 
 def test_the_stated_error_is_the_measured_one():
-    """docs/planner.md has the rows; the worst of them is one of the 39 B model."""
+    """docs/planner-tables.md lists the steps. The largest error is a layout of the 39 B model."""
     stated = device_named("a100").accuracy()
     steps, mean, worst = map(int, re.findall(r"(\d+)(?: measured|%)", stated))
     tables = [compared.layouts_of(model) for model in published.HELD_OUT_MODELS]

@@ -1,7 +1,7 @@
-"""Config dataclasses of how a job is divided, the global config and its scope.
+"""Parallel configs: dataclasses, the global config and its scope.
 
-Every field is checked on construction and on every assignment; a refused value leaves the old one
-in place, with a ValueError that names the field, what is allowed and what came. A bool is not an int.
+Fields are checked at construction and at every assignment. An invalid value raises a `ValueError` and
+leaves the field unchanged. A bool is not an int.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import pydantic
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 
-# Keras' optimizers that compute from all elements of a weight together.
+# Keras optimizers whose updates depend on full weights.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "muon")
 
 
@@ -27,8 +27,8 @@ class OpParallelConfig(validators.Checked):
     """Degrees of parallelism of one operation.
 
     Args:
-        data_parallel: number of shards of the batch.
-        model_parallel: number of shards of the weights.
+        data_parallel: Integer. Number of batch shards. Defaults to `1`.
+        model_parallel: Integer. Number of weight shards. Defaults to `1`.
     """
 
     data_parallel: validators.Count = 1
@@ -40,10 +40,10 @@ class EmbeddingOpParallelConfig(validators.Checked):
     """Degrees of parallelism of an embedding.
 
     Args:
-        data_parallel: number of shards of the batch.
-        model_parallel: number of shards of the weights.
-        vocab_emb_dp: whether the table is replicated (True), or its rows are sharded over
-            the model axis (False).
+        data_parallel: Integer. Number of batch shards. Defaults to `1`.
+        model_parallel: Integer. Number of weight shards. Defaults to `1`.
+        vocab_emb_dp: Boolean. Whether to replicate the table. `False` shards its rows over the model
+            axis. Defaults to `True`.
     """
 
     data_parallel: validators.Count = 1
@@ -52,7 +52,7 @@ class EmbeddingOpParallelConfig(validators.Checked):
 
     @property
     def dp_mp_config(self) -> OpParallelConfig:
-        """The degrees alone, as an `OpParallelConfig`."""
+        """Degrees without `vocab_emb_dp`, as an `OpParallelConfig`."""
         return OpParallelConfig(self.data_parallel, self.model_parallel)
 
 
@@ -61,9 +61,9 @@ class MoEParallelConfig(validators.Checked):
     """Degrees of parallelism of a mixture of experts.
 
     Args:
-        data_parallel: number of shards of the batch.
-        model_parallel: number of shards of each expert's weights.
-        expert_parallel: number of shards of the set of experts.
+        data_parallel: Integer. Number of batch shards. Defaults to `1`.
+        model_parallel: Integer. Number of shards of each expert's weights. Defaults to `1`.
+        expert_parallel: Integer. Number of expert shards. Defaults to `1`.
     """
 
     data_parallel: validators.Count = 1
@@ -73,27 +73,31 @@ class MoEParallelConfig(validators.Checked):
 
 @dataclasses.dataclass
 class MoEConfig(validators.Checked):
-    """A mixture of experts in place of a feed-forward layer; see `layers.MoE`.
+    """Mixture of experts that replaces a feed-forward layer; see `layers.MoE`.
 
     Args:
-        expert_num: number E of experts; 1 is an ordinary feed-forward layer.
-        capacity_factor: tokens an expert takes, as a multiple of an even share.
-        aux_loss_factor: weight of the load-balancing loss.
-        num_experts_chosen: number k of experts that each token is sent to.
-        expert_group_size: most tokens of a sequence that share experts' places; None for the batch.
-        z_loss_factor: weight of the mean square of the router's logsumexp (arXiv 2202.08906, §3.3).
-        router_jitter: the router's inputs are multiplied with random numbers of 1 ± this in
-            training (Fedus et al., 2021, arXiv 2101.03961, §2.4).
-        router_type: `"softmax"`; or `"sigmoid"`, with a bias of the choice; see `Router`.
-        router_bias: whether logits have one.
-        shared_experts: number of experts that every token is sent to besides.
-        dropless: whether experts take all tokens that are sent to them, whatever their capacity.
-        routing_groups: number of groups of experts.
-        routing_groups_chosen: of how many of them a token may choose, by `group_score`: `"top2"` or
-            `"max"`; see `Router`.
-        normalizes_gates: whether the gates of the chosen experts are divided by their sum.
-        gate_scale: what gates are multiplied with in the end.
-        ffn_hidden_size: inner size of each expert; that of other feed-forward layers where None.
+        expert_num: Integer. Number of experts E. `1` is a plain feed-forward layer. Defaults to `1`.
+        capacity_factor: Float. Capacity of an expert as a multiple of its even share of tokens. Defaults
+            to `1.1`.
+        aux_loss_factor: Float. Weight of the load-balancing loss. Defaults to `0.05`.
+        num_experts_chosen: Integer. Number of experts k per token. Defaults to `1`.
+        expert_group_size: Integer. Maximum tokens of a sequence that share expert capacity. `None`
+            shares capacity over the global batch. Defaults to `None`.
+        z_loss_factor: Float. Weight of the mean logsumexp² (arXiv 2202.08906, §3.3). Defaults to `0.0`.
+        router_jitter: Float. In training, multiplies router inputs by random factors in 1 ± this value
+            (Fedus et al., 2021, arXiv 2101.03961, §2.4). Defaults to `0.0`.
+        router_type: String. `"softmax"`, or `"sigmoid"` with a biased choice; see `Router`. Defaults to
+            `"softmax"`.
+        router_bias: Boolean. Whether router logits have a trained bias. Defaults to `False`.
+        shared_experts: Integer. Number of experts that process every token. Defaults to `0`.
+        dropless: Boolean. Whether experts ignore their capacity and drop no tokens. Defaults to `False`.
+        routing_groups: Integer. Number of expert groups. Defaults to `1`.
+        routing_groups_chosen: Integer. Number of groups that a token may choose from. Defaults to `1`.
+        group_score: String. Score of a group: `"top2"`, the sum of its two best experts, or `"max"`, its
+            best expert. Defaults to `"top2"`.
+        normalizes_gates: Boolean. Whether to divide the chosen gates by their sum. Defaults to `True`.
+        gate_scale: Float. Factor on the final gates. Defaults to `1.0`.
+        ffn_hidden_size: Integer. Inner size of experts. `None` uses the model's. Defaults to `None`.
     """
 
     expert_num: validators.Count = 1
@@ -117,18 +121,18 @@ class MoEConfig(validators.Checked):
 
 @dataclasses.dataclass
 class TransformerRecomputeConfig(validators.Checked):
-    """What the backward pass computes again instead of keeping it.
+    """Activations to recompute in the backward pass instead of storing them.
 
     Args:
-        recompute: whether whole blocks are recomputed.
-        mp_comm_recompute: whether outputs of model-parallel collectives are
-            recomputed too (True), or kept (False).
-        parallel_optimizer_comm_recompute: whether weights that `optimizer_shard=3` shards
-            are all-gathered once more for the backward pass (True), or kept (False).
-        recompute_slice_activation: whether a block's kept input is sharded over
-            the model axis.
-        select: parts of a block that are recomputed where the whole block is not:
-            `"attention"`, `"feed_forward"`, `"norm"`.
+        recompute: Boolean. Whether to recompute full blocks. Defaults to `False`.
+        mp_comm_recompute: Boolean. Whether to also recompute the results of model-parallel collectives.
+            `False` stores them. Defaults to `True`.
+        parallel_optimizer_comm_recompute: Boolean. Whether to all-gather weights again in the backward
+            pass under `optimizer_shard=3`. `False` keeps them. Defaults to `False`.
+        recompute_slice_activation: Boolean. Whether to shard stored block inputs over the model axis.
+            Defaults to `False`.
+        select: Tuple of the parts `"attention"`, `"feed_forward"` and `"norm"` to recompute in blocks
+            that are not recomputed in full. Defaults to `()`.
     """
 
     recompute: bool = False
@@ -140,57 +144,53 @@ class TransformerRecomputeConfig(validators.Checked):
 
 @dataclasses.dataclass
 class TransformerOpParallelConfig(validators.Checked):
-    """How a Transformer's training is divided over the ranks of a job.
+    """Layout of a training job over its devices.
 
-    The product of `data_parallel`, `model_parallel`, `context_parallel` and
-    `pipeline_stage` is the number of devices: that of ranks, where each drives one.
+    The product of `data_parallel`, `model_parallel`, `context_parallel` and `pipeline_stage` is the
+    number of devices. It equals the number of ranks if each rank controls one device.
 
     Args:
-        data_parallel: number of shards of the batch; None for as many as the other
-            degrees leave devices for.
-        model_parallel: number of shards of each operation's weights.
-        pipeline_stage: number of stages that the blocks are spread over.
-        pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
-            micro-batches as there are stages; `"gpipe"`, which keeps all;
-            `"interleaved"`: 1F1B with several model chunks on each stage; `"zb_h1"`: 1F1B
-            whose gradients of weights fill the time in which stages would wait; or
-            `"zb_v"`, the same with two chunks a stage, there and back.
-        pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
-            `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
-            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
-            networks start sooner.
-        context_parallel: number of shards of the sequence.
-        context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
-            sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same
-            in as many rounds as there are shards; or `"auto"`, by their shapes.
-        expert_parallel: number of shards of the set of experts, over ranks that share the batch:
-            it divides `data_parallel`.
-        micro_batch_num: number of micro-batches that a batch is split into.
-        optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
-            data-parallel group), 2 (gradients too), 3 (weights too).
-        optimizer_shard_partition: `"flat"`: each weight is flattened and divided over those
-            ranks; or `"whole"`, at levels 1 and 2: one rank updates all of it, for
-            optimizers that compute with full weights (Lamb, Adafactor, Muon).
-        parallel_optimizer_threshold: weights of fewer KB are replicated.
-        parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
-            one is found are replicated, too.
-        gradient_accumulation_shard: whether the gradients of micro-batches are added up
-            as shards, at levels 2 and 3: they are sent once for every micro-batch.
-        gradient_dtype: `"float32"`, or `"float16"` or `"bfloat16"`, in which gradients
-            are sent between the ranks of the data-parallel group.
-        gradient_aggregation_group: number of buckets that gradients are spread over; those of
-            a bucket are reduced together.
-        recompute: True, False or a `TransformerRecomputeConfig`, or a dict of its fields.
-        vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
-            sharded over the model axis (False).
-        sequence_parallel: whether the residual stream is sharded over the model axis
-            along the sequence.
-        parallel_rules: dict of logical names of dimensions to the mesh axis that shards
-            them, `"data"`, `"context"`, `"model"` or None; rows that replace, or are added to, those
-            of `dtransformer.parallel.mesh.axis_rules.rules`.
+        data_parallel: Integer. Number of batch shards. `None` uses all devices that the other degrees
+            leave. Defaults to `None`.
+        model_parallel: Integer. Number of shards of each operation's weights. Defaults to `1`.
+        pipeline_stage: Integer. Number of pipeline stages. Defaults to `1`.
+        pipeline_schedule: String. `"1f1b"` stores the activations of at most `pipeline_stage`
+            micro-batches. `"gpipe"` stores all activations. `"interleaved"` is 1F1B with several model
+            chunks per stage. `"zb_h1"` computes weight gradients in idle time. `"zb_v"` is `"zb_h1"`
+            with two chunks per stage, placed in a V. Defaults to `"1f1b"`.
+        pipeline_chunks: Integer. Number of model chunks per stage: any with `"interleaved"`, 2 with
+            `"zb_v"`. More chunks mean less idle time and more communication. On a mesh, equal chunks are
+            compiled once, so deep networks start sooner, even with one stage. Defaults to `1`.
+        context_parallel: Integer. Number of sequence shards. Defaults to `1`.
+        context_parallel_mode: String. Communication of attention: `"ulysses"` (all-to-all between
+            sequence and heads), `"all_gather"` of keys and values, `"ring"` (keys and values travel from
+            rank to rank) or `"auto"` (chosen from the shapes). Defaults to `"auto"`.
+        expert_parallel: Integer. Number of expert shards; must divide `data_parallel`. Defaults to `1`.
+        micro_batch_num: Integer. Number of micro-batches per batch. Defaults to `1`.
+        optimizer_shard: Boolean or integer. ZeRO level: `1` or `True` shards optimizer states over the
+            data-parallel group, `2` also gradients, `3` also weights. `0` or `False` disables sharding.
+            Defaults to `False`.
+        optimizer_shard_partition: String. `"flat"` divides every weight over the ranks. `"whole"`, for
+            levels 1 and 2, lets one rank update a full weight (Lamb, Adafactor). Defaults to `"flat"`.
+        parallel_optimizer_threshold: Float. Weights with fewer KB stay replicated. Defaults to `64`.
+        parallel_optimizer_exclude: Tuple of regular expressions of paths that stay replicated. Defaults
+            to `()`.
+        gradient_accumulation_shard: Boolean. Whether to accumulate the gradients of micro-batches in
+            shards, at levels 2 and 3. This sends gradients per micro-batch. Defaults to `False`.
+        gradient_dtype: String. Type of gradients sent between data-parallel ranks: `"float32"`,
+            `"float16"` or `"bfloat16"`. Defaults to `"float32"`.
+        gradient_aggregation_group: Integer. Number of gradient buckets, reduced one by one. Defaults to
+            `4`.
+        recompute: Boolean, `TransformerRecomputeConfig` or a dict of its fields. Defaults to `False`.
+        vocab_emb_dp: Boolean. Whether to replicate the embedding table. `False` shards its rows over the
+            model axis. Defaults to `True`.
+        sequence_parallel: Boolean. Whether to shard residuals over the model axis by position. Defaults
+            to `False`.
+        parallel_rules: Dict of logical axes to `"data"`, `"context"`, `"model"` or `None`. Extends
+            `dtransformer.parallel.mesh.axis_rules.rules`. Defaults to `None`.
 
     Raises:
-        ValueError: a field has a value that is not allowed.
+        ValueError: If a field has an invalid value.
 
     Example:
 
@@ -221,25 +221,25 @@ class TransformerOpParallelConfig(validators.Checked):
     parallel_rules: dict[str, validators.MeshAxis | None] | None = None
 
     def __setattr__(self, name, value):
-        if name == "recompute" and value and isinstance(value, dict):  # of YAML, JSON
+        if name == "recompute" and value and isinstance(value, dict):  # from YAML or JSON
             value = TransformerRecomputeConfig(**value)
         super().__setattr__(name, value)
 
     @classmethod
     def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":
-        """Return the layout that the planner chooses for this job; rank 0 prints it, and why.
+        """Return the planner's layout for this job.
 
-        Every rank gets the same. A network that is given may be one that is not built, made before
-        `dtransformer.init`; give its name or its `planner.ModelShape` where it is made later.
+        The result is identical on all ranks. Rank 0 prints it with the reason. A network need not
+        be built. To create it later, pass its name or its `planner.ModelShape`.
 
         Args:
-            model: a network, a `planner.ModelShape`, or the name of a published model.
-            global_batch: sequences of a step, of all replicas.
-            **options: as `planner.automatic.automatic_plan` has them: `device`, `precision`,
-                `optimizer`, `local_devices`, and `fixed`, a dict of fields that are given.
+            model: Network, `planner.ModelShape`, or name of a published model.
+            global_batch: Integer. Sequences per step, over all replicas.
+            **options: Options of `planner.automatic.automatic_plan`: `device`, `precision`,
+                `optimizer`, `local_devices`, and `fixed`, a dict of fields to keep.
 
         Raises:
-            InputError: nothing fits, or no layout has what is fixed.
+            InputError: If no layout fits into memory or has the fixed fields.
 
         Example:
 
@@ -248,7 +248,7 @@ class TransformerOpParallelConfig(validators.Checked):
         >>> config.resolve(1).data_parallel
         1
         """
-        from dtransformer.planner.automatic import automatic_plan, summary  # it knows the config
+        from dtransformer.planner.automatic import automatic_plan, summary  # imports this module
 
         found = automatic_plan(model, global_batch, **options)
         if os.environ.get("HOROVOD_RANK", "0") == "0":
@@ -265,25 +265,25 @@ class TransformerOpParallelConfig(validators.Checked):
 
     @property
     def placement(self):
-        """The `Placement` of the network's model chunks on the stages of the pipeline."""
+        """`Placement` of model chunks on pipeline stages."""
         schedule = SCHEDULES[self.pipeline_schedule]
         return schedule.place(self.pipeline_stage, self.pipeline_chunks)
 
     @property
     def dp_mp_config(self) -> OpParallelConfig:
-        """The degrees of an ordinary operation, as an `OpParallelConfig`."""
+        """Degrees of a plain operation, as an `OpParallelConfig`."""
         return OpParallelConfig(self._known_data_parallel(), self.model_parallel)
 
     @property
     def embedding_dp_mp_config(self) -> EmbeddingOpParallelConfig:
-        """The degrees of an embedding, as an `EmbeddingOpParallelConfig`."""
+        """Degrees of an embedding, as an `EmbeddingOpParallelConfig`."""
         return EmbeddingOpParallelConfig(
             self._known_data_parallel(), self.model_parallel, self.vocab_emb_dp
         )
 
     @property
     def moe_parallel_config(self) -> MoEParallelConfig:
-        """The degrees of a mixture of experts, as a `MoEParallelConfig`."""
+        """Degrees of a mixture of experts, as a `MoEParallelConfig`."""
         return MoEParallelConfig(
             self._known_data_parallel(), self.model_parallel, self.expert_parallel
         )
@@ -291,13 +291,16 @@ class TransformerOpParallelConfig(validators.Checked):
     def why_replicated(
         self, path: str, shape: Sequence[int], item_bytes: int, has_constraint: bool
     ) -> str:
-        """Return why `optimizer_shard` does not shard a weight; "" where it does.
+        """Return the reason why `optimizer_shard` keeps a weight replicated, or `""` if it shards it.
+
+        A weight stays replicated if it has a constraint (with `"flat"`), is smaller than
+        `parallel_optimizer_threshold`, or matches `parallel_optimizer_exclude`.
 
         Args:
-            path: its path in the network.
-            shape: its shape on this rank.
-            item_bytes: bytes of an element.
-            has_constraint: whether Keras projects it after every update.
+            path: Path of the weight in the network.
+            shape: Shape on this rank.
+            item_bytes: Bytes per element.
+            has_constraint: Whether Keras applies a constraint after every update.
         """
         if has_constraint and self.optimizer_shard_partition == "flat":
             return "its constraint needs the whole"
@@ -308,10 +311,14 @@ class TransformerOpParallelConfig(validators.Checked):
         return ""
 
     def resolve(self, num_ranks: int, local_devices: int = 1) -> "TransformerOpParallelConfig":
-        """Return a copy whose `data_parallel` is known, for a job's ranks and their devices.
+        """Return a copy with `data_parallel` set for a job.
+
+        Args:
+            num_ranks: Integer. Number of ranks.
+            local_devices: Integer. Devices per rank. Defaults to `1`.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of devices.
+            ValueError: If the product of the degrees is not the number of devices.
         """
         others = self.model_parallel * self.context_parallel * self.pipeline_stage
         num_devices = num_ranks * local_devices
@@ -339,7 +346,7 @@ _current = TransformerOpParallelConfig()
 
 
 def get_parallel_config() -> TransformerOpParallelConfig:
-    """Return the parallel config that layers and trainers read.
+    """Return the global parallel config, which layers and trainers use.
 
     Example:
 
@@ -350,13 +357,13 @@ def get_parallel_config() -> TransformerOpParallelConfig:
 
 
 def set_parallel_config(config: TransformerOpParallelConfig) -> None:
-    """Make `config` the parallel config of this process.
+    """Set the global parallel config of this process.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
+        config: A `TransformerOpParallelConfig`.
 
     Raises:
-        TypeError: `config` is something else.
+        TypeError: If `config` has another type.
     """
     global _current
     check_config(config)
@@ -364,7 +371,7 @@ def set_parallel_config(config: TransformerOpParallelConfig) -> None:
 
 
 def check_config(config: object) -> None:
-    """Raise a TypeError of what is no `TransformerOpParallelConfig`."""
+    """Raise a `TypeError` if `config` is not a `TransformerOpParallelConfig`."""
     if not isinstance(config, TransformerOpParallelConfig):
         raise TypeError(f"config must be a TransformerOpParallelConfig, got {config!r}")
 
@@ -373,11 +380,11 @@ def check_config(config: object) -> None:
 def parallel_config(
     config: TransformerOpParallelConfig | None = None, **fields
 ) -> Iterator[TransformerOpParallelConfig]:
-    """Use another parallel config inside a `with` block.
+    """Context manager that replaces the global parallel config.
 
     Args:
-        config: a `TransformerOpParallelConfig`; the current one by default.
-        **fields: fields that replace the config's.
+        config: A `TransformerOpParallelConfig`. `None` uses the current config.
+        **fields: Fields to replace in it.
 
     Example:
 
