@@ -1,15 +1,18 @@
-"""The losses of published families' models, beside those of `transformers` on PyTorch.
+"""Train dtransformer and `transformers` on PyTorch side by side and compare their losses.
 
-    python benchmarks/training_curves.py [--families gpt2,llama,bert,t5] [--steps 200] [--picture FILE]
+    python benchmarks/training_curves.py [--families gpt2,llama,bert,t5] [--steps 200] [--losses FILE]
 
-Both begin with the same weights, which `transformers` draws, and are given the same batches of the
-embedded corpus, without dropout: language models its English text, packed into rows; BERT the same
-with a sixth of the tokens masked; T5 its translations. Prints JSON: of each family the first and
-last losses, the largest difference of a step, and the seconds of both. Needs the extra `reference`.
+`transformers` draws the initial weights; both libraries then train on the same batches without
+dropout. GPT-2 and Llama learn packed English text of the embedded corpus, BERT the same text with a
+sixth of the tokens masked, and T5 its translations. Prints JSON with each family's first and last
+losses, the largest difference of a step, and the seconds of both. `--losses` writes every loss to a
+JSON file; `python docs/pictures` draws docs/pictures/results/curves.json. Needs the extra `reference`.
 """
 
 import argparse
+import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -29,7 +32,7 @@ PEER = pathlib.Path(__file__).parent / "peers" / "curves_of_transformers.py"
 # Family -> learning rate. T5, whose queries are not scaled, lets rounding errors grow sooner.
 FAMILIES = {"gpt2": 3e-4, "llama": 3e-4, "bert": 3e-4, "t5": 1e-4}
 ROWS, LENGTH, IGNORED = 16, 64, -100
-EPSILON = 1e-10  # as the peer's
+EPSILON = 1e-10  # The peer uses the same value.
 MASKED = 1 / 6
 
 
@@ -61,7 +64,8 @@ def make_batches(steps):
     }
     arrays |= {f"llama/{name}": arrays[f"gpt2/{name}"] for name in ("tokens", "labels")}
     ids = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}
-    return {**arrays, **ids, "vocab_size": tokenizer.vocab_size + 1}  # and the mask
+    mask_tokens = 1
+    return {**arrays, **ids, "vocab_size": tokenizer.vocab_size + mask_tokens}
 
 
 def padded(texts, number, pad_id):
@@ -89,58 +93,61 @@ def train(folder, family, arrays, steps):
     return losses, time.perf_counter() - began
 
 
-def report_of(folder, family, arrays, steps):
+def compare(folder, family, arrays, steps):
+    """Train a family with both libraries and return a report and the losses of both."""
     arguments = folder, family, str(steps), str(FAMILIES[family])
     subprocess.run([sys.executable, PEER, *arguments], check=True)
-    theirs = np.load(folder / f"{family}.npz")
+    peer = np.load(folder / f"{family}.npz")
     losses, seconds = train(folder, family, arrays, steps)
-    differences = np.abs(theirs["losses"] - losses)
+    differences = np.abs(peer["losses"] - losses)
     report = {
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "largest_difference": float(differences.max()),
         "at_step": int(differences.argmax()),
         "seconds": round(seconds, 1),
-        "transformers_seconds": round(float(theirs["seconds"]), 1),
+        "transformers_seconds": round(float(peer["seconds"]), 1),
     }
-    return report, losses, theirs["losses"]
+    return report, {"dtransformer": losses, "transformers": peer["losses"].tolist()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--picture", help="draw the curves into this file")
+    parser.add_argument("--losses", type=pathlib.Path, help="write every loss to this JSON file")
     args = parser.parse_args()
     reports, curves = {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder, arrays = pathlib.Path(name), make_batches(args.steps)
         np.savez(folder / "batches.npz", **arrays)
         for family in args.families.split(","):
-            reports[family], *curves[family] = report_of(folder, family, arrays, args.steps)
+            reports[family], curves[family] = compare(folder, family, arrays, args.steps)
             print(family, json.dumps(reports[family]), file=sys.stderr)
     print(json.dumps({"steps": args.steps, "families": reports}, indent=2))
-    if args.picture:
-        draw(curves, args.picture)
+    if args.losses:
+        write_losses(curves, reports, args.losses)
 
 
-def draw(curves, path):
-    """Draw both losses of every family."""
-    import matplotlib
+def write_losses(curves, reports, path):
+    """Write the losses, rounded to five decimal places, one line per curve.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.4 * len(curves), 2.8), squeeze=False)
-    for axis, (family, (own, theirs)) in zip(axes[0], curves.items()):
-        axis.plot(theirs, color="tab:orange", linewidth=4, alpha=0.5, label="transformers, PyTorch")
-        axis.plot(own, color="tab:blue", linewidth=1, label="dtransformer")
-        axis.set_title(family)
-        axis.set_xlabel("step")
-    axes[0][0].set_ylabel("loss")
-    axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    Args:
+        curves: Dict of families to dicts of libraries to lists of losses.
+        reports: Dict of families to reports.
+        path: File to write.
+    """
+    lines = []
+    for family, losses in curves.items():
+        parts = [f'"largest_difference": {reports[family]["largest_difference"]:.1e}']
+        for library, values in losses.items():
+            parts.append(f'"{library}": {json.dumps([round(value, 5) for value in values])}')
+        lines.append(f'"{family}": {{\n' + ",\n".join(parts) + "\n}")
+    machine = f"{os.cpu_count()} CPU cores"
+    date = datetime.date.today().isoformat()
+    header = f'"machine": {json.dumps(machine)},\n"date": "{date}",\n"families": {{\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + header + ",\n".join(lines) + "\n}\n}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the docs show can be pasted: Python runs from a page's first line on, commands are parsed.
 
-A page's blocks run one after the other. A page that goes on from the first example says so.
+A page's blocks run one after the other. The page on checkpoints continues the README's example.
 """
 
 import argparse
@@ -21,14 +21,13 @@ from dtransformer import cli
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.runs import config
-from tests.doc_pages import EXAMPLE, ROOT, blocks, replaced
+from tests.doc_pages import EXAMPLE, ROOT, blocks, doc_pages, page_name, replaced
 
-PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FIRST = "[first example](index.md)"
+PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+README = ROOT / "README.md"
 # What is as small as a test needs it. Each has to be there.
 SMALL = {
-    "index.md": EXAMPLE,
-    "README.md": {"epochs=10": "epochs=2"},
+    "README.md": EXAMPLE,
     "checkpoints.md": {"epochs=10": "epochs=2"},
     "data.md": {
         "length=1024": "length=8",
@@ -49,14 +48,12 @@ COMPILED = {
     ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
 }
 # Commands that are not ours, and scripts of the reader's own.
-OTHERS = {"lm_eval", "train.py", "x.py", "hosts.txt", "git+URL"}
+OTHERS = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
 
 
 def run(page, namespace, small=None):
     """Run a page's Python, its numbers replaced; return what it has defined."""
     for number, code in enumerate(blocks(page, "python")):
-        if number == 0 and page.name == "README.md":
-            continue  # it is index.md's
         code = replaced(code, small or {})
         tree = compile(code, f"{page.name}, block {number + 1}", "exec", ast.PyCF_ONLY_AST)
         if any(page.name == name and text in code for name, text in COMPILED):
@@ -80,7 +77,9 @@ def check_names(tree):
 
 @functools.cache
 def first_example():
-    return run(ROOT / "docs/index.md", {}, SMALL["index.md"])
+    """Run the README's example; return its names, with held-out batches."""
+    names = run(README, {}, SMALL["README.md"])
+    return {**names, "dev_batches": names["batches"]}
 
 
 def llama(folder):
@@ -140,7 +139,11 @@ def own_families():
     FAMILIES.update(known)
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "python")])
+# tests/test_tutorials.py runs the pages of subfolders with their commands and files.
+PASTED = [page.name for page in PAGES if blocks(page, "python") and page_name(page) == page.name]
+
+
+@pytest.mark.parametrize("page", PASTED)
 @pytest.mark.tensorflow
 @pytest.mark.usefixtures("own_families")
 def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
@@ -150,10 +153,9 @@ def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     small = SMALL.get(page, {})
     assert all(old in text for old in small), f"SMALL of {page} names what is not there"
     files_of(page)
-    if page == "index.md":
-        assert blocks(path, "python")[0] == blocks(ROOT / "README.md", "python")[0]
+    if page == "README.md":
         first_example()
-    elif FIRST in text or page == "README.md":
+    elif page == "checkpoints.md":
         names = dict(first_example())
         names["dtransformer"].init()
         run(path, names, small)
@@ -173,7 +175,7 @@ def commands(code):
 
 
 SHOWN = [
-    (page.name, words)
+    (page_name(page), words)
     for page in PAGES
     for code in blocks(page, "bash")
     for words in commands(code)
@@ -265,9 +267,9 @@ def check_extras(words):
             assert f"\n{name} =\n" in text
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "yaml")])
+@pytest.mark.parametrize("page", [page_name(page) for page in PAGES if blocks(page, "yaml")])
 def test_configs_are_such(page, tmp_path):
-    for code in blocks(next(path for path in PAGES if path.name == page), "yaml"):
+    for code in blocks(next(path for path in PAGES if page_name(path) == page), "yaml"):
         (tmp_path / "mine.yaml").write_text(code)
         config.load_config(tmp_path / "mine.yaml")
 
@@ -284,5 +286,5 @@ def test_inline_commands_are_parsed():
                     make_parser().parse_args(shlex.split(code)[1:])
                 except InputError as error:
                     if "required" not in str(error):
-                        wrong.append(f"{page.name}: {code}: {error}")
+                        wrong.append(f"{page_name(page)}: {code}: {error}")
     assert not wrong, "\n".join(wrong)

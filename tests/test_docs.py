@@ -3,20 +3,22 @@
 import ast
 import doctest
 import importlib.util
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.doc_pages import ROOT, doc_pages, page_name
+
 PACKAGE = ROOT / "dtransformer"
-PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 FILE = re.compile(r"[\w./-]*/[\w.-]+\.(?:py|sh|yaml|cfg)\b")
 STATION = re.compile(r"\d+\. `([\w/]+\.py)` · `([\w.]+)`")
 MAX_STATIONS = 10
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if ">>> " in page.read_text("utf-8")])
+@pytest.mark.parametrize(
+    "page", [page_name(page) for page in PAGES if ">>> " in page.read_text("utf-8")]
+)
 @pytest.mark.tensorflow
 def test_examples(page, tmp_path, monkeypatch):
     """They do what the page says, one after the other."""
@@ -29,7 +31,7 @@ def test_examples(page, tmp_path, monkeypatch):
 
 def test_files_that_docs_name_exist():
     wrong = [
-        f"{page.name}: {name}"
+        f"{page_name(page)}: {name}"
         for page in PAGES
         for name in FILE.findall(page.read_text("utf-8"))
         if not any((folder / name).exists() for folder in (ROOT, PACKAGE))

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from matplotlib import pyplot
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from style import BLUE, GRAY, GREEN, INK, MUTED, ORANGE, PURPLE, save
@@ -17,6 +18,7 @@ from harness.published_tables.compared import layouts_of
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 STAGES, MICRO_BATCHES = 4, 8
+PEER_COLOR = "#f4c38a"  # a light orange
 
 
 def draw_all():
@@ -25,6 +27,7 @@ def draw_all():
     zero_memory()
     # speed()
     planner_error()
+    curves()
 
 
 def timelines():
@@ -183,3 +186,29 @@ def planner_error():
         0.97, 0.05, "gray: within 20 %", transform=axes.transAxes, ha="right", size=9, color=MUTED
     )
     save(figure, "planner")
+
+
+def curves():
+    """Draw the losses of dtransformer and transformers for four families, from results/curves.json."""
+    report = json.loads((RESULTS / "curves.json").read_text("utf-8"))
+    titles = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "t5": "T5"}
+    figure, all_axes = pyplot.subplots(2, 2, figsize=(5.6, 4.9), constrained_layout=True)
+    for axes, (family, losses) in zip(all_axes.flat, report["families"].items()):
+        steps = range(1, len(losses["transformers"]) + 1)
+        axes.plot(steps, losses["transformers"], color=PEER_COLOR, linewidth=6)
+        axes.plot(steps, losses["dtransformer"], color=INK, linewidth=1.2)
+        axes.set_title(titles[family], loc="left")
+        difference = f"{losses['largest_difference']:.1e}".replace("e-0", "e-")
+        text = f"max. difference {difference}"
+        axes.text(0.97, 0.93, text, transform=axes.transAxes, ha="right", va="top", size=10)
+        axes.set_xlim(0, len(steps))
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("loss")
+    handles = [
+        Line2D([], [], color=PEER_COLOR, linewidth=6, label="transformers (PyTorch)"),
+        Line2D([], [], color=INK, linewidth=1.2, label="dtransformer"),
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=2, fontsize=11)
+    label = f"step (on {report['machine']}, {report['date']})"
+    figure.supxlabel(label, size=11, color=INK)
+    save(figure, "curves")

@@ -79,6 +79,7 @@ def check_read(config: RunConfig) -> None:
     """
     check_optimizer(config.training.optimizer)
     _check_adapters(config)
+    _check_context(config)
     given = {
         f"{name}.{key_of(field)}": value
         for name, section in config.sections().items()
@@ -116,6 +117,24 @@ def _check_adapters(config):
         raise InputError(
             "training.precision=bfloat16 stores weights in 16 bits, in which small updates are lost. "
             "Set model.adapters in a task without a new head, or use mixed_bfloat16"
+        )
+
+
+def _check_context(config):
+    """Check that context parallelism can divide the rows of sentence pairs."""
+    degree, task = config.parallel.context_parallel, like(config.task)
+    if degree == 1 or task not in ("seq2seq", "translation"):
+        return
+    if task == "seq2seq":
+        length = config.data.length + 1 if config.data.packed else None
+        fix = f"data.packed=true and a data.length that is a multiple of {degree} minus 1"
+    else:
+        length = config.data.packed_length
+        fix = f"data.packed_length to a multiple of {degree}"
+    if length is None or length % degree:
+        raise InputError(
+            f"parallel.context_parallel={degree} must divide the length of all rows, which varies in "
+            f"task {task} unless rows are packed. Set {fix}, or use context_parallel=1"
         )
 
 

@@ -303,7 +303,7 @@ def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys)
     own = tmp_path / "own"
     (own / "checkpoints").mkdir(parents=True)
     for place, told in (
-        (folder, f"generate --model {folder}"),
+        (folder, f"{folder} has a published model"),
         (own, "it has checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]

@@ -199,7 +199,7 @@ def test_a_pipeline_that_cannot_work_is_refused_at_once(fields, words):
 
 def test_a_sequence_that_would_be_sharded_twice_is_refused():
     fields = {"context_parallel": 2, "model_parallel": 2, "sequence_parallel": True}
-    with pytest.raises(ValueError, match="sequence_parallel=True.*context_parallel=2.*set"):
+    with pytest.raises(ValueError, match="sequence_parallel=True.*context_parallel=2.*Set"):
         validators.check_supported(TransformerOpParallelConfig(**fields))
 
 

@@ -12,7 +12,7 @@ import yaml
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli import main
 from dtransformer.datasets import TokenShards
-from dtransformer.runs import evaluating
+from dtransformer.runs import loading
 from dtransformer.runs.loading import load_run
 from dtransformer.trainers import Trainer
 from tests.runs.test_folder import snapshot
@@ -86,7 +86,7 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
 def test_a_run_goes_on_with_its_vocabulary_alone(place, capsys):
     assert train("tokenizer.vocab_size=18", run="runs/old") == 0
     assert train("tokenizer.vocab_size=17", flags=["--resume"], run="runs/old") == 2
-    assert "tokenizer.vocab_size is 17, and the run began with 18" in capsys.readouterr().err
+    assert "tokenizer.vocab_size is 17, but the run began with 18" in capsys.readouterr().err
 
 
 def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
@@ -159,14 +159,14 @@ def test_full_memory_is_told_with_what_would_fit(place, monkeypatch, capsys):
 
 def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
     parallel = TransformerOpParallelConfig(data_parallel=2, model_parallel=2)
-    checked = evaluating.check_run
+    checked = loading.check_run
 
     def of_ranks(folder):
         config = checked(folder)
         config.parallel = parallel
         return config
 
-    monkeypatch.setattr(evaluating, "check_run", of_ranks)
+    monkeypatch.setattr(loading, "check_run", of_ranks)
     assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] > 0
 

@@ -99,6 +99,33 @@ def test_held_out_records_are_what_evaluations_need():
     check_read(load_config(None, ["data.dev_source=x", "training.early_stopping=2"]))
 
 
+@pytest.mark.parametrize(
+    "settings, fix",
+    [
+        (["task=seq2seq"], "data.packed=true and a data.length that is a multiple of 2 minus 1"),
+        (["task=seq2seq", "data.packed=true", "data.length=16"], "a multiple of 2 minus 1"),
+        (["task=translation"], "data.packed_length to a multiple of 2"),
+        (["task=translation", "data.packed_length=33"], "data.packed_length to a multiple of 2"),
+    ],
+)
+def test_context_parallelism_needs_packed_rows_of_sentence_pairs(settings, fix):
+    with pytest.raises(InputError, match="parallel.context_parallel=2 must divide") as caught:
+        check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
+    assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["task=seq2seq", "data.packed=true", "data.length=15"],
+        ["task=translation", "data.packed_length=32"],
+        ["task=chat"],
+    ],
+)
+def test_context_parallelism_accepts_rows_of_one_length(settings):
+    check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
+
+
 def test_a_tokenizer_that_is_given_is_not_trained():
     settings = ["task=chat", "model.from=x", "tokenizer.vocab_size=50"]
     with pytest.raises(

@@ -84,8 +84,8 @@ class Checked:
 
 # What each stage of a pipeline would have to do once for every micro-batch.
 _NOT_WITH_A_PIPELINE = {
-    "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 shards "
-    "gradients and optimizer states, and a stage has its own weights only",
+    "optimizer_shard": "every weight would be gathered twice for each micro-batch. Use level 2, which "
+    "shards gradients and optimizer states",
     "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
 }
 
@@ -117,8 +117,8 @@ def check_supported(config, local_devices: int = 1) -> None:
     if config.sequence_parallel and config.context_parallel > 1 and config.model_parallel > 1:
         raise ValueError(
             f"sequence_parallel=True does not work with context_parallel={config.context_parallel}: "
-            "a dimension is sharded over one axis of a mesh, and the sequence is over the context "
-            "axis; set sequence_parallel=False, and a greater context_parallel for less memory"
+            "both split the sequence. Set sequence_parallel=False, and increase context_parallel to "
+            "save more memory"
         )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"

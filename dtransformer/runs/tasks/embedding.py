@@ -73,8 +73,9 @@ class Embedding(LabelTask):
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
         if self.config.parallel.micro_batch_num > 1 or shards_mesh:
             raise InputError(
-                "parallel: task embedding compares each query with all texts of a batch: give "
-                "micro_batch_num=1; and data_parallel=1, or one device a rank and model_parallel=1"
+                "parallel: the task embedding compares each query with all texts of a batch. Set "
+                "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
+                "context_parallel or local_devices"
             )
         super().read(part)
 
