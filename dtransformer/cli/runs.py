@@ -20,24 +20,31 @@ def train(arguments: argparse.Namespace) -> None:
     """
     if arguments.dry_run:
         preview = importlib.import_module("dtransformer.runs.dry_run")
-        options = arguments.set, sys.stdout.isatty(), arguments.overwrite
-        return preview.dry_run(arguments.config, *options)
+        return preview.dry_run(
+            arguments.config, arguments.set, sys.stdout.isatty(), arguments.overwrite
+        )
     profile = _steps(arguments.profile)
     run = importlib.import_module("dtransformer.runs.run")
-    places = arguments.run, arguments.overwrite, arguments.resume
-    run.train(arguments.config, arguments.set, *places, profile)
+    run.train(
+        arguments.config,
+        arguments.set,
+        arguments.run,
+        arguments.overwrite,
+        arguments.resume,
+        profile,
+    )
 
 
 def new(arguments: argparse.Namespace) -> None:
-    """Print a config to begin with, with the planner's table where a depth is given.
+    """Print a commented config of a task, with `--depth` also the planner's table.
 
     Raises:
-        InputError: there is no such task or device, or what is asked does not go together.
+        InputError: If the task or the device is unknown, or options do not fit together.
     """
     depth, device, devices = arguments.depth, arguments.device, arguments.devices
-    if depth is None and (device or devices):
-        raise InputError("--device and --devices are of the table of --depth: give it, too")
     if depth is None:
+        if device or devices:
+            raise InputError("--device and --devices need --depth: add it")
         text = new_config(arguments.task)
     else:
         kind = device_of(device) if device else this_device(devices or 1)

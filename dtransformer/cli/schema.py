@@ -43,9 +43,10 @@ def run_schema() -> dict:
     for task, sections in SECTIONS.items():
         keys = {name: references[owner, "validation"] for name, owner in sections.items()}
         keys |= {"task": {}, "parallel": {"anyOf": [keys["parallel"], {"const": "auto"}]}}
-        is_task = {"properties": {"task": {"const": task}}, "required": ["task"]}
-        if task == TRANSLATION:  # the default
-            del is_task["required"]
+        is_task = {
+            "properties": {"task": {"const": task}},
+            "required": [] if task == TRANSLATION else ["task"],
+        }
         rules.append({"if": is_task, "then": {"properties": keys, "additionalProperties": False}})
     return {
         "$schema": GenerateJsonSchema.schema_dialect,

@@ -111,8 +111,6 @@ class DocumentData:
 
 
 Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
-Names = dict[Name, Name]
-Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
 
 
 @_options
@@ -121,7 +119,7 @@ class RecordData:
 
     train: Sources = ()  # Files: .jsonl, .json, .parquet, .arrow or text; JSON and text may be .gz
     dev: Sources = ()  # Held-out records
-    fields: Names = dataclasses.field(default_factory=dict)  # Field names: {prompt: question}
+    fields: dict[Name, Name] = dataclasses.field(default_factory=dict)  # Names: {prompt: question}
     length: Count = 512  # Maximum tokens per record, and tokens per row
     longer: Literal["leave_out", "cut"] = "leave_out"  # leave_out or cut longer training records
     packed: bool = False  # Pack several records into a row, without attention between them
@@ -142,7 +140,7 @@ class ChatData(RecordData):
 
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # Turns to learn
     template: Path | None = None  # Jinja file, or chatml; null uses the tokenizer's template
-    date: Date = "2024-07-26"  # Date that templates insert as today
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today in templates
 
 
 @_options

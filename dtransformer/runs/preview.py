@@ -61,7 +61,7 @@ def field_descriptions(owner: type) -> dict[str, str]:
     It is the comment after the field, or its entry in the docstring, of the last class that has one.
     """
     descriptions = {}
-    for kind in reversed(owner.__mro__[:-1]):
+    for kind in owner.__mro__[-2::-1]:
         source = inspect.getsource(kind)
         matches = re.findall(_COMMENT, source) + re.findall(_ARGUMENT, source)
         descriptions |= {name: " ".join(text.split()) for name, text in matches}
