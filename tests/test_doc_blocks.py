@@ -194,6 +194,8 @@ def test_commands_are_such(page, words, monkeypatch):
 def check_command(words, monkeypatch):
     """Fail where a command is not one, or has other options."""
     words = list(words)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # an environment variable
+        del words[0]
     for sign in "<>":
         words = words[: words.index(sign)] if sign in words else words
     name = words[0]
@@ -232,6 +234,8 @@ def after_horovodruns_options(words):
 
 def check_script(words, monkeypatch):
     """Parse a script's arguments as it does itself, and run it no further."""
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + ".py", *words[2:]]
     script, *options = words
     if script in OTHERS:
         return

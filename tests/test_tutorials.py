@@ -92,7 +92,6 @@ def one_device_again():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-@pytest.mark.tensorflow
 def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = page_name(page)
@@ -104,7 +103,6 @@ def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     run_page(page, SMALL.get(name, {}), PARSED_ONLY.get(name, ()))
 
 
-@pytest.mark.tensorflow
 def test_quickstart_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
