@@ -81,22 +81,18 @@ def train(
     resume: bool = False,
     profile: tuple[int, int] | None = None,
 ) -> pathlib.Path:
-    """Train as a config file says, and write a run folder.
+    """Train the model of a config file, write a run folder, and return its path.
 
     Args:
-        config_path: a YAML file.
-        settings: texts "section.key=value" that replace values of the file.
-        run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
-        overwrite: whether a run that is there may be replaced.
-        resume: whether to go on from the run's newest checkpoint; without one, training begins.
-        profile: the first and the last step, counted from the command's first one, of which
-            TensorFlow's profiler writes a trace into the run's folder.
-
-    Returns:
-        The run folder.
+        config_path: A YAML file.
+        settings: Texts "section.key=value", which replace values of the file.
+        run_folder: Folder to write. Defaults to "runs/NAME-OF-THE-CONFIG".
+        overwrite: Whether to replace an existing run.
+        resume: Whether to resume from the newest checkpoint, if any.
+        profile: First and last step of a TensorFlow profile. The first step of this call is 1.
 
     Raises:
-        InputError: something in the config or the data is wrong.
+        InputError: If the config or the data is wrong.
     """
     config = load_config(config_path, settings, needs_task=True)
     check_read(config)
@@ -160,7 +156,7 @@ def layout_plan(config: RunConfig) -> Plan | None:
     except ValueError:
         # The optimizer may not be one that can update shards.
         given = fields_of(config.parallel)
-        given |= {"optimizer_shard": int(config.parallel.optimizer_shard)}
+        given["optimizer_shard"] = int(config.parallel.optimizer_shard)
         fixed = {name: value for name, value in given.items() if name not in _FREE}
         with contextlib.suppress(InputError):
             cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)

@@ -239,7 +239,7 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
     every 100 steps if it is long. `fit(verbose=2)` prints one line for each epoch.
     """
 
-    def set_params(self, params):
+    def set_params(self, params: dict) -> None:
         super().set_params(params)
         self._has_step_lines = self.verbose == 1 and not sys.stdout.isatty()
         if self._has_step_lines:

@@ -155,6 +155,7 @@ class Supervisor:
 
     def _run(self):
         failures = 0
+        outcome = None
         while True:
             ranks = self._find_ranks()
             if self._signal is None:
@@ -167,8 +168,8 @@ class Supervisor:
                 _say("interrupted")
                 return INTERRUPTED
             if self._signal is not None:
-                _say(f"asked to stop: {outcome}")
-                return PREEMPTED if outcome.exit_code == PREEMPTED else 1
+                _say(f"asked to stop: {outcome or 'no ranks were started'}")
+                return 1 if outcome and outcome.exit_code != PREEMPTED else PREEMPTED
             if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1

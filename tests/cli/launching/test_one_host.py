@@ -98,6 +98,17 @@ def test_a_signal_that_comes_twice_at_once_lets_ranks_say_their_last_words():
     assert process.returncode == 130 and output.count("saved") == 2, output + errors
 
 
+def test_a_signal_before_ranks_start_ends_the_launcher_with_code_75(monkeypatch, capsys):
+    def hosts_of(options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"localhost": 1}
+
+    monkeypatch.setattr(supervisor, "hosts_of", hosts_of)
+    monkeypatch.setattr(supervisor, "_LOOK_AGAIN", 0.0)
+    assert main(["launch", "--min-ranks", "2", "--", "true"]) == supervisor.PREEMPTED
+    assert "asked to stop: no ranks were started" in capsys.readouterr().err
+
+
 def test_ranks_end_if_the_launcher_is_killed():
     process = launch("-np", "2", command="echo ready; sleep 1239")
     wait_for(process, "ready")
