@@ -100,7 +100,7 @@ format: .venv/lint  ## put the code into the style, as far as ruff can
 	$(BIN)/ruff format
 
 docs: .venv/docs  ## build the docs site, in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dist: .venv/ready  ## build sdist and wheel, in dist/
 	$(BIN)/python -m harness.dist
