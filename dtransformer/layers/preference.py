@@ -71,6 +71,8 @@ class PreferenceLoss(keras.losses.Loss):
 
     def __init__(self, kind: str = "sigmoid", beta: float = 0.1, smoothing: float = 0.0):
         super().__init__("preference", "mean_with_sample_weight")
+        if kind not in ("sigmoid", "hinge", "ipo"):
+            raise ValueError(f"kind={kind!r} is unknown: choose 'sigmoid', 'hinge' or 'ipo'")
         if smoothing and kind != "sigmoid":
             raise ValueError(f"smoothing goes with 'sigmoid', not with {kind!r}: leave it out")
         self.kind, self.beta, self.smoothing = kind, beta, smoothing

@@ -111,3 +111,8 @@ def test_classes_of_a_bert_whose_pooler_was_trained(reference):
     gradient = tape.gradient(loss, head.pooler.kernel.value)
     np.testing.assert_allclose(tf.transpose(gradient), found["bert/gradient"], **CLOSE)
     assert network.num_parameters() == sum(np.prod(x.shape) for x in network.variables)
+
+
+def test_unknown_kinds_of_preference_losses_are_refused():
+    with pytest.raises(ValueError, match="kind='kto' is unknown: choose 'sigmoid'"):
+        PreferenceLoss("kto")
