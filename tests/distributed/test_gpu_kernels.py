@@ -43,6 +43,10 @@ ON_HOST = {
     "Timestamp()": "a clock, for the throughput",
     "PyFuncStateless()": "the same",
     "PyFunc()": "few numbers that CPU ranks send over sockets",
+    **{
+        f"Fingerprint({dtype})": "a hash of the batch, computed on the host, where the batch is"
+        for dtype in ("DT_FLOAT", "DT_INT32", "DT_INT64", "DT_UINT8")
+    },
 }
 
 

@@ -123,7 +123,7 @@ def test_a_head_with_its_own_values_is_untied(name, tmp_path):
 
     change(folder, add)
     logits, _ = expected(name, folder)
-    with pytest.warns(UserWarning, match=f"{head} differs from .* keeps its own values") as caught:
+    with pytest.warns(UserWarning, match=f"{head} differs from .* keeps its values") as caught:
         network = from_pretrained(folder)
     assert len(caught) == 1 and not network.arguments["tied_head"]
     np.testing.assert_allclose(found(network), logits, rtol=0, atol=PARITY_LOGITS)
@@ -223,7 +223,7 @@ def test_positions_other_than_the_formula_are_refused(name, dtype, tmp_path):
 def test_a_head_of_another_size_is_refused(tmp_path):
     folder = made("LlamaForCausalLM", tmp_path)
     change(folder, lambda tensors: tensors.update({HEAD: torch.randn(44, 16)}))
-    with pytest.warns(UserWarning, match="keeps its own values"):
+    with pytest.warns(UserWarning, match="keeps its values"):
         with pytest.raises(InputError, match=r"lm_head.weight is \[44, 16\], not \[40, 16\]"):
             from_pretrained(folder)
 
