@@ -247,7 +247,7 @@ def default_files() -> list[pathlib.Path]:
 
 
 def group_name(passage: Passage) -> str:
-    """Return the name under which a passage is scored.
+    """Return the name of the group that a passage counts for.
 
     Markdown and YAML files are scored one by one, Python files by folder. The package's
     strings, such as error texts, are scored separately from its docstrings and comments.

@@ -30,26 +30,26 @@ def _run(arguments):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code.
+    """Run the command line and return the exit code.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: Sequence of arguments. `None` uses the arguments of the process.
     """
-    if argv is None:  # the process is ours: it ends without a last search for garbage
+    if argv is None:  # The process belongs to the command: skip the final garbage collection.
         atexit.register(gc.freeze)
         warnings.formatwarning = format_warning
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed: send it to a file, or to /dev/null")
         for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # whatever the locale can say
+            if hasattr(stream, "reconfigure"):  # Do not depend on the locale.
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         code = _run(make_parser().parse_args(argv)) or 0
         sys.stdout.flush()
         return code
     except InputError as error:
         return _tell(error, 2)
-    except BrokenPipeError:  # whoever read our output has ended, such as head
+    except BrokenPipeError:  # The reader of the output has ended, such as `head`.
         _drop_output()
         return 1
     except KeyboardInterrupt as error:
@@ -63,23 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _tell("this machine has not enough memory for that: give smaller numbers", 2)
     except Exception as error:
-        sys.last_value = error  # what is done at exit depends on it
+        sys.last_value = error  # Exit handlers read it.
         if is_of_another_rank(error):
             return _tell("another rank has failed, or left: what it says tells why", 1)
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
-            raise  # of several ranks each tells its own
+            raise  # Each rank prints its traceback.
         text = one_line(error, 160)
         return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)
 
 
 def _tell(message, code):
-    """Print an error, as one line; return the exit code."""
-    with contextlib.suppress(OSError):  # there is no one to tell
+    """Print an error as one line and return the exit code."""
+    with contextlib.suppress(OSError):  # Standard error may be closed.
         print(one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)
     return code
 
 
 def _drop_output():
-    """Let what was not written yet go nowhere: Python would write it once more at its end."""
+    """Discard buffered output, because Python would try to write it again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

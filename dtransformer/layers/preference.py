@@ -56,15 +56,18 @@ def margins(reference: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 
 
 class PreferenceLoss(keras.losses.Loss):
-    """The loss of a pair of answers, by the margin h between them; see `margins`.
+    """Loss of a pair of answers with the margin h between them; see `margins`.
 
-    `"sigmoid"` is −(1−ε)·log σ(β·h) − ε·log σ(−β·h), `"hinge"` max(0, 1 − β·h), and `"ipo"`
-    (h − 1/(2β))², of means over tokens.
+    `"sigmoid"` is −(1−ε)·log σ(β·h) − ε·log σ(−β·h) and `"hinge"` is max(0, 1 − β·h). `"ipo"` is
+    (h − 1/(2β))², with means over tokens in h.
 
     Args:
-        kind: one of these.
-        beta: β, more than 0.
-        smoothing: ε, in [0, 0.5), with `"sigmoid"`.
+        kind: String. `"sigmoid"`, `"hinge"` or `"ipo"`. Defaults to `"sigmoid"`.
+        beta: Float above 0. The factor β. Defaults to `0.1`.
+        smoothing: Float in [0, 0.5). Label smoothing ε of `"sigmoid"`. Defaults to `0.0`.
+
+    Raises:
+        ValueError: If an argument is out of range, or `smoothing` is combined with another kind.
     """
 
     weights_epoch_means = True
@@ -73,6 +76,10 @@ class PreferenceLoss(keras.losses.Loss):
         super().__init__("preference", "mean_with_sample_weight")
         if kind not in ("sigmoid", "hinge", "ipo"):
             raise ValueError(f"kind={kind!r} is unknown: choose 'sigmoid', 'hinge' or 'ipo'")
+        if beta <= 0 or not 0 <= smoothing < 0.5:
+            raise ValueError(
+                f"beta={beta} must be above 0, and smoothing={smoothing} must be in [0, 0.5)"
+            )
         if smoothing and kind != "sigmoid":
             raise ValueError(f"smoothing goes with 'sigmoid', not with {kind!r}: leave it out")
         self.kind, self.beta, self.smoothing = kind, beta, smoothing

@@ -11,7 +11,7 @@ from dtransformer.errors import InputError, is_of_another_rank
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
 )
-# What `loss_terms.check_range` says, as an operation of a graph tells it, or one that is run by itself.
+# Message of `loss_terms.check_range`, from a graph or from an eager operation.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
@@ -20,19 +20,19 @@ _REFUSED = re.compile(r"InputError: ([^\n]*)")
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Inside the `with` block errors of TensorFlow's operations that are known are ValueErrors.
+    """Inside the `with` block, convert known errors of TensorFlow operations to one-line errors.
 
-    After an error of an operation on a mesh TensorFlow computes nothing more on it in this process.
+    After an error of an operation on a mesh, this mesh is unusable for the rest of the process.
 
     Raises:
-        InputError: what reads the data refuses them.
-        ValueError: labels or ids are out of range.
-        RuntimeError: another rank has failed, so that what ranks do together cannot go on.
+        InputError: If the data reader rejects the data.
+        ValueError: If labels or ids are out of range.
+        RuntimeError: If another rank has failed, so that collectives cannot continue.
     """
     try:
         yield
     except tf.errors.OpError as error:
-        if refused := _REFUSED.search(error.message):  # by what reads the data
+        if refused := _REFUSED.search(error.message):  # from the data reader
             raise InputError(refused[1]) from None
         line = _line(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):

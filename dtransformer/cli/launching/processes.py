@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dtransformer.errors import InputError
 
-LAUNCH = "DTRANSFORMER_LAUNCH"  # in the environment of all processes of a start
+LAUNCH = "DTRANSFORMER_LAUNCH"  # Environment variable of all processes of a start.
 
-# For each process of the start, and not the shell that looks: `do` with its number.
+# Run `do` with the id of each process of the start, except the searching shell.
 _EACH = (
     "for d in /proc/[0-9]*; do p=${{d#/proc/}}; "
     f'if [ "$p" != $$ ] && grep -qsa "{LAUNCH}={{launch}}" "$d/environ"; then {{do}}; fi; done'
 )
 _KILL = 'kill -KILL "$p" 2>/dev/null'
-# Those that catch the signal are ranks in `fit`; the shells around them would end.
+# Only ranks in `fit` catch the signal. It would end the shells around them.
 _STOP = (
     "m=$(sed -n 's/^SigCgt:[[:space:]]*//p' \"$d/status\" 2>/dev/null); "
     '[ -n "$m" ] && [ $(( (0x$m >> 9) & 1 )) = 1 ] && kill -USR1 "$p"'
@@ -30,7 +30,7 @@ class Hosts:
     """Runs shell commands on hosts.
 
     Args:
-        ssh_options: what ssh is given besides the host.
+        ssh_options: Options of ssh.
     """
 
     def __init__(self, ssh_options: Sequence[str] = ()):
@@ -41,12 +41,12 @@ class Hosts:
         """Run a shell command on hosts at the same time.
 
         Returns:
-            What it has printed, by host; None where the host does not answer.
+            Dict of the output by host. `None` if a host does not answer.
         """
 
         def answer(host):
             shell = ["sh"] if is_here(host) else [*self._ssh, host, "sh"]
-            # What ssh leaves behind for the next connection keeps its standard error open.
+            # A shared ssh connection stays open and keeps its standard error open.
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             try:
                 done = subprocess.run(
@@ -63,7 +63,7 @@ class Hosts:
             return dict(zip(hosts, threads.map(answer, hosts)))
 
     def end_all(self, hosts: Iterable[str]) -> dict[str, str | None]:
-        """End what is left of the start on hosts; return which of them answer, as `run` does."""
+        """Kill the remaining processes of the start on hosts; return the result of `run`."""
         return self.run(hosts, _EACH.format(launch=self.launch, do=_KILL) + "\nexit 0\n")
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Hosts:
 
 
 def ssh_command(options: Sequence[str] = ()) -> list[str]:
-    """Return how ssh is called, up to the host."""
+    """Return the ssh command without the host."""
     always = ("BatchMode=yes", f"ConnectTimeout={_SECONDS // 2}", "StrictHostKeyChecking=no")
     return ["ssh", *(text for option in always for text in ("-o", option)), *options]
 
@@ -99,10 +99,10 @@ def is_here(host: str) -> bool:
 
 
 def discovered(script: str | os.PathLike) -> str:
-    """Return what a host discovery script prints.
+    """Return the output of a host discovery script.
 
     Raises:
-        InputError: it fails.
+        InputError: If the script fails.
     """
     try:
         done = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)

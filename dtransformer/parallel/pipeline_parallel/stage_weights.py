@@ -128,9 +128,9 @@ def full_network(network: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in placed_layers(network) if job.stage()[1] > 1 else []:
             owner = stages_of(layer, job.placement())[0]
-            for inner in (
-                _compat.flat_layers(layer) if owner else []
-            ):  # rank 0 has the first stage's
+            if not owner:
+                continue  # Rank 0 stores the first stage's weights.
+            for inner in _compat.flat_layers(layer):
                 save = functools.partial(_copy_into, _from_stage(inner, owner))
                 if job.is_chief():
                     stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
@@ -177,8 +177,8 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
     """Set the weights of this stage to their values in the list of all stages' weights.
 
     Args:
-        network: a `keras.Model`.
-        values: list of arrays, as `get_weights` returns it.
+        network: A `keras.Model`.
+        values: List of arrays, as `get_weights` returns it.
 
     Raises:
         ValueError: If the number of arrays or one of their shapes is different.
