@@ -16,13 +16,15 @@ from keras.src.backend.common.name_scope import current_path as current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
+    data_adapter_utils,
+    py_dataset_adapter,
     tf_dataset_adapter,
 )
-from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
 from dtransformer._compat.of_optimizers import meanwhile
@@ -288,6 +290,37 @@ def with_class_weights(dataset: tf.data.Dataset, class_weight: dict) -> tf.data.
     return dataset.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
 
 
+def class_weight_to_sample_weight(labels, class_weight: dict, sample_weight=None):
+    """Return the sample weights that `train_on_batch(class_weight=...)` uses.
+
+    Unnecessary if Keras exported the conversion.
+
+    Raises:
+        ValueError: If there are also sample weights.
+    """
+    if sample_weight is not None:
+        raise ValueError(
+            "Received both `class_weight` and `sample_weight`. Multiply them, and pass "
+            "`sample_weight` only."
+        )
+    return data_adapter_utils.class_weight_to_sample_weights(labels, class_weight)
+
+
+class EpochIterator(TFEpochIterator):
+    """Keras' iterator over the batches of an epoch: arrays, datasets, generators and others.
+
+    Each iteration yields `(first_step, last_step, iterator)`. Unnecessary if Keras exported its
+    data adapters.
+
+    Args:
+        **options: `x`, `y`, `sample_weight`, `batch_size`, `steps_per_epoch`, `shuffle` and
+            `class_weight` as in `keras.Model.fit`, and `steps_per_execution`.
+    """
+
+    def __init__(self, **options):
+        super().__init__(distribute_strategy=tf.distribute.get_strategy(), **options)
+
+
 class ShuffleOrder:
     """The order in which Keras draws the rows of arrays and the batches of a `PyDataset`.
 
@@ -303,13 +336,13 @@ class ShuffleOrder:
         self._seed, self._draws = seed, itertools.count(epoch)
 
     def shuffle(self, items):
-        """Shuffle a list or an array in place, in another order in every call; return it.
-
-        Keras shuffles the batches of a `PyDataset` in this order if `py_dataset_adapter.random` is
-        this object.
-        """
+        """Shuffle a list or an array in place, in another order in every call; return it."""
         np.random.default_rng([self._seed, next(self._draws)]).shuffle(items)
         return items
+
+    def for_py_datasets(self) -> contextlib.AbstractContextManager:
+        """Inside the `with` block Keras shuffles the batches of a `PyDataset` in this order."""
+        return meanwhile(py_dataset_adapter, random=self)
 
     def adapter(self, x, y, sample_weight, *options):
         """Return Keras' adapter that draws rows in this order, or `x` if the data are no arrays.

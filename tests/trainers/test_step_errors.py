@@ -171,7 +171,7 @@ def test_a_loss_that_is_nan_is_told_once(recwarn):
     x = np.full((8, 3), np.nan, "float32")
     trainer.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0)
     told = [str(warning.message) for warning in recwarn if "nan" in str(warning.message)]
-    assert len(told) == 1 and "the loss of step 1 is nan" in told[0]
+    assert len(told) == 1 and "The loss of step 1 is nan" in told[0]
 
 
 @on_mesh
