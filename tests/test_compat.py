@@ -48,11 +48,7 @@ SUBCLASS_HOOKS = {
         "_trainable_variables",
     ),
     keras.Model: (
-        "_assert_compile_called",  # raises Keras' own error
         "_compile_metrics",  # the metrics given to `compile`, as one
-        "_flatten_metrics_in_order",  # what lists of `evaluate` and others are made of
-        "_get_metrics_result_or_logs",  # the logs of an epoch, and of `evaluate`
-        "_loss_tracker",  # the mean that is shown as the loss
     ),
 }
 HOOKS = {name for names in SUBCLASS_HOOKS.values() for name in names}

@@ -5,7 +5,9 @@ import dataclasses
 import keras
 
 from dtransformer import _compat
+from dtransformer.errors import check_int
 from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.trainers.objective import Objective, of_classes
 from dtransformer.trainers.step_compiler import StepCompiler
 
@@ -57,6 +59,13 @@ def resolve_metrics(network, metrics, weighted_metrics):
         compiled = _compat.compile_options(network)
         return compiled.get("metrics"), compiled.get("weighted_metrics")
     return metrics, weighted_metrics
+
+
+def resolve_log_every(log_every):
+    """Return the interval in steps between reads of the logs: by default 1 on CPUs, 10 on GPUs."""
+    if log_every is None:
+        return 10 if takes_gpu_branch() else 1
+    return check_int("log_every", log_every)
 
 
 def scale_loss(network, optimizer):

@@ -209,14 +209,14 @@ def check_micro_batches(data, batch_size=None):
     """
     if job.rows_multiple_of() == 1 or isinstance(data.data, tf.data.Dataset):
         return
-    num_parts = data.sharding.num_parts
+    num_shards = data.sharding.num_shards
     if _are_arrays(data.data):
         num_rows = _count_rows(data.data)
         batch_size = batch_size or _KERAS_BATCH_SIZE
-        check_rows(min(num_rows, batch_size) / num_parts)
-        check_rows(num_rows % batch_size / num_parts)
+        check_rows(min(num_rows, batch_size) / num_shards)
+        check_rows(num_rows % batch_size / num_shards)
     elif data.first is not None:
-        check_rows(_count_rows(data.first) / num_parts)
+        check_rows(_count_rows(data.first) / num_shards)
 
 
 def _count_rows(batch):

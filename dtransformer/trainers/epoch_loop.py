@@ -128,6 +128,38 @@ class Validation:
         return num_epochs in self._frequency
 
 
+def evaluate(model, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose):
+    """Evaluate data outside of `fit`.
+
+    Args:
+        model: The trainer.
+        runner: The `StepRunner`.
+        data: `InputData`.
+        y, sample_weight, batch_size, steps, callbacks, verbose: As in `Trainer.evaluate`.
+
+    Returns:
+        A dict of floats, the logs.
+    """
+    batches = _compat.EpochIterator(
+        x=data.data,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        steps_per_execution=model.steps_per_execution,
+    )
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = keras.callbacks.CallbackList(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=batches.num_batches,
+            model=model,
+        )
+    return run_evaluation(model, runner, batches, data.sharding, callbacks)
+
+
 def run_evaluation(model, runner, batches, sharding, callbacks):
     """Evaluate the batches of an iterator.
 

@@ -61,6 +61,19 @@ class NetworkFiles:
         else:
             self.write(filepath, WEIGHTS_SUFFIX, overwrite, save)
 
+    def save_model(self, path, overwrite, save, optimizer, options):
+        """Write a `.keras` archive from rank 0.
+
+        Args:
+            path, overwrite, optimizer: As in `write`.
+            save: Keras' `save` method.
+            options: Dict of its options. Empty ones are ignored. Keras raises an error for options
+                that it does not support.
+        """
+        options = {name: value for name, value in options.items() if value}
+        save = functools.partial(save, **options)
+        self.write(path, MODEL_SUFFIX, overwrite, save, optimizer)
+
     def write(self, path, suffix, overwrite, save, optimizer=None):
         """Write a complete file of the full network from rank 0; all ranks call.
 

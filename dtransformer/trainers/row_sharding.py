@@ -38,8 +38,8 @@ class RowSharding:
         return cls(is_global=not makes_shares)
 
     @property
-    def num_parts(self) -> int:
-        """Number of parts that a batch of this rank is split into."""
+    def num_shards(self) -> int:
+        """Number of data shards that share a batch of this rank."""
         return job.data_shard()[1] if self.is_global else 1
 
     @property
@@ -49,7 +49,7 @@ class RowSharding:
 
     def local_rows(self, batch: object) -> object:
         """Return this data shard's rows of nested tensors [b, ...]."""
-        return rows_of_part(batch, *job.data_shard()) if self.is_global else batch
+        return rows_of_shard(batch, *job.data_shard()) if self.is_global else batch
 
     def gather_rows(self, outputs: object) -> object:
         """Return the outputs of all rows, from nested outputs [local b, ...] of each data shard."""
@@ -63,10 +63,10 @@ class RowSharding:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def rows_of_part(batch: object, i: int | tf.Tensor, num_parts: int) -> object:
-    """Return the `i`-th of `num_parts` contiguous parts of nested tensors [b, ...].
+def rows_of_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
+    """Return the `i`-th of `num_shards` contiguous shards of nested tensors [b, ...].
 
-    Parts differ by at most one row. `None` stays `None`. Batches are in host memory, so that a
+    Shards differ by at most one row. `None` stays `None`. Batches are in host memory, so that a
     GPU receives only its rows.
     """
 
@@ -75,6 +75,6 @@ def rows_of_part(batch: object, i: int | tf.Tensor, num_parts: int) -> object:
             return None
         rows = number_of_rows(x)
         with tf.device("CPU:0"):
-            return x[rows * i // num_parts : rows * (i + 1) // num_parts]
+            return x[rows * i // num_shards : rows * (i + 1) // num_shards]
 
     return keras.tree.map_structure(take, batch)

@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import functools
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,26 +10,25 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import check_int
 from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.layers.base import register
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored
 from dtransformer.trainers.checkpoints import Checkpoints
 from dtransformer.trainers.compile_options import (
     CompileOptions,
+    resolve_log_every,
     resolve_losses,
     resolve_metrics,
     scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.engines.base import ForwardStep
-from dtransformer.trainers.epoch_loop import run_evaluation
+from dtransformer.trainers.epoch_loop import evaluate
 from dtransformer.trainers.fit import FitOptions, chief_verbosity, run_fit
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
 from dtransformer.trainers.objective import without_padding
@@ -176,15 +173,13 @@ class Trainer(keras.Model):
         compile_checks.check_compile_options(
             self.objective, self.optimizer, run_eagerly, jit_compile
         )
-        if log_every is None:
-            log_every = 10 if takes_gpu_branch() else 1
         self._set_options(
             CompileOptions(
                 objective=self.objective,
                 optimizer=self.optimizer,
                 compiled_metrics=self._compile_metrics,
                 compiler=StepCompiler(jit_compile, run_eagerly),
-                log_every=check_int("log_every", log_every),
+                log_every=resolve_log_every(log_every),
                 steps_per_execution=steps_per_execution,
             )
         )
@@ -295,24 +290,10 @@ class Trainer(keras.Model):
         with job.doing("validating"), errors_in_one_line():
             data = prepare_data(x, shard, self.network)
             runner = self._build_steps("evaluate", data.first)
-            batches = _compat.EpochIterator(
-                x=data.data,
-                y=y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                steps_per_epoch=steps,
-                steps_per_execution=self.steps_per_execution,
-            )
             verbose = chief_verbosity(verbose)
-            callbacks = keras.callbacks.CallbackList(
-                callbacks,
-                add_progbar=verbose != 0,
-                verbose=verbose,
-                epochs=1,
-                steps=batches.num_batches,
-                model=self,
+            logs = evaluate(
+                self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
             )
-            logs = run_evaluation(self, runner, batches, data.sharding, callbacks)
             return logs if return_dict else self._as_list(logs)
 
     def predict(
@@ -482,11 +463,10 @@ class Trainer(keras.Model):
         >>> trainer.save("runs/wmt14/last")
         """
         if str(path).endswith(MODEL_SUFFIX):
-            options = {"replicas": replicas, "assets": assets, "metrics": metrics}
-            # Keras raises an error for the options that it does not support.
-            kwargs |= {name: value for name, value in options.items() if value}
-            save = functools.partial(super().save, **kwargs)
-            self._files.write(path, MODEL_SUFFIX, overwrite, save, getattr(self, "optimizer", None))
+            options = {"replicas": replicas, "assets": assets, "metrics": metrics, **kwargs}
+            self._files.save_model(
+                path, overwrite, super().save, getattr(self, "optimizer", None), options
+            )
             return
         if kwargs:
             raise TypeError(f"save() of a checkpoint has no options {', '.join(kwargs)}.")
@@ -501,14 +481,7 @@ class Trainer(keras.Model):
         """
         self._checkpoints.wait()
 
-    def restore(
-        self,
-        path: str | os.PathLike,
-        *,
-        strict: bool = True,
-        weights_only: bool = False,
-        check: Callable[[Restored], None] | None = None,
-    ) -> Restored:
+    def restore(self, path, *, strict=True, weights_only=False, check=None) -> Restored:
         """Restore a checkpoint that any layout has saved; all ranks call.
 
         Each rank reads only its shards. All files are verified first, so that a damaged or
@@ -542,14 +515,7 @@ class Trainer(keras.Model):
             self._program.runner.recompile()  # Steps were traced with the previous seed.
         return restored
 
-    def save_weights(
-        self,
-        filepath: str | os.PathLike,
-        overwrite: bool = True,
-        *,
-        before: Callable[[pathlib.Path], None] | None = None,
-        **kwargs,
-    ) -> None:
+    def save_weights(self, filepath, overwrite=True, *, before=None, **kwargs) -> None:
         """Save the network's full weights from rank 0; as `keras.Model.save_weights`.
 
         All ranks call. The network alone can also load the file, on every layout. The file is
@@ -597,13 +563,8 @@ class Trainer(keras.Model):
         return self.network.count_params()
 
     def export(
-        self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: list | None = None,
-        **kwargs,
-    ) -> None:
+        self, filepath, format="tf_saved_model", verbose=None, input_signature=None, **kwargs
+    ):
         """Export the network for serving, from any layout; as `keras.Model.export`.
 
         All ranks call, rank 0 writes the full network.

@@ -40,7 +40,7 @@ from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols
 from dtransformer.trainers.engines.base import Engine, check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from dtransformer.trainers.row_sharding import rows_of_part
+from dtransformer.trainers.row_sharding import rows_of_shard
 
 
 class PipelineEngine(Engine):
@@ -113,7 +113,7 @@ class PipelineEngine(Engine):
         self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
-        batches = [rows_of_part(batch, k, number) for k in range(number)]
+        batches = [rows_of_shard(batch, k, number) for k in range(number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
         put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
