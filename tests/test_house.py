@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from harness.code_size import count_lines, tokens_by_folder
+from harness.foreign_attributes import foreign_attributes
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "dtransformer"
@@ -320,6 +321,10 @@ def test_sizes_of_files():
     told = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
     assert not large, f"more than {MAX_LINES} lines: {large}; {told}"
     assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {told}"
+
+
+def test_no_class_of_trainers_sets_attributes_of_another():
+    assert foreign_attributes(PACKAGE / "trainers") == []
 
 
 def test_package_stays_within_its_token_budget():

@@ -130,7 +130,7 @@ class NetworkFiles:
                     full_network(*tf.nest.map_structure(_zeros, signature))
                     full_network.set_weights(weights)
                     served = type(trainer)(full_network)
-                served.built = True
+                served.build()
                 keras.Model.export(served, filepath, input_signature=signature, **kwargs)
 
         with job.doing("saving"):

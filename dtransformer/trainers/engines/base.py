@@ -201,7 +201,7 @@ class ForwardStep:
         Raises:
             ValueError: there are both.
         """
-        adding, self.states.adding = self.states.adding, []
+        adding = self.states.take_adding()
         if losses and adding and job.is_chief():
             warnings.warn(
                 f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "
