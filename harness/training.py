@@ -88,7 +88,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     results["losses"] = np.array(record["step_loss"])
     results["first_step"] = record.first_step
     if takes_gpu_branch():
-        report = trainer._compiler.clusters
+        report = trainer._program.compiler.clusters
         results |= {"clusters": report.clusters, "outside": report.outside}
     shards = own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))

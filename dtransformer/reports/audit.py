@@ -93,7 +93,7 @@ def mesh_collectives(function_names, calls):
 
     Args:
         function_names: names of functions of TensorFlow's context.
-        calls: of functions that were copied into them, see `TraceContext.calls`.
+        calls: of functions that were copied into them, see `recording_block_calls`.
     """
     found = []
     for name in function_names:

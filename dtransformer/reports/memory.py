@@ -217,7 +217,7 @@ def _implementation(stack, num_queries, num_keys):
     sizes = [(n, num_queries), (given.get("num_kv_heads") or n, num_keys)]
     q, k = (tf.TensorSpec([1, m, length, d], stack.compute_dtype) for m, length in sizes)
     options = {"bias": bias, "soft_cap": given.get("soft_cap"), "dropout": dropout or None}
-    with tf.Graph().as_default(), trace.scope(on_mesh=job.mesh() is not None):
+    with tf.Graph().as_default(), trace.on_mesh(job.mesh() is not None):
         return implementation_for(given.get("implementation", "auto"), q, k, **options)
 
 

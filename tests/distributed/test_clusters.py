@@ -47,7 +47,7 @@ def _trained():
     with tempfile.TemporaryDirectory() as folder:
         later = compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
     assert trainer.num_steps == STEPS
-    return trainer._compiler.clusters, later
+    return trainer._program.compiler.clusters, later
 
 
 @pytest.mark.long

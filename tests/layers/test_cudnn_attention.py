@@ -167,7 +167,7 @@ def test_a_network_trains_alike(monkeypatch, recompute):
 
 
 def test_on_a_mesh_it_is_left_to_blocks(on_gpu):
-    with trace.scope(on_mesh=True), pytest.warns(UserWarning, match="on a mesh"):
+    with trace.on_mesh(), pytest.warns(UserWarning, match="on a mesh"):
         assert implementation_for("cudnn", X, X) == "blockwise"
 
 

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, trained_value
+
+_inputs = Scoped("split_backward_inputs")
 
 
 @contextlib.contextmanager
@@ -25,14 +27,24 @@ def splitting_backward() -> Iterator[dict[str, tf.Tensor]]:
         A dict that is filled: path of a kernel -> what was multiplied with it, [rows, inputs].
     """
     inputs = {}
-    with trace.scope(deferred=inputs):
+    with _inputs.set(inputs):
         yield inputs
+
+
+def not_splitting_backward() -> contextlib.AbstractContextManager:
+    """Compute all gradients in one pass inside the `with` block."""
+    return _inputs.set(None)
+
+
+def is_splitting_backward() -> bool:
+    """Return whether gradients of kernels are deferred here."""
+    return _inputs.get() is not None
 
 
 def is_split(kernel: tf.Tensor | keras.Variable) -> bool:
     """Return whether the gradient of a kernel is left for later, here."""
     own = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
-    return own and kernel.trainable and trace.current().deferred is not None
+    return own and kernel.trainable and is_splitting_backward()
 
 
 def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:
@@ -49,7 +61,7 @@ def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:
     Raises:
         ValueError: the kernel is multiplied with for the second time.
     """
-    inputs = trace.current().deferred
+    inputs = _inputs.get()
     if kernel.path in inputs:
         raise ValueError(
             f"{kernel.path} is multiplied with more than once in a forward pass, and the schedule "

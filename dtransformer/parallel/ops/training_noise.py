@@ -28,7 +28,7 @@ class InputDropout(DrawsMasks):
     path: str
 
     def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        if not trace.current().trains:
+        if not trace.is_training_step():
             return x
         shape, seed = static_or_dynamic_shape(x), current_dropout_seed()
         is_kept = kept_elements(shape, self.rate, seed, layer_number(self))
@@ -54,7 +54,7 @@ class EmbeddingNoise(DrawsMasks):
     path: str
 
     def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        if not trace.current().trains:
+        if not trace.is_training_step():
             return x
         shape = static_or_dynamic_shape(x)
         noise = 2 * random_floats(shape, current_dropout_seed(), layer_number(self)) - 1

@@ -34,7 +34,7 @@ def project_to_heads(
         is_unsharded_for_use(kernel) or is_split(kernel) or low_rank_of(kernel) is not None
         for kernel in kernels
     )
-    decodes = trace.current().in_loop
+    decodes = trace.is_decoding_loop()
     if trace.is_on_mesh() or decodes or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         return [

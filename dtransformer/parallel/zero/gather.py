@@ -21,8 +21,10 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
+
+_unsharding = Scoped("unsharding")
 
 
 def all_gather(variable: keras.Variable, shard: tf.Tensor, name: str) -> tf.Tensor:
@@ -167,13 +169,13 @@ class Unsharding:
 def unsharding(name: str, **options):
     """Weights that are read in the `with` block are unsharded for it; see `Unsharding`."""
     computation = Unsharding(name, **options)
-    with trace.scope(unsharding=computation):
+    with _unsharding.set(computation):
         yield computation
 
 
 def current_unsharding() -> Unsharding | None:
     """Return the computation of the network that is being traced, or None."""
-    return trace.current().unsharding
+    return _unsharding.get()
 
 
 def apply_unsharded(function: Callable, x: tf.Tensor, variable) -> tf.Tensor:

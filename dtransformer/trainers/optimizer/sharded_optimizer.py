@@ -13,7 +13,6 @@ from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
 from dtransformer.trainers.optimizer.checks import check_update
@@ -114,7 +113,7 @@ class ShardedOptimizer:
         """
         if factor is not None:
             gradients = [gradient * factor for gradient in gradients]
-        with trace.scope(names_are_global=True):
+        with transport.global_names():
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
             gradients, norm = self._unscaled(gradients)
@@ -141,7 +140,7 @@ class ShardedOptimizer:
         averages = _compat.averages_of(self._optimizer)
         if not averages or not int(self._optimizer.iterations):
             return
-        with trace.scope(names_are_global=True):
+        with transport.global_names():
             held = iter(self._update_units.held_values())
         new = []
         for unit, average in zip(self.units, averages, strict=True):
@@ -207,7 +206,7 @@ class ShardedOptimizer:
 
     def _store_new_values(self, held):
         """Store the new values that the update did not leave where they belong."""
-        with trace.scope(names_are_global=True):
+        with transport.global_names():
             new = self._update_units.new_values(held)
             for number, bucket in enumerate(self._buckets):
                 positions = [i for i in bucket if self.shards[i].replicated is not None]
