@@ -1,4 +1,4 @@
-"""All layouts of a number of devices that there are: every divisor of everything."""
+"""Grid of all layouts for a number of devices: every combination of divisors."""
 
 import contextlib
 import itertools
@@ -22,12 +22,13 @@ _NAMES = {column: name for name, column in COLUMNS.items()}
 
 
 def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
-    """Return every layout of a cluster's devices that a job's fixed fields leave.
+    """Return all layouts of a cluster that the trainer supports and the job's fixed fields allow.
 
-    The model axis stays inside of a node, unless it is fixed.
+    The model axis stays inside a node unless `model_parallel` is fixed.
 
     Raises:
-        InputError: a fixed field is none of the config's, or no layout has it.
+        InputError: If a fixed field is not a field of the config, or if no layout has all
+            fixed fields.
     """
     fixed, others = _fixed_columns(job)
     parts = _parts(model, cluster, job, fixed)
@@ -41,7 +42,7 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
 
 
 def _parts(model, cluster, job, fixed):
-    """Return the layouts that the columns that are fixed leave, in parts of the same degrees."""
+    """Return the layouts that the fixed columns allow, as one `Layouts` per set of degrees."""
     allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
     devices, batch, parts = cluster.num_devices, job.global_batch, []
     for t in divisors(devices):
@@ -66,7 +67,7 @@ def _parts(model, cluster, job, fixed):
 
 
 def _levels(levels, local_devices, job, axes):
-    """Return the levels of optimizer sharding that `Topology` and the optimizer take."""
+    """Return the `optimizer_shard` levels that `Topology` and the optimizer support."""
     found, is_whole = [], job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
     on_mesh = is_divided or local_devices > 1
@@ -76,7 +77,7 @@ def _levels(levels, local_devices, job, axes):
             topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
             shares = axes["context"] if spans else 1 / topology.mesh_data
             is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
-            # They compute with full weights.
+            # Optimizers that are not elementwise compute with full weights.
             is_refused = is_whole and (level == 3 or (level == 0 and on_mesh))
             found += [level] * (is_used and not is_refused)
     return found
@@ -92,17 +93,20 @@ def _no_context(model, c):
 
 
 def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
-    """Return the layouts of some degrees: micro-batches, schedules, recompute, levels."""
+    """Return the layouts for fixed degrees, or `None` if there are no valid options.
+
+    Options are micro-batches, chunks, schedules, recomputation, levels and sequence sharding.
+    """
     rows = []
     numbers = [m for m in divisors(batch) if m >= p]
     for name in allowed("schedule", range(len(SCHEDULE_NAMES))):
         schedule = SCHEDULES[SCHEDULE_NAMES[name]]
         if p == 1 and name and len(allowed("schedule", range(2))) > 1:
-            continue  # it has no meaning there
+            continue  # Without a pipeline, one schedule represents all.
         most = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
         for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, most + 1)):
             if v > 1 and (p == 1 or model.num_blocks % (p * v)):
-                continue  # without a meaning, or uneven
+                continue  # Chunks need a pipeline and an equal number of blocks.
             some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
             rows += itertools.product(allowed("micro_batches", some), [v], [name])
     recomputes = allowed("recompute", range(len(RECOMPUTES)))
@@ -120,7 +124,11 @@ def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
 
 
 def _fixed_columns(job):
-    """Return what a job fixes of the columns, as numbers, and of the config's other fields."""
+    """Split a job's fixed fields into layout columns and other config fields.
+
+    Returns:
+        A tuple of two dicts: column name to integer, and config field name to value.
+    """
     names = TransformerOpParallelConfig.__dataclass_fields__
     for name in job.fixed:
         if name not in names:
@@ -138,10 +146,10 @@ def _fixed_columns(job):
 
 
 def _is_supported(layouts, others, local_devices):
-    """Return a mask of the layouts that the trainer takes, by its own check.
+    """Return a mask of the layouts that pass the trainer's own check.
 
-    What it refuses depends on which techniques meet, not on how large their degrees are: one
-    layout of each meeting is asked for.
+    The check depends only on the combination of techniques, not on their degrees. So one layout
+    of each combination is checked.
     """
     most = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
     most |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
@@ -154,7 +162,7 @@ def _is_supported(layouts, others, local_devices):
 
 
 def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1) -> str | None:
-    """Return why the trainer would refuse a config; None where it takes it."""
+    """Return the reason why the trainer rejects a config, or `None` if the config is supported."""
     try:
         check_supported(config, local_devices)
     except ValueError as error:
@@ -202,12 +210,12 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
 
 
 def _words(job, fixed, columns):
-    """Return texts "field=value" of the fixed ones among some columns."""
+    """Return texts such as "field=value" for the fixed columns among `columns`."""
     return [f"{_NAMES[x]}={job.fixed[_NAMES[x]]}" for x in columns if x in fixed]
 
 
 def _why_none(model, cluster, job, fixed):
-    """Return one line: why no layout has all fixed fields, though each fits."""
+    """Return the reason why no layout has all fixed fields although each of them fits."""
     devices, batch = cluster.num_devices, job.global_batch
     rest = lambda column: {name: value for name, value in fixed.items() if name != column}
     without = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]

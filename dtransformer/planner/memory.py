@@ -1,4 +1,4 @@
-"""Memory of a rank by kind, for many layouts at once."""
+"""Memory of a rank by kind, computed for many layouts together."""
 
 import typing
 
@@ -10,18 +10,18 @@ from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, of_worst_stage
 
-# Of s·t scores a head, from which on this library computes by blocks.
+# This library computes attention blockwise if a head has at least this number of scores s·t.
 BLOCKWISE_SCORES = 2048 * 1024
 
 
 class Memory(typing.NamedTuple):
-    """Bytes of the rank that needs most, by what they are for; every field is an array [N].
+    """Bytes by kind on the rank that needs the most memory. Every field is an array [N].
 
     Args:
-        weights, gradients, states: of the model, and of the optimizer.
-        activations: kept by blocks until their backward pass.
-        logits: of the head, with their gradient, and embeddings.
-        buffers: a block's weights that are unsharded at level 3, and what collectives fill.
+        weights, gradients, states: Model weights, their gradients and the optimizer's states.
+        activations: Activations that blocks save for their backward pass.
+        logits: Logits with their gradient, and saved embeddings.
+        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2.
     """
 
     weights: np.ndarray
@@ -33,14 +33,23 @@ class Memory(typing.NamedTuple):
 
     @property
     def total(self):
-        """All of it."""
+        """Sum over all kinds."""
         return sum(self)
 
 
 def activations_of_block(
     model: ModelShape, kind: BlockKind, layouts: Layouts, item_bytes=2, by_blocks=False
 ):
-    """Return the bytes that a block keeps of a micro-batch on a device: an array [N]."""
+    """Return the bytes that a block saves per micro-batch on a device, as an array [N].
+
+    Args:
+        model: A `ModelShape`.
+        kind: `BlockKind` of the block.
+        layouts: The `Layouts`.
+        item_bytes: Bytes of one activation element.
+        by_blocks: Boolean, whether attention with at least `BLOCKWISE_SCORES` scores is computed
+            blockwise. Context parallelism always computes it blockwise.
+    """
     c, length = layouts.context, kind.length / layouts.context
     sizes = {
         "length": length,
@@ -63,7 +72,7 @@ def activations_of_block(
         sizes["shared_experts"] = model.shared_experts
 
     def kept(blocks):
-        if kind.is_frozen:  # no backward pass comes there
+        if kind.is_frozen:  # The backward pass stops before frozen blocks.
             return np.zeros(len(layouts))
         none = kept_bytes(**sizes, by_blocks=blocks)
         attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
@@ -71,21 +80,21 @@ def activations_of_block(
         return np.choose(layouts.recompute, [none, attention, full])
 
     here = [by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended]
-    # Where sequences are sharded, attention is computed by blocks.
+    # Context-parallel attention is always computed blockwise.
     return layouts.micro_batch * np.where(c > 1, kept([True] * len(here)), kept(here))
 
 
 def memory_of(
     model: ModelShape, layouts: Layouts, system: System, item_bytes: int = 2, by_blocks=True
 ) -> Memory:
-    """Return the `Memory` of layouts.
+    """Return the memory of layouts by kind.
 
     Args:
-        model: the `ModelShape`.
-        layouts: the `Layouts`.
-        system: the `System` that trains.
-        item_bytes: bytes of an activation.
-        by_blocks: whether attention is computed by blocks where scores are many.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        system: The training `System`.
+        item_bytes: Bytes of one activation element.
+        by_blocks: Boolean, whether attention with many scores is computed blockwise.
     """
     kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
 
@@ -103,9 +112,11 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     shared = layouts.sharing
     parameters = parameters_of_stage(model, layouts, stage)
     weights, gradients, states = system.bytes_a_parameter(layouts.level, layouts.is_on_mesh)
-    of_mesh = np.where(layouts.level >= 3, layouts.expert, 1)  # who have the same experts are fewer
+    # Fewer ranks share an expert under expert parallelism.
+    of_mesh = np.where(layouts.level >= 3, layouts.expert, 1)
     trained = parameters_of_stage(model, layouts, stage, is_trained=True)
-    masters = states - system.state_bytes  # of frozen weights, too
+    # Frozen weights also have a float32 master copy.
+    masters = states - system.state_bytes
     found = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     for is_trained, sizes in (
         (False, (weights, 0, masters)),
@@ -121,7 +132,7 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
     found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
-    unsharded = 2 * largest * item_bytes  # the block that is computed, and the next one
+    unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
     bucket = np.where(shared > 1, trained / 4 * np.minimum(gradients, 4), 0)
     found["buffers"] = np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
@@ -130,7 +141,14 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
 
 
 def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
-    """Return the parameters of experts among those of a rank of a stage, an array [N]."""
+    """Return the number of expert parameters on a rank of a stage, as an array [N].
+
+    Args:
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        stage: The `StageKind`.
+        is_trained: Boolean, whether to count trained parameters only.
+    """
     total = sum(
         number * model.experts_parameters(kind)
         for number, kind in zip(stage.blocks, model.kinds)
@@ -140,13 +158,13 @@ def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
 
 
 def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
-    """Return the parameters of a rank of a stage: its shards of them, an array [N].
+    """Return the number of parameters on a rank of a stage after sharding, as an array [N].
 
     Args:
-        model: the `ModelShape`.
-        layouts: the `Layouts`.
-        stage: the `StageKind`.
-        is_trained: whether those that are frozen are left out.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        stage: The `StageKind`.
+        is_trained: Boolean, whether to count trained parameters only.
     """
     t, total = layouts.model, experts_of_stage(model, layouts, stage, is_trained)
     for number, kind in zip(stage.blocks, model.kinds):
@@ -159,7 +177,7 @@ def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, i
     rows = np.where(layouts.rows > 0, t, 1)
     has_tables = not is_trained or model.trains_tables
     table = has_tables * (model.embedding_parameters() + model.other_parameters)
-    # A tied table is on the first stage and on the last one.
+    # Both the first and the last stage store a tied table.
     head = model.head_parameters()
     if model.tied_head and has_tables and not stage.has_embedding:
         head += model.hidden_size * model.vocab_size

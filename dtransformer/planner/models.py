@@ -1,4 +1,4 @@
-"""The shapes of networks: of published ones by their names, and of those that were made."""
+"""Shapes of published models and of network objects."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from dtransformer.planner.shape import ModelShape
 
 _STACKS = ("num_layers", "encoder_layers", "decoder_layers")
 _RELATIVE_RANGES = 32
-_DEFAULT_LENGTH = 512  # of what is trained, where positions have no limit
+_DEFAULT_LENGTH = 512  # Training length of models without a maximum length.
 
 
 def named(name: str, /, **changes) -> ModelShape:
     """Return the shape of a published model.
 
     Args:
-        name: a key of `dtransformer.architectures.ARCHITECTURES`; "-" may stand for "_".
-        **changes: fields of `ModelShape` that replace its own, such as `sequence_length`.
+        name: Key of `dtransformer.architectures.ARCHITECTURES`. "-" is read as "_".
+        **changes: Values for fields of `ModelShape`, such as `sequence_length`.
 
     Raises:
-        InputError: there is no such model; lists what exists.
+        InputError: If no such model exists. The message lists all names.
 
     Example:
 
@@ -37,12 +37,12 @@ def named(name: str, /, **changes) -> ModelShape:
 
 
 def from_architecture(name: str, architecture: Architecture, /, **changes) -> ModelShape:
-    """Return the shape of a network, from the name of its class and its arguments.
+    """Return the shape of a network from its class name and arguments.
 
     Args:
-        name: what it is called.
-        architecture: its `Architecture`.
-        **changes: fields of `ModelShape` that replace its own.
+        name: Name of the shape.
+        architecture: Its `Architecture`.
+        **changes: Values for fields of `ModelShape` that replace the computed ones.
     """
     given, network = architecture.arguments, architecture.network
     length = given.get("max_length") or given.get("max_target_length")
@@ -76,7 +76,8 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         default = 1024 if network == "EncoderDecoderLM" else 512
         entries = given.get("max_length", default) + given.get("position_offset", 0)
         fields["learned_positions"] = entries * number
-    if network == "MaskedLM":  # a dense layer before the logits; of a pair's head, two
+    # A MaskedLM has a dense layer before the logits. Its sentence-pair head has two.
+    if network == "MaskedLM":
         h, size = given["hidden_size"], {**fields, **changes}["sequence_length"]
         pair = h * (h + 2) * bool(given.get("next_sentence"))
         fields["head_products"] = size * h * (h + fields["vocab_size"]) + pair
@@ -85,7 +86,7 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
 
 
 def _vectors(given):
-    """Return the parameters of a block's norms of queries, keys and latents, and of its sinks."""
+    """Return the number of parameters of a block's query, key and latent norms and sinks."""
     n, latent = given["num_heads"], Latent.of(given.get("latent"))
     d, m = given.get("head_dim") or given["hidden_size"] // n, given.get("num_kv_heads") or n
     gains = {None: 0, "rms_norm_all_heads": (n + m) * d, "layer_norm": 4 * d}
@@ -94,7 +95,7 @@ def _vectors(given):
 
 
 def _experts(given, num_layers):
-    """Return the fields that tell of experts."""
+    """Return the fields of `ModelShape` for experts."""
     experts = given.get("moe_config")
     if not experts:
         return {}
@@ -118,7 +119,10 @@ def _experts(given, num_layers):
 
 
 def _other_parameters(network, given, fields, stacks):
-    """Return how many parameters there are besides blocks, tables and the head."""
+    """Return the number of parameters outside blocks, embedding tables and the head.
+
+    The result can be negative, because it subtracts norms that some blocks lack.
+    """
     h, total = given["hidden_size"], fields["vocab_size"] * bool(given.get("head_bias"))
     if fields["encoder_layers"]:
         total += 0 if given.get("shared_embeddings", True) else h * given["source_vocab_size"]
@@ -141,14 +145,14 @@ def _other_parameters(network, given, fields, stacks):
 
 
 def from_network(network: object, **changes) -> ModelShape:
-    """Return the shape of a network that was made, built or not.
+    """Return the shape of a network object, built or not.
 
     Args:
-        network: a network of `dtransformer.models`.
-        **changes: fields of `ModelShape` that replace its own.
+        network: A network from `dtransformer.models`.
+        **changes: Values for fields of `ModelShape` that replace the computed ones.
 
     Raises:
-        InputError: it does not say its arguments.
+        InputError: If the network has no dict `arguments`.
     """
     if not isinstance(getattr(network, "arguments", None), Mapping):
         raise InputError(
@@ -163,10 +167,10 @@ def from_network(network: object, **changes) -> ModelShape:
 
 
 def checked(kind, fields: Mapping):
-    """Return a dataclass of fields; those that it does not have are refused in one line.
+    """Return `kind(**fields)` for a dataclass `kind`, with one-line errors for wrong fields.
 
     Raises:
-        InputError: a field is unknown or missing; lists what there is.
+        InputError: If a field is unknown or missing. The message lists the known fields.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:

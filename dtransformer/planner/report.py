@@ -1,4 +1,4 @@
-"""A plan as text, as JSON and as a picture."""
+"""Plans as text, JSON and pictures."""
 
 import dataclasses
 import os
@@ -33,10 +33,10 @@ _ASSUMPTIONS = (
 
 
 def text_of(plan: Plan, tokens: float | None = None) -> str:
-    """Return a plan as text: its layouts, the costs of the first, the reason and the accuracy.
+    """Return a plan as text: layouts, costs of the best layout, the reason and the accuracy.
 
     Args:
-        plan: The plan.
+        plan: A `Plan`.
         tokens: Number of training tokens, for columns with hours. `None` omits them.
     """
     best, model = plan.best, plan.model
@@ -73,12 +73,12 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
 
 
 def _hours_text(hours):
-    """Return hours with three significant digits, and in full from 1,000 on."""
+    """Return hours with three significant digits, or without decimals from 1,000 on."""
     return f"{hours:,.0f}" if hours >= 1000 else f"{hours:.3g}"
 
 
 def fit_line(cost: Cost) -> str:
-    """Return a sentence that says whether a layout fits, with the cheapest change if it does not."""
+    """Return a sentence with the needed and available memory, and the change that makes it fit."""
     needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
     if cost.fits:
         return f"It fits: {needed:,.4g} GB of {there:,.4g} GB per device."
@@ -90,7 +90,7 @@ def fit_line(cost: Cost) -> str:
 
 
 def _spent(cost):
-    """Return the lines of two tables: the time and the memory of a layout by kind."""
+    """Return the lines of two tables: time and memory of a layout by kind."""
     seconds = {_WORDS[kind]: value for kind, value in cost.seconds_by_kind.items()}
     gigabytes = {kind: value / 1e9 for kind, value in cost.bytes_by_kind.items()}
     time = _shares(seconds, ("time", "s", "share"), ",.4g")
@@ -99,18 +99,18 @@ def _spent(cost):
 
 
 def _shares(values, header, form):
-    """Return the lines of a table of all values except zeros, with their shares of the sum."""
+    """Return the lines of a table of the nonzero values with their shares of the total."""
     total = sum(values.values())
     rows = [(kind, f"{x:{form}}", f"{x / total:.1%}") for kind, x in values.items() if x]
     return columns([header, *rows], right=(1, 2))
 
 
 def json_of(plan: Plan, tokens: float | None = None) -> dict:
-    """Return a plan as a JSON object. Names of numbers end with their unit.
+    """Return a plan as a JSON object. Names of numeric fields end with their unit.
 
     Args:
-        plan: The plan.
-        tokens: Number of training tokens, for each layout's hours. `None` omits them.
+        plan: A `Plan`.
+        tokens: Number of training tokens, for hours per layout. `None` omits them.
     """
     layouts = [json_of_cost(cost) for cost in plan.costs]
     if tokens:
@@ -141,24 +141,21 @@ def json_of_cost(cost: Cost) -> dict:
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:
-    """Return the fields of a config that are not their defaults, as YAML and JSON have them."""
+    """Return the config fields that differ from their defaults, with plain values for YAML and JSON."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if value != default[name]}
 
 
-# Pictures of a plan, which need matplotlib: time and memory by kind, and the frontier of both.
-
-
 def draw(plan: Plan, path: str | os.PathLike) -> None:
-    """Write a picture of a plan: bars of its layouts, and all layouts by memory and time.
+    """Draw a plan with matplotlib: bars of its layouts, and all layouts by memory and time.
 
     Args:
-        plan: The plan.
-        path: Path of a .png, .svg or .pdf file.
+        plan: A `Plan`.
+        path: Path of a .png, .svg or .pdf file to write.
 
     Raises:
-        InputError: If matplotlib is missing or does not know the file type.
+        InputError: If matplotlib is missing or does not support the file type.
     """
     check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
@@ -176,7 +173,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 
 
 def _bars(axes, by_kind, unit, label):
-    """Draw a bar for each layout, with a part for each kind of cost that any layout has."""
+    """Draw a stacked bar per layout with one segment for each kind that is not zero everywhere."""
     start, places = 0, range(1, len(by_kind) + 1)
     for kind in by_kind[0]:
         values = np.array([costs[kind] / unit for costs in by_kind])
@@ -190,7 +187,7 @@ def _bars(axes, by_kind, unit, label):
 
 
 def _frontier(axes, plan):
-    """Draw all layouts by memory and time, and the Pareto frontier."""
+    """Draw all layouts by memory and time, with the Pareto frontier."""
     layouts = grid_of(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
     needed, seconds = memory.total / 1e9, time.total

@@ -1,7 +1,7 @@
-"""Time of a block's and a head's passes on a device, without what is sent.
+"""Computation time of blocks and the head on one device, without communication.
 
-Products take their operations over the speed that their sizes reach; what is no product takes the
-bytes that it reads and writes over the memory's bandwidth.
+A product takes its operations divided by the speed that its sizes reach. Other operations
+take the bytes that they read and write, divided by the memory bandwidth.
 """
 
 import typing
@@ -12,24 +12,24 @@ from dtransformer.planner.clusters import Device
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 
-# Items that a forward pass reads and writes, counted from what the operations are; backward twice
-# as many. Of each element of the stream: two norms (2 · 2), and bias, dropout and residual twice
-# (2 · 3 and a mask of half an item). Of the inner features: the activation. Of each score: product,
-# softmax with scale and mask as one, dropout.
+# Items read and written per element in a forward pass, counted by operation. A backward pass
+# counts twice. Stream: two norms (2 · 2), and twice bias, dropout and residual (2 · 3, plus a mask
+# of half an item each). Inner features: the activation. Scores: product, fused softmax with scale
+# and mask, dropout.
 STREAM_ITEMS = 11
 INNER_ITEMS = 2
-HEAD_ITEMS = 4  # queries, keys, values and context are laid out by heads
+HEAD_ITEMS = 4  # Queries, keys, values and context are transposed by heads.
 SCORE_ITEMS = 4.5
-LOGIT_ITEMS = 10  # of each logit, forward and backward, in float32 in part
-STATE_PASSES = 2.5  # each number of weights, gradients and states is read, and most are written
+LOGIT_ITEMS = 10  # Forward and backward together, partly in float32.
+STATE_PASSES = 2.5  # Every weight, gradient and state is read, and most are written.
 
 
 class Passes(typing.NamedTuple):
-    """Seconds of a block for a micro-batch; every field is an array [N].
+    """Seconds of a block per micro-batch. Every field is an array [N].
 
     Args:
-        forward, backward: of the passes.
-        repeated: of what is recomputed for the backward pass.
+        forward, backward: Forward and backward pass.
+        repeated: Recomputation for the backward pass.
     """
 
     forward: np.ndarray
@@ -38,12 +38,19 @@ class Passes(typing.NamedTuple):
 
     @property
     def total(self):
-        """All of it."""
+        """Sum of the passes."""
         return sum(self)
 
 
 def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True):
-    """Return the seconds of products [rows, inputs] × [inputs, outputs], some times."""
+    """Return the seconds of `times` products [rows, inputs] × [inputs, outputs].
+
+    Args:
+        device: A `Device`.
+        rows, inputs, outputs: Sizes of the product, numbers or arrays.
+        times: Number of products.
+        is_16_bit: Boolean, whether the product uses 16-bit numbers.
+    """
     own = device.constants
     peak = (device.tflops_16_bit if is_16_bit else device.tflops_32_bit) * 1e12
     slower = (1 + own.half_rows / rows) * (1 + own.half_features / inputs)
@@ -52,14 +59,22 @@ def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=
 
 
 def memory_seconds(device: Device, num_bytes):
-    """Return the seconds to read or write so many bytes."""
+    """Return the seconds that a device takes to read or write `num_bytes` bytes."""
     return num_bytes / (device.memory_gb_per_second * 1e9 * device.constants.memory_share)
 
 
 def block_passes(
     device: Device, model: ModelShape, kind: BlockKind, layouts: Layouts, is_16_bit=True
 ) -> Passes:
-    """Return the `Passes` of a block of a kind."""
+    """Return the seconds of one block's passes for a micro-batch.
+
+    Args:
+        device: A `Device`.
+        model: A `ModelShape`.
+        kind: `BlockKind` of the block.
+        layouts: The `Layouts`.
+        is_16_bit: Boolean, whether products use 16-bit numbers.
+    """
     t, item = layouts.model, 2 if is_16_bit else 4
     h, d = model.hidden_size, model.head_dim
     length = kind.length / layouts.context
@@ -73,7 +88,7 @@ def block_passes(
                 products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
         elif number == 0:
             products += product(rows, h, queries + shared) + product(rows, queries, h)
-        else:  # keys and values come from the source
+        else:  # Cross-attention reads keys and values from the source.
             others = layouts.micro_batch * other / layouts.context
             products += 2 * product(rows, h, queries) + product(others, h, shared)
         heads = layouts.micro_batch * model.num_heads / t
@@ -104,7 +119,7 @@ def block_passes(
 
 
 def _feed_forward_rows(model, kind, layouts):
-    """Return rows, features inside and number of the feed-forward layers of a block on a device."""
+    """Return a list of `(rows, inner_features, count)` tuples: a block's feed-forward layers."""
     rows = layouts.micro_batch * kind.length / layouts.context
     if not kind.has_experts:
         return [(rows, model.inner_size(kind), 1.0)]
@@ -117,7 +132,14 @@ def _feed_forward_rows(model, kind, layouts):
 
 
 def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
-    """Return the seconds of the head and the loss for a micro-batch, forward and backward."""
+    """Return the seconds of the head and the loss per micro-batch, forward and backward.
+
+    Args:
+        device: A `Device`.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        is_16_bit: Boolean, whether products use 16-bit numbers.
+    """
     rows = layouts.micro_batch * model.sequence_length / layouts.context
     entries = model.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
@@ -126,8 +148,12 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
 
 
 def update_seconds(device: Device, state_bytes):
-    """Return the seconds of the optimizer's update of what takes so many bytes on a rank.
+    """Return the seconds of the optimizer update.
 
-    It goes over long vectors, which all of the memory's bandwidth is for.
+    The update streams over long vectors, so it reaches the full memory bandwidth.
+
+    Args:
+        device: A `Device`.
+        state_bytes: Bytes of weights, gradients and states that the rank updates.
     """
     return STATE_PASSES * state_bytes / (device.memory_gb_per_second * 1e9)
