@@ -1,4 +1,4 @@
-"""Keras and TensorFlow, started quietly: imported first by whatever needs them."""
+"""Import Keras and TensorFlow quietly. Import this module before any of them."""
 
 import gc
 
@@ -7,7 +7,8 @@ from dtransformer.quiet import quiet_start
 
 keep_compiled_kernels()
 
-# Millions of objects are made that stay: to search them for garbage takes a fifth of the time.
+# The imports create millions of permanent objects. Garbage collection would take a fifth of the
+# time.
 _searched = gc.isenabled()
 gc.disable()
 try:

@@ -14,7 +14,7 @@ from dtransformer.tables import read_table
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Efficiency of a device and its links: the fractions of published figures that training reaches.
+    """Efficiency of a device and its links: fractions of published figures that training reaches.
 
     A product [M, K] × [K, N] takes `2·M·K·N / (peak · product_share)` seconds, times
     (1 + half_rows / M), (1 + half_features / K) and (1 + half_features / N).

@@ -122,7 +122,7 @@ class Layouts:
 
     @property
     def shards_experts(self):
-        """True for layouts that shard experts or their features and therefore use expert buffers."""
+        """True for layouts that shard experts or their features, which need expert buffers."""
         return (self.model > 1) | (self.expert > 1)
 
     @property

@@ -12,9 +12,10 @@ from dtransformer.errors import InputError, shown
 from dtransformer.nvidia_driver import gpu_names
 from dtransformer.planner.clusters import CPU, DEVICES, FAMILIES, Cluster, Device, Link
 
-# Measured per core with `dtransformer plan --measure` on two cores of a virtual machine with AVX-512:
-# float32 products, memory bandwidth, and loopback traffic between ranks of a host. The model axis
-# uses DTensor, stages use separate connections, and data uses Horovod with its cycle of 5 ms.
+# Measured per core with `dtransformer plan --measure` on two cores of a virtual machine with
+# AVX-512: float32 products, memory bandwidth, and loopback traffic between ranks of a host. The
+# model axis uses DTensor, stages use separate connections, and data uses Horovod with its cycle of
+# 5 ms.
 _CORE_TFLOPS = 0.075
 _CORE_GB_PER_SECOND = 5.0
 _LINKS = {"data": Link(0.7, 0, 5000.0), "model": Link(0.4, 0, 2500.0), "stage": Link(1.5, 0, 500.0)}

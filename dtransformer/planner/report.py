@@ -141,7 +141,7 @@ def json_of_cost(cost: Cost) -> dict:
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:
-    """Return the config fields that differ from their defaults, with plain values for YAML and JSON."""
+    """Return the config fields that differ from their defaults, with plain values."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if value != default[name]}

@@ -236,7 +236,7 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden_size * self.inner_size(kind)
 
     def experts_parameters(self, kind: BlockKind) -> int:
-        """Return the number of kernel parameters of a block's routed experts, 0 for dense blocks."""
+        """Return the number of kernel parameters of a block's routed experts, or 0."""
         return self.num_experts * self.expert_parameters(kind) if kind.has_experts else 0
 
     def routed_rows(self, is_on_mesh: bool | np.ndarray) -> np.ndarray:
@@ -358,7 +358,7 @@ class ModelShape:
         return self.parameters() - frozen - tables
 
     def flops_per_sequence(self) -> float:
-        """Return the floating-point operations per sequence of a training step, without recomputation.
+        """Return the floating-point operations per sequence of a step, without recomputation.
 
         Each position and weight of a product counts six operations. A weight that is frozen by
         adapters counts four, a weight of a frozen block two. The attention scores are added.

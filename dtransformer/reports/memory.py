@@ -1,4 +1,4 @@
-"""Report of a rank's memory: by the plan and the theory, next to what is measured.
+"""Report of a rank's memory: planned by theory, next to measured bytes.
 
 References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
 Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5.
@@ -35,13 +35,13 @@ from dtransformer.tables import columns
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """One use of memory.
+    """Memory of one kind.
 
     Args:
-        what: "weights", "gradients", "optimizer states" or "activations"; on GPUs "NCCL's buffers",
-            which TensorFlow's allocator does not see.
-        planned: bytes on this rank, by the plan or by the theory.
-        measured: bytes of the tensors that there are; None where that is not known.
+        what: "weights", "gradients", "optimizer states" or "activations". On GPUs also "NCCL's
+            buffers", which TensorFlow's allocator does not include.
+        planned: Planned bytes on this rank.
+        measured: Bytes of existing tensors, or `None` if unknown.
     """
 
     what: str
@@ -51,12 +51,12 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory of this rank. Its `str` is a table.
+    """Memory of this rank. `str(report)` is a table.
 
     Args:
-        rows: tuple of `MemoryRow`s.
-        peak: largest number of bytes that the process, or its GPUs, had so far.
-        attention: how attention of each stack of blocks is computed, as text; see `attention`.
+        rows: Tuple of `MemoryRow`s.
+        peak: Peak memory of the process, or of its GPUs, in bytes.
+        attention: Attention implementation of each stack of blocks, as text.
     """
 
     rows: tuple
@@ -64,7 +64,7 @@ class MemoryReport:
     attention: str = ""
 
     def __getitem__(self, what):
-        """Return the `MemoryRow` of a use."""
+        """Return the row of a kind of memory."""
         return next(row for row in self.rows if row.what == what)
 
     def __str__(self):
@@ -78,14 +78,18 @@ class MemoryReport:
 
 
 def memory_report(network, optimizer, update, input_shapes, num_kept=1):
-    """Return the `MemoryReport` of a trainer whose step was run.
+    """Return the memory report of a trainer that has run a step.
 
     Args:
-        network: the `keras.Model`.
-        optimizer: its Keras optimizer.
-        update: its `ShardedOptimizer`.
-        input_shapes: nested shapes of what this rank's mesh computes at once, or None.
-        num_kept: how many such activations are kept at once.
+        network: The `keras.Model`.
+        optimizer: Its Keras optimizer.
+        update: Its `ShardedOptimizer`.
+        input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
+            `None`.
+        num_kept: Number of such inputs whose activations are stored simultaneously.
+
+    Returns:
+        A `MemoryReport`.
     """
     plan, level = update.partition, update.partition.level
     trained = network.trainable_variables
@@ -115,21 +119,23 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
-    if device_type() == "GPU" and logical_gpus() == 1:  # else all is sent through the host
+    # Communication between several logical GPUs goes through the host, without NCCL.
+    if device_type() == "GPU" and logical_gpus() == 1:
         rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _communicators()),)
     return MemoryReport(rows, _peak(), _attention(network, input_shapes))
 
 
 def _communicators():
-    """Return how many communicators this rank has: of its groups, of its mesh's axes, of all of them."""
+    """Return the number of NCCL communicators: one per process group, mesh axis and mesh."""
     axes = job.mesh().dim_names if job.mesh() is not None else []
     return job.current().groups.num_communicators + len(axes) + (len(axes) > 1)
 
 
 def _state_bytes(optimizer, states, update):
-    """Return the bytes of an optimizer's states by the plan: some for each element that is updated.
+    """Return the planned bytes of an optimizer's states.
 
-    States of other shapes, such as Adafactor's sums over rows, are counted as they are.
+    States in the shape of a parameter count per updated element. Others, such as Adafactor's row
+    statistics, count with their actual size.
     """
     plan, others, planned = update.partition, _bytes(states), 0
     lists = _compat.optimizer_states(getattr(optimizer, "inner_optimizer", optimizer)).values()
@@ -147,7 +153,7 @@ def _state_bytes(optimizer, states, update):
 
 
 def _item_bytes(row, variable):
-    """Return the bytes of an entry of a weight as it is computed with."""
+    """Return the bytes per element of the weight that layers compute with."""
     return (
         variable.copy.dtype.size if isinstance(variable, MasterShardedVariable) else row.item_bytes
     )
@@ -160,15 +166,16 @@ def _weight_bytes(row, variable):
 
 
 def activation_bytes(network, input_shapes, num_kept=1):
-    """Return the bytes that the blocks' activations take until the backward pass.
+    """Return the bytes of the activations that blocks save for the backward pass.
 
-    Those of one device, of the blocks of its pipeline stage, by `planner.formulas.kept_bytes`.
-    Under `context_parallel` a device has those of its shard of each sequence.
+    The result is for one device and the blocks of its pipeline stage, see
+    `planner.formulas.kept_bytes`. Under `context_parallel` a device saves its shard of each
+    sequence.
 
     Args:
-        network: a `keras.Model` with the method `stream_shapes`; others give 0.
-        input_shapes: nested shapes of what the mesh computes at once.
-        num_kept: how many such activations are kept at once.
+        network: A `keras.Model`. Without a method `stream_shapes` the result is 0.
+        input_shapes: Nested shapes of the inputs that the mesh computes in one call.
+        num_kept: Number of such inputs whose activations are stored simultaneously.
     """
     config, total = get_parallel_config(), 0
     share = num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
@@ -182,7 +189,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
 
 
 def _streams(network, input_shapes):
-    """Yield the stacks of blocks, the shapes of their streams, and the length of a memory."""
+    """Yield `(stack, stream_shape, memory_length)` for each stack of blocks."""
     if not hasattr(network, "stream_shapes") or input_shapes is None:
         return
     streams = network.stream_shapes(input_shapes)
@@ -192,12 +199,12 @@ def _streams(network, input_shapes):
 
 
 def _lengths(block, length, memory):
-    """Return what each attention of a block attends to, in positions."""
+    """Return the number of attended positions for each attention of a block."""
     return [length, memory] if isinstance(block, TransformerDecoderLayer) else [length]
 
 
 def _attention(network, input_shapes):
-    """Return how attention of each stack of blocks is computed, as text."""
+    """Return a text with the attention implementation of each stack."""
     found = []
     for stack, (_, s, _), memory in _streams(network, input_shapes):
         if stack.blocks:
@@ -208,7 +215,7 @@ def _attention(network, input_shapes):
 
 
 def _implementation(stack, num_queries, num_keys):
-    """Return how attention of a stack's blocks is computed, but for what a mask may ask for."""
+    """Return the attention implementation of a stack's blocks, without regard to masks."""
     if mesh_axis("length_shards") is not None:
         return "blockwise"
     given = stack.blocks[0].arguments | stack.arguments
@@ -222,15 +229,15 @@ def _implementation(stack, num_queries, num_keys):
 
 
 def _of_block(block, shape, lengths, kinds, item, config):
-    """Return the bytes that a block keeps of each sequence.
+    """Return the bytes that a block saves per sequence.
 
     Args:
-        block: the block.
-        shape: (b, s, h) of its stream.
-        lengths: what each of its attentions attends to, in positions.
-        kinds: how each of them is computed.
-        item: bytes of an activation.
-        config: the parallel config.
+        block: The block.
+        shape: Shape (b, s, h) of its stream.
+        lengths: Number of attended positions for each of its attentions.
+        kinds: Implementation of each attention.
+        item: Bytes of an activation element.
+        config: The parallel config.
     """
     choice, options = block.recompute_config, block.arguments
     _, s, h = shape
