@@ -56,5 +56,5 @@ def architecture_named(name: str) -> tuple[str, Architecture]:
     key = str(name).lower().replace("-", "_")
     if key not in ARCHITECTURES:
         hint = nearest(key, ARCHITECTURES, cutoff=0.4)
-        raise InputError(f"there is no model {shown(name)}: {hint}")
+        raise InputError(f"Unknown model {shown(name)}: {hint}")
     return key, ARCHITECTURES[key]

@@ -26,12 +26,12 @@ def check_pattern(pattern: Pattern | None) -> list[dict]:
     """
     found = [dict(one) for one in ([{}] if pattern is None else pattern)]
     if not found:
-        raise ValueError("block_pattern is empty: give a dict for each of some blocks, or None")
+        raise ValueError("`block_pattern` is empty. Use a list with one or more dicts, or None.")
     for one in found:
         if others := sorted(one.keys() - set(FIELDS)):
             raise ValueError(
-                f"block_pattern has {others[0]!r}, expected some of {', '.join(FIELDS)}: other "
-                "arguments are those of all blocks"
+                f"`block_pattern` has the key {others[0]!r}, expected keys among "
+                f"{', '.join(FIELDS)}. Other arguments must be equal in all blocks."
             )
     return found
 
@@ -172,10 +172,11 @@ def placement_of(arguments: Mapping) -> Placement:
     given, is_post = arguments.get("norm_placement"), arguments.get("post_layernorm_residual")
     name = ("post" if is_post else "pre") if given is None else given
     if name not in PLACEMENTS:
-        raise ValueError(f"norm_placement must be one of {', '.join(PLACEMENTS)}, got {given!r}")
+        raise ValueError(f"`norm_placement` must be one of {', '.join(PLACEMENTS)}, got {given!r}.")
     if is_post and name != "post":
         raise ValueError(
-            f"post_layernorm_residual=True and norm_placement={given!r} differ: give one of them"
+            f"`post_layernorm_residual=True` contradicts `norm_placement={given!r}`. "
+            "Set only one of them."
         )
     return PLACEMENTS[name]
 

@@ -87,11 +87,11 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     Example:
 
     >>> nearest("cosin", ["linear", "cosine"]), nearest("step", ["linear", "cosine"])
-    ('did you mean cosine?', 'there are linear, cosine')
+    ('did you mean cosine?', 'expected one of linear, cosine.')
     """
     name = name if isinstance(name, str) else ""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}."
 
 
 def format_warning(message: object, *details: object) -> str:
@@ -106,7 +106,7 @@ def check_int(name: str, value: object, least: int = 1) -> int:
         InputError: If it is smaller or not an integer.
     """
     if type(value) is not int or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}.")
     return value
 
 
@@ -121,4 +121,4 @@ def check_installed(package: str, what: str) -> None:
         InputError: If the package is missing.
     """
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what} need {package}: pip install {package}")
+        raise InputError(f"{what} need {package}: pip install {package}.")

@@ -22,7 +22,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error).partition("\n")[0]
         raise InputError(
-            f"{path}: cannot be written ({reason}): make room, or give a place that you may write to"
+            f"{path}: cannot be written ({reason}). Free disk space or choose a writable path."
         ) from None
 
 
@@ -52,7 +52,9 @@ def replacing(
     target = pathlib.Path(os.path.realpath(path))
     fresh = partial_path(target)
     if os.path.lexists(target) and not target.is_file():
-        raise InputError(f"{path}: cannot be written, as it is no ordinary file: give another path")
+        raise InputError(
+            f"{path}: cannot be written because it is not a regular file. Choose another path."
+        )
     try:
         with writing(path):
             if parents:
@@ -87,14 +89,15 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
     ...     _ = (fresh / "morning.txt").write_text("Good morning!")
     Traceback (most recent call last):
     ...
-    dtransformer.errors.InputError: greetings/morning.txt is there with other content: ...
+    dtransformer.errors.InputError: greetings/morning.txt already exists with other content. ...
     """
     folder = pathlib.Path(folder)
     with _fresh_in(folder) as fresh:
         yield fresh
         if not overwrite and (taken := _taken(fresh, folder)):
             raise InputError(
-                f"{taken} is there with other content: give another folder, or --overwrite it"
+                f"{taken} already exists with other content. Choose another folder or add "
+                "--overwrite."
             )
         _move(fresh, folder)
 
@@ -176,8 +179,8 @@ def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
 def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:
     """Warn that `path` was occupied and that the data was saved to `landed`."""
     warnings.warn(
-        f"{path} is there already, and is kept: what was to be saved there is in {landed}; give "
-        "another name, or overwrite=True (--overwrite)",
+        f"{path} already exists and was not changed. The new data was saved to {landed}. Choose "
+        "another name, or set overwrite=True (--overwrite).",
         stacklevel=3,
     )
 
@@ -256,7 +259,9 @@ def new_folder(
         with writing(folder):
             has_files = os.path.lexists(target) and bool(os.listdir(target))
             if has_files and not (may_replace is not None and may_replace(target)):
-                raise InputError(f"{folder}: is not empty: give another folder, or --overwrite it")
+                raise InputError(
+                    f"{folder}: is not empty. Choose another folder or add --overwrite."
+                )
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             yield fresh

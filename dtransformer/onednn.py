@@ -41,8 +41,7 @@ def turn_on() -> None:
         is_first_rank = os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0"
         if "tensorflow" in sys.modules and is_first_rank:
             warnings.warn(
-                "TensorFlow was imported before dtransformer, so that oneDNN is off on this "
-                f"processor and training on it is slower: import dtransformer first, or set "
-                f"{_VARIABLE}=1",
+                "TensorFlow was imported before dtransformer, so oneDNN is off and training is "
+                f"slower on this processor. Import dtransformer first or set {_VARIABLE}=1.",
                 stacklevel=3,
             )

@@ -23,8 +23,8 @@ def refuse_backend(backend: str) -> NoReturn:
         ImportError: If the program is not the command `dtransformer`.
     """
     message = (
-        f"dtransformer needs Keras' TensorFlow backend, and Keras is to use {backend[:60]!r}: set "
-        "KERAS_BACKEND=tensorflow"
+        f"dtransformer needs the Keras backend 'tensorflow', got {backend[:60]!r}. "
+        "Set KERAS_BACKEND=tensorflow."
     )
     is_module = sys.orig_argv[1:3] == ["-m", "dtransformer.cli"]
     if is_module or os.path.basename(sys.argv[0]) == "dtransformer":

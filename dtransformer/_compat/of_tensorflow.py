@@ -173,8 +173,8 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
     if watcher.watched_variables():
         names = ", ".join(variable.name for variable in watcher.watched_variables())
         raise TypeError(
-            f"a function with a gradient of its own reads {names}, whose gradient would be lost: "
-            "give it the value as an argument"
+            f"A function with a custom gradient reads the variables {names}, so their gradients "
+            "would be lost. Pass their values as arguments."
         )
     results = tf.nest.flatten(result)
     tensors = [*results, *args]

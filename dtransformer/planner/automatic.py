@@ -66,10 +66,10 @@ def summary(found: Plan) -> str:
 
     >>> cluster = Cluster(device_named("a100"), 4)
     >>> print(summary(automatic_plan("gpt2_small", 32, cluster=cluster)))
-    Layout: data 4 · ..., by the planner: ... the fastest of ... that fit...; ...
+    Layout: data 4 · ... Chosen by the planner: ... s/step and ... GB/device on ... fit...
     """
     best = found.best
     return (
-        f"Layout: {best.layout}, by the planner: {found.why}; {best.step_seconds:,.3g} s/step and "
-        f"{best.memory_bytes / 1e9:,.3g} GB/device on {found.cluster}"
+        f"Layout: {best.layout}. Chosen by the planner: {best.step_seconds:,.3g} s/step and "
+        f"{best.memory_bytes / 1e9:,.3g} GB/device on {found.cluster}. {found.why}"
     )

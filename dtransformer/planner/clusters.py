@@ -160,8 +160,9 @@ class Cluster:
         check_int("devices_per_node", self.devices_per_node)
         if self.num_devices % self.devices_per_node:
             raise InputError(
-                f"num_devices={self.num_devices} is not a multiple of "
-                f"devices_per_node={self.devices_per_node}: give full nodes, or --devices-per-node"
+                f"`num_devices={self.num_devices}` is not a multiple of "
+                f"`devices_per_node={self.devices_per_node}`. Use full nodes or set "
+                "--devices-per-node."
             )
 
     @property
@@ -194,7 +195,7 @@ def device_named(name: str) -> Device:
     key = FAMILIES.get(key, key)
     if key not in DEVICES:
         raise InputError(
-            f"there is no device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, "
-            "or a file of --measure"
+            f"Unknown device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, or "
+            "a file written by --measure."
         )
     return DEVICES[key]

@@ -32,7 +32,7 @@ class Cost:
         available_bytes: Bytes of a device that training may use.
         num_techniques: Number of techniques, not counting data parallelism and
             `optimizer_shard`.
-        change: If the layout does not fit, the cheapest change that makes it fit.
+        change: If the layout does not fit, a sentence with the cheapest change that makes it fit.
     """
 
     layout: str

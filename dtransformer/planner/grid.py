@@ -37,7 +37,8 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
     layouts = Layouts.joined(parts)
     supported = _is_supported(layouts, others, cluster.local_devices)
     if not supported.any():
-        raise InputError(f"no layout is trained so: {supported_error(layouts.config(0, others))}")
+        reason = supported_error(layouts.config(0, others))
+        raise InputError(f"No layout with these fixed fields is supported: {reason}")
     return layouts[supported]
 
 
@@ -132,7 +133,7 @@ def _fixed_columns(job):
     names = TransformerOpParallelConfig.__dataclass_fields__
     for name in job.fixed:
         if name not in names:
-            raise InputError(f"there is no field {shown(name)} to fix; {nearest(name, names)}")
+            raise InputError(f"Unknown field {shown(name)} in `fixed`: {nearest(name, names)}")
     with refusing("fixed"):
         config = job.fixed_config()
     columns, others = {}, {}
@@ -202,10 +203,12 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
         ),
     ):
         if is_wrong:
-            return f"{model.name}: {text}: change one of them"
+            return f"{model.name}: {text}. Change one of them."
     if batch % number(*shares):
-        told = f"global_batch={batch} is not divisible by {word(*shares)}"
-        return f"{told}: give a multiple of {number(*shares)}"
+        return (
+            f"global_batch={batch} is not divisible by {word(*shares)}. "
+            f"Use a multiple of {number(*shares)}."
+        )
     return None
 
 
@@ -222,10 +225,10 @@ def _why_none(model, cluster, job, fixed):
     if without:
         asked = ", ".join(_words(job, fixed, fixed))
         return (
-            f"no layout of {devices} devices with global_batch={batch} has all of {asked}: there are "
-            f"some without {', or without '.join(without)}"
+            f"No layout of {devices} devices with global_batch={batch} has {asked}. "
+            f"Remove {' or '.join(without)}."
         )
     return (
-        f"no layout of {devices} devices divides global_batch={batch}: give a batch that has more "
-        f"divisors, such as {-(-batch // devices) * devices}"
+        f"No layout of {devices} devices divides global_batch={batch}. Use a batch with more "
+        f"divisors, such as {-(-batch // devices) * devices}."
     )

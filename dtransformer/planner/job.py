@@ -101,11 +101,11 @@ class Job:
         check_int("global_batch", self.global_batch)
         if self.precision not in (None, *PRECISIONS):
             raise InputError(
-                f"precision must be one of {', '.join(PRECISIONS)}; got {shown(self.precision)}"
+                f"`precision` must be one of {', '.join(PRECISIONS)}, got {shown(self.precision)}."
             )
         if self.optimizer not in OPTIMIZERS:
             raise InputError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {shown(self.optimizer)}"
+                f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {shown(self.optimizer)}."
             )
 
     def on(self, device: Device) -> "Job":
@@ -116,7 +116,8 @@ class Job:
         """
         if "bfloat16" in (self.precision or "") and not device.has_bfloat16:
             raise InputError(
-                f"{device.name} has no bfloat16: give precision mixed_float16, or float32"
+                f"{device.name} does not support the precision {self.precision}. "
+                "Use mixed_float16 or float32."
             )
         usual = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
         return dataclasses.replace(self, precision=self.precision or usual)

@@ -189,7 +189,7 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: C
     if global_batch % parts:
         raise InputError(
             f"global_batch={global_batch} is not divisible by data_parallel={config.data_parallel} "
-            f"· micro_batch_num={config.micro_batch_num}: give a multiple of {parts}"
+            f"· micro_batch_num={config.micro_batch_num}. Use a multiple of {parts}."
         )
     columns = {column: number_of(name, getattr(config, name)) for name, column in COLUMNS.items()}
     columns["local"] = cluster.local_devices

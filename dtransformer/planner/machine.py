@@ -83,8 +83,8 @@ def device_of_gpu(name: str) -> Device:
         if family.upper() in words:
             return DEVICES[usual]
     raise InputError(
-        f"there are no figures of the GPU {shown(name)}: measure it with dtransformer plan "
-        "--measure FILE, or give a device"
+        f"The planner has no figures for the GPU {shown(name)}. Measure it with `dtransformer plan "
+        "--measure FILE`, or specify a device."
     )
 
 

@@ -31,8 +31,8 @@ def named(name: str, /, **changes) -> ModelShape:
     try:
         key, architecture = architecture_named(name)
     except InputError as error:
-        hint = "or give a YAML file, or the folder of a published model"
-        raise InputError(f"{error}; {hint}") from None
+        hint = "A YAML file or the folder of a published model is also possible."
+        raise InputError(f"{error} {hint}") from None
     return from_architecture(key, architecture, **changes)
 
 
@@ -156,8 +156,8 @@ def from_network(network: object, **changes) -> ModelShape:
     """
     if not isinstance(getattr(network, "arguments", None), Mapping):
         raise InputError(
-            f"{shown(type(network).__name__)} does not tell its sizes: give a network of "
-            "dtransformer.models, or a ModelShape"
+            f"The network of class {type(network).__name__} has no dict `arguments` with its "
+            "sizes. Use a network from dtransformer.models, or a ModelShape."
         )
     if getattr(network, "has_task_head", False):
         products = network.arguments["hidden_size"] * network.head.num_labels
@@ -175,7 +175,9 @@ def checked(kind, fields: Mapping):
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            raise InputError(f"{kind.__name__} has no {shown(name)}; it has {', '.join(known)}")
+            raise InputError(
+                f"{kind.__name__} has no field {shown(name)}. Its fields are {', '.join(known)}."
+            )
     try:
         return kind(**fields)
     except TypeError as error:

@@ -66,9 +66,9 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
     lines += columns(rows, right=(0, *range(2, len(header))))
     lines += ["", *_spent(best), ""]
     if plan.fits:
-        lines.append(f"Take 1: {plan.why}.")
+        lines.append(f"Recommended: layout 1. {plan.why}")
     else:
-        lines.append(f"{fit_line(best)} {plan.why[0].upper()}{plan.why[1:]}.")
+        lines.append(f"{fit_line(best)} {plan.why}")
     return "\n".join([*lines, plan.cluster.device.accuracy(), _ASSUMPTIONS])
 
 
@@ -86,7 +86,7 @@ def fit_line(cost: Cost) -> str:
         f"It does not fit: {needed:,.4g} GB per device, {cost.missing_bytes:,} bytes more than the "
         f"available {there:,.4g} GB."
     )
-    return f"{message} The cheapest change: {cost.change}." if cost.change else message
+    return f"{message} {cost.change}" if cost.change else message
 
 
 def _spent(cost):
@@ -157,7 +157,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     Raises:
         InputError: If matplotlib is missing or does not support the file type.
     """
-    check_installed("matplotlib", "pictures")
+    check_installed("matplotlib", "Pictures")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")
@@ -168,7 +168,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     _frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    with refusing(f"{path}: is no kind of picture that is known"):
+    with refusing(f"{path}: unknown file type"):
         figure.savefig(path, dpi=120)
 
 
@@ -195,7 +195,7 @@ def _frontier(axes, plan):
     order = np.lexsort((seconds, needed))
     best = np.minimum.accumulate(seconds[order])
     first = np.r_[True, best[1:] < best[:-1]]
-    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="none is better in both")
-    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="there is")
+    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="Pareto frontier")
+    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="available")
     axes.set(xscale="log", yscale="log", xlabel="GB/device", ylabel="s/step")
     axes.legend(fontsize=7)

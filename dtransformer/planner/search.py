@@ -101,14 +101,14 @@ def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
     near = near[needed[near] <= needed[near].min() + ROOM_SHARE * cluster.memory_bytes]
     first = near[np.lexsort((needed[near], seconds[near], layouts.techniques[near]))][0]
     others = [number for number in order[: top + 1] if number != first][: top - 1]
-    why = f"it is the fastest of {len(order):,} that fit"
+    why = f"It is the fastest of {len(order):,} layouts that fit."
     if first != fastest:
         slower = seconds[first] / seconds[fastest] - 1
         room = (needed[fastest] - needed[first]) / 1e9
-        better = f"leaves {room:,.3g} GB more" if room >= 0.05 else "is simpler"
+        better = f"leaves {room:,.3g} GB more memory" if room >= 0.05 else "is simpler"
         why = (
-            f"it is within {slower:.1%} of the fastest of {len(order):,} that fit, "
-            f"{layouts.describe(fastest)}, and {better}"
+            f"It is {slower:.1%} slower than the fastest of {len(order):,} layouts that fit, "
+            f"{layouts.describe(fastest)}, but {better}."
         )
     return [first, *others], why
 
@@ -124,10 +124,10 @@ def _what_would_fit(model, cluster, job):
             larger = dataclasses.replace(cluster, **sizes)
             memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
             if (memory.total <= larger.memory_bytes).any():
-                return f"no layout of {number} devices fits; with {number * times} devices there is one"
+                return f"No layout of {number} devices fits. {number * times} devices are enough."
     return (
-        f"no layout fits, nor of {_MAX_GROWTH} times the devices: give a larger global batch, devices "
-        "with more memory, or fewer fixed fields"
+        f"No layout fits, even on {_MAX_GROWTH} times the devices. Use a larger global batch, "
+        "devices with more memory, or fewer fixed fields."
     )
 
 
@@ -176,4 +176,4 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts)
     names += ("sequence", "micro_batches")
     changed = sum((getattr(some, name) != getattr(own, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
-    return f"{some.describe(best)}: {time.total[fits][best]:,.3g} s/step"
+    return f"The cheapest change: {some.describe(best)}, {time.total[fits][best]:,.3g} s/step."

@@ -143,8 +143,8 @@ class ModelShape:
         self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise InputError(
-                f"{self.name}: num_heads={self.num_heads} does not divide "
-                f"hidden_size={self.hidden_size}: change one, or set head_dim"
+                f"{self.name}: `num_heads={self.num_heads}` does not divide "
+                f"`hidden_size={self.hidden_size}`. Change one of them or set `head_dim`."
             )
         for name, default in defaults.items():
             if getattr(self, name) is None:
@@ -155,18 +155,19 @@ class ModelShape:
         for name in self.adapter_targets:
             if name not in self._adapters():
                 raise InputError(
-                    f"{self.name}: adapter_targets has {shown(name)}, expected some of "
-                    f"{', '.join(self._adapters())}"
+                    f"{self.name}: unknown name {shown(name)} in `adapter_targets`, expected "
+                    f"some of {', '.join(self._adapters())}."
                 )
         if self.experts_chosen > self.num_experts:
             raise InputError(
-                f"{self.name}: experts_chosen={self.experts_chosen} is more than "
-                f"num_experts={self.num_experts}"
+                f"{self.name}: `experts_chosen={self.experts_chosen}` must not exceed "
+                f"`num_experts={self.num_experts}`."
             )
         if (self.num_layers > 0) == (self.num_blocks > self.num_layers):
-            what = "both kinds of" if self.num_layers else "zero"
+            what = "two kinds of layers" if self.num_layers else "no layers"
             raise InputError(
-                f"{self.name}: has {what} layers: set num_layers, or encoder_layers and decoder_layers"
+                f"{self.name}: the model has {what}. Set either `num_layers`, or `encoder_layers` "
+                "and `decoder_layers`."
             )
 
     def _check(self, least, *names):

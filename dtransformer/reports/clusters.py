@@ -45,6 +45,6 @@ class ClusterReport:
         most = sorted(self.outside.items(), key=lambda item: (-item[1], item[0]))
         named = [f"{n} {op}" for op, n in most[:_NAMED]] + ["…"] * (len(most) > _NAMED)
         return (
-            f"XLA compiles {self.clusters} clusters of a step; {number:,} operations stay outside: "
+            f"XLA compiles {self.clusters} clusters of a step. {number:,} operations stay outside: "
             f"{', '.join(named)}"
         )

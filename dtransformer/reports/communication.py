@@ -78,7 +78,7 @@ class CommunicationReport:
         ):
             if theory:
                 rows = [(path, f"{x:,}", f"{sent(path):,}") for path, x in theory.items()]
-                lines += ["", f"Blocks, {what}, by the theory:"]
+                lines += ["", f"Theory and measurement by block, {what}:"]
                 lines += columns([("block", "theory", "sent"), *rows])
         return "\n".join(lines)
 

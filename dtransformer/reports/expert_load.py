@@ -76,7 +76,7 @@ class ExpertLoad:
     layers: tuple[LayerLoad, ...]
 
     def __str__(self):
-        lines = [("layer", "tokens", "dropped", "entropy", "of at most", "share of each expert")]
+        lines = [("layer", "tokens", "dropped", "entropy", "maximum", "share of each expert")]
         for one in self.layers:
             total = max(sum(one.taken), 1)
             shares = " ".join(f"{taken / total:.1%}" for taken in one.taken)
@@ -100,7 +100,7 @@ class ExpertLoad:
 
     def plot(self):
         """Return a matplotlib figure with the load of each expert as a multiple of the mean."""
-        check_installed("matplotlib", "pictures")
+        check_installed("matplotlib", "Pictures")
         from matplotlib.figure import Figure
 
         most = max(len(one.taken) for one in self.layers)
@@ -112,7 +112,7 @@ class ExpertLoad:
             mean = max(sum(one.taken), 1) / len(one.taken)
             table[row, : len(one.taken)] = np.asarray(one.taken) / mean
         image = axes.imshow(table, vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
-        figure.colorbar(image, label="load, of the mean")
+        figure.colorbar(image, label="load / mean load")
         names = [f"{one.layer} ({one.dropped_share:.1%} dropped)" for one in self.layers]
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_xticks(range(most))

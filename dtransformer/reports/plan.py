@@ -108,13 +108,13 @@ class WeightPlan:
         sharded = sum(row.bytes_per_device for row in self.rows if any(row.sharded_over))
         lines += [
             lines[1],
-            f"{len(self.rows)} weights of {elements:,} elements; each device holds "
-            f"{self.elements_per_device:,}: {sharded:,} bytes of sharded weights and "
-            f"{self.bytes_per_device - sharded:,} of replicated ones, {self.bytes_per_device:,} in all; "
-            f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
+            f"{len(self.rows)} weights with {elements:,} elements. Each device stores "
+            f"{self.elements_per_device:,} of them: {sharded:,} bytes of sharded weights and "
+            f"{self.bytes_per_device - sharded:,} bytes of replicated weights, "
+            f"{self.bytes_per_device:,} bytes in total. Devices per rank: {self.num_local_devices}.",
         ]
         for number, names in enumerate(self.stages):
-            lines.append(f"stage {number} has {', '.join(names) or 'no layer'}")
+            lines.append(f"Stage {number}: {', '.join(names) or 'no layers'}")
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])
 
 

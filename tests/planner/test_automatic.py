@@ -34,7 +34,7 @@ def test_every_rank_gets_the_same_and_the_first_prints_it(monkeypatch, capsys):
         configs.append(TransformerOpParallelConfig.auto("gpt2_small", 16, device="a100"))
     assert all(config == configs[0] for config in configs)
     told = capsys.readouterr().out
-    assert told.count("Layout: ") == 1 and "by the planner: it is " in told
+    assert told.count("Layout: ") == 1 and "Chosen by the planner: " in told
 
 
 @pytest.mark.tensorflow
@@ -66,7 +66,7 @@ def test_gpus_by_the_name_that_their_driver_says():
     for name, expected in names.items():
         assert device_of_gpu(name).name == expected
     for name in ("NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
-        with pytest.raises(InputError, match=f"no figures of the GPU '{name}': measure it"):
+        with pytest.raises(InputError, match=f"no figures for the GPU '{name}'. Measure it"):
             device_of_gpu(name)
 
 

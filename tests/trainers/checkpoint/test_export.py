@@ -93,7 +93,7 @@ class TestFiles:
             with pytest.warns(UserWarning, match="is there already, .* is in .*saved-2.weights"):
                 save(trained, two, two / name, overwrite=True)
             return
-        with pytest.raises(InputError, match="no ordinary file"):
+        with pytest.raises(InputError, match="not a regular file"):
             save(trained, two, two / name, overwrite=True)
 
 
