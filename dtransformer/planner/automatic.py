@@ -53,13 +53,13 @@ def automatic_plan(
     if cluster is None:
         device = device_named(device) if isinstance(device, str) else device
         cluster = this_cluster(device, local_devices)
-    found = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
-    if not found.fits:
-        raise InputError(f"{report.fit_line(found.best)} {found.why}")
-    return found
+    result = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
+    if not result.fits:
+        raise InputError(f"{report.fit_line(result.best)} {result.why}")
+    return result
 
 
-def summary(found: Plan) -> str:
+def summary(result: Plan) -> str:
     """Return one line with the chosen layout, the reason, its step time and its memory.
 
     Example:
@@ -68,8 +68,8 @@ def summary(found: Plan) -> str:
     >>> print(summary(automatic_plan("gpt2_small", 32, cluster=cluster)))
     Layout: data 4 · ... Chosen by the planner: ... s/step and ... GB/device on ... fit...
     """
-    best = found.best
+    best = result.best
     return (
         f"Layout: {best.layout}. Chosen by the planner: {best.step_seconds:,.3g} s/step and "
-        f"{best.memory_bytes / 1e9:,.3g} GB/device on {found.cluster}. {found.why}"
+        f"{best.memory_bytes / 1e9:,.3g} GB/device on {result.cluster}. {result.why}"
     )

@@ -155,8 +155,8 @@ class Cluster:
     def __post_init__(self):
         check_int("num_devices", self.num_devices)
         if self.devices_per_node is None:
-            usual = min(self.device.devices_per_node, self.num_devices)
-            object.__setattr__(self, "devices_per_node", usual)
+            default = min(self.device.devices_per_node, self.num_devices)
+            object.__setattr__(self, "devices_per_node", default)
         check_int("devices_per_node", self.devices_per_node)
         if self.num_devices % self.devices_per_node:
             raise InputError(

@@ -75,7 +75,7 @@ def cost_of(
     layouts: Layouts,
     memory: Memory,
     time: StepTime,
-    number: int,
+    index: int,
 ) -> Cost:
     """Return the cost of one evaluated layout.
 
@@ -86,18 +86,18 @@ def cost_of(
         layouts: The evaluated `Layouts`.
         memory: `Memory` of all layouts.
         time: `StepTime` of all layouts.
-        number: Integer. Index of the layout.
+        index: Integer. Index of the layout.
     """
-    seconds = {kind: float(value[number]) for kind, value in time._asdict().items()}
-    needed = {kind: round(float(value[number])) for kind, value in memory._asdict().items()}
+    seconds = {kind: float(value[index]) for kind, value in time._asdict().items()}
+    needed = {kind: round(float(value[index])) for kind, value in memory._asdict().items()}
     step = sum(seconds.values())
     device = cluster.device
     peak = (device.tflops_16_bit if job.is_mixed else device.tflops_32_bit) * 1e12
     flops = job.global_batch * model.flops_per_sequence()
     return Cost(
-        layout=layouts.describe(number),
-        config=_config_of(layouts, number, job),
-        micro_batch=int(layouts.micro_batch[number]),
+        layout=layouts.describe(index),
+        config=_config_of(layouts, index, job),
+        micro_batch=int(layouts.micro_batch[index]),
         step_seconds=step,
         tokens_per_second=job.global_batch * model.sequence_length / step,
         flops_share=float(np.divide(flops, step * peak * cluster.num_devices)),
@@ -105,18 +105,18 @@ def cost_of(
         memory_bytes=sum(needed.values()),
         bytes_by_kind=needed,
         available_bytes=int(cluster.memory_bytes),
-        num_techniques=int(layouts.techniques[number] - layouts.level[number]),
+        num_techniques=int(layouts.techniques[index] - layouts.level[index]),
     )
 
 
-def _config_of(layouts, number, job):
+def _config_of(layouts, index, job):
     """Return the config of a layout, keeping all fields that the job fixes."""
     fixed = job.fixed_config()
-    others = {name: getattr(fixed, name) for name in job.fixed}
-    if job.optimizer in NOT_ELEMENTWISE and layouts.level[number] in (1, 2):
-        others["optimizer_shard_partition"] = "whole"
-    config = layouts.config(number, others)
-    if "recompute" in others:
+    fields = {name: getattr(fixed, name) for name in job.fixed}
+    if job.optimizer in NOT_ELEMENTWISE and layouts.level[index] in (1, 2):
+        fields["optimizer_shard_partition"] = "whole"
+    config = layouts.config(index, fields)
+    if "recompute" in fields:
         # The grid has only three recompute settings, so restore the job's exact one.
-        config.recompute = others["recompute"]
+        config.recompute = fields["recompute"]
     return config

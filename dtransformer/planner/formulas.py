@@ -107,20 +107,25 @@ def kept_bytes(
     >>> round(float(kept_bytes(**sizes)) / (2048 * 6144), 1)
     140.7
     """
-    stream, number, t, item = length * hidden_size, len(attended), model_parallel, item_bytes
+    stream, num_attentions, t, item = (
+        length * hidden_size,
+        len(attended),
+        model_parallel,
+        item_bytes,
+    )
     if recomputes_block:
         is_sharded = np.logical_or(is_sequence_sharded, is_input_sharded)
-        return item * stream * number / np.where(is_sharded, t, 1)
-    norms = (number + 1) * sublayer_norms * item
-    inputs = (number + 1) * min(sublayer_norms, 1) * item
-    replicated = norms + inputs + (number + 1)  # Each sublayer has a one-byte dropout mask.
-    heads = sum(num_heads * length + num_kv_heads * other for other in attended)
+        return item * stream * num_attentions / np.where(is_sharded, t, 1)
+    norms = (num_attentions + 1) * sublayer_norms * item
+    inputs = (num_attentions + 1) * min(sublayer_norms, 1) * item
+    replicated = norms + inputs + (num_attentions + 1)  # Each sublayer has a one-byte dropout mask.
+    heads = sum(num_heads * length + num_kv_heads * attended_length for attended_length in attended)
     sharded = 2 * item * head_dim * heads
-    for other, is_by_blocks in zip(attended, [*by_blocks, *[False] * number]):
-        if is_by_blocks:
+    for attended_length, is_blockwise in zip(attended, [*by_blocks, *[False] * num_attentions]):
+        if is_blockwise:
             sharded += 4 * num_heads * length
         elif "attention" not in recomputed:
-            sharded += (2 * item + 1) * num_heads * length * other
+            sharded += (2 * item + 1) * num_heads * length * attended_length
     if "feed_forward" not in recomputed:
         rows = length if expert_rows is None else expert_rows + shared_experts * length
         sharded += (3 if gated else 2) * item * rows * ffn_hidden_size
@@ -128,7 +133,7 @@ def kept_bytes(
             replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:
         replicated -= norms
-    latents = 2 * item * latent_features * length * number
+    latents = 2 * item * latent_features * length * num_attentions
     return latents + replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
 
 

@@ -30,14 +30,14 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
         InputError: If a fixed field is not a field of the config, or if no layout has all
             fixed fields.
     """
-    fixed, others = _fixed_columns(job)
+    fixed, other_fields = _fixed_columns(job)
     parts = _parts(model, cluster, job, fixed)
     if not parts:
         raise InputError(mismatch(model, cluster, job) or _why_none(model, cluster, job, fixed))
     layouts = Layouts.joined(parts)
-    supported = _is_supported(layouts, others, cluster.local_devices)
+    supported = _is_supported(layouts, other_fields, cluster.local_devices)
     if not supported.any():
-        reason = supported_error(layouts.config(0, others))
+        reason = supported_error(layouts.config(0, other_fields))
         raise InputError(f"No layout with these fixed fields is supported: {reason}")
     return layouts[supported]
 
@@ -69,19 +69,19 @@ def _parts(model, cluster, job, fixed):
 
 def _levels(levels, local_devices, job, axes):
     """Return the `optimizer_shard` levels that `Topology` and the optimizer support."""
-    found, is_whole = [], job.optimizer in NOT_ELEMENTWISE
+    supported, needs_full_weights = [], job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
     on_mesh = is_divided or local_devices > 1
     for level in levels:
         spans = level == 3 and is_divided
         with contextlib.suppress(ValueError):
             topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
-            shares = axes["context"] if spans else 1 / topology.mesh_data
-            is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
+            factor = axes["context"] if spans else 1 / topology.mesh_data
+            is_used = level == 0 or axes["data"] * factor > 1 or (needs_full_weights and on_mesh)
             # Optimizers that are not elementwise compute with full weights.
-            is_refused = is_whole and (level == 3 or (level == 0 and on_mesh))
-            found += [level] * (is_used and not is_refused)
-    return found
+            is_unsupported = needs_full_weights and (level == 3 or (level == 0 and on_mesh))
+            supported += [level] * (is_used and not is_unsupported)
+    return supported
 
 
 def _does_not_divide(model, t):
@@ -99,24 +99,26 @@ def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
     Options are micro-batches, chunks, schedules, recomputation, levels and sequence sharding.
     """
     rows = []
-    numbers = [m for m in divisors(batch) if m >= p]
-    for name in allowed("schedule", range(len(SCHEDULE_NAMES))):
-        schedule = SCHEDULES[SCHEDULE_NAMES[name]]
-        if p == 1 and name and len(allowed("schedule", range(2))) > 1:
+    micro_batch_counts = [m for m in divisors(batch) if m >= p]
+    for schedule_index in allowed("schedule", range(len(SCHEDULE_NAMES))):
+        schedule = SCHEDULES[SCHEDULE_NAMES[schedule_index]]
+        if p == 1 and schedule_index and len(allowed("schedule", range(2))) > 1:
             continue  # Without a pipeline, one schedule represents all.
-        most = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
-        for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, most + 1)):
+        max_chunks = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
+        for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, max_chunks + 1)):
             if v > 1 and (p == 1 or model.num_blocks % (p * v)):
                 continue  # Chunks need a pipeline and an equal number of blocks.
-            some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
-            rows += itertools.product(allowed("micro_batches", some), [v], [name])
+            counts = [
+                m for m in micro_batch_counts if not schedule.full_turns or p == 1 or m % p == 0
+            ]
+            rows += itertools.product(allowed("micro_batches", counts), [v], [schedule_index])
     recomputes = allowed("recompute", range(len(RECOMPUTES)))
     sequences = allowed("sequence", [0, 1] if t > 1 else [0])
-    others = list(itertools.product(recomputes, levels, sequences))
-    if not rows or not others:
+    variants = list(itertools.product(recomputes, levels, sequences))
+    if not rows or not variants:
         return None
-    m, v, schedule = np.repeat(np.array(rows), len(others), axis=0).T
-    recompute, level, sequence = np.tile(np.array(others), (len(rows), 1)).T
+    m, v, schedule = np.repeat(np.array(rows), len(variants), axis=0).T
+    recompute, level, sequence = np.tile(np.array(variants), (len(rows), 1)).T
     return Layouts.of(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
         chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
@@ -136,30 +138,30 @@ def _fixed_columns(job):
             raise InputError(f"Unknown field {shown(name)} in `fixed`: {nearest(name, names)}")
     with refusing("fixed"):
         config = job.fixed_config()
-    columns, others = {}, {}
+    columns, other_fields = {}, {}
     for name in job.fixed:
         value = getattr(config, name)
         if name not in COLUMNS:
-            others[name] = value
+            other_fields[name] = value
         elif value is not None:
             columns[COLUMNS[name]] = number_of(name, value)
-    return columns, others
+    return columns, other_fields
 
 
-def _is_supported(layouts, others, local_devices):
+def _is_supported(layouts, other_fields, local_devices):
     """Return a mask of the layouts that pass the trainer's own check.
 
     The check depends only on the combination of techniques, not on their degrees. So one layout
     of each combination is checked.
     """
-    most = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
-    most |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
-    columns = [np.minimum(getattr(layouts, name), size) for name, size in most.items()]
-    key = np.ravel_multi_index(columns, [size + 1 for size in most.values()])
-    _, firsts, places = np.unique(key, return_index=True, return_inverse=True)
-    refused = lambda first: supported_error(layouts.config(first, others), local_devices)
-    answers = [refused(first) is None for first in firsts]
-    return np.array(answers)[places]
+    max_degrees = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
+    max_degrees |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
+    columns = [np.minimum(getattr(layouts, name), size) for name, size in max_degrees.items()]
+    key = np.ravel_multi_index(columns, [size + 1 for size in max_degrees.values()])
+    _, first_indices, inverse = np.unique(key, return_index=True, return_inverse=True)
+    refused = lambda first: supported_error(layouts.config(first, other_fields), local_devices)
+    answers = [refused(first) is None for first in first_indices]
+    return np.array(answers)[inverse]
 
 
 def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1) -> str | None:
@@ -179,35 +181,35 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     """
     devices, batch = cluster.num_devices, job.global_batch
     fixed, _ = _fixed_columns(job)
-    number = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
-    word = lambda *columns: " · ".join(_words(job, fixed, columns))
-    degrees, shares = ("data", "model", "stage", "context"), ("data", "micro_batches")
+    product = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
+    fields = lambda *columns: " · ".join(_words(job, fixed, columns))
+    degrees, batch_axes = ("data", "model", "stage", "context"), ("data", "micro_batches")
     sizes = (
         f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
         f"ffn_hidden_size={model.ffn_hidden_size}"
     )
     for is_wrong, text in (
-        (devices % number(*degrees), f"{word(*degrees)} does not divide {devices} devices"),
-        (_does_not_divide(model, number("model")), f"{word('model')} does not divide {sizes}"),
+        (devices % product(*degrees), f"{fields(*degrees)} does not divide {devices} devices"),
+        (_does_not_divide(model, product("model")), f"{fields('model')} does not divide {sizes}"),
         (
-            number("stage") > model.num_blocks,
-            f"{word('stage')} is more than the {model.num_blocks} blocks",
+            product("stage") > model.num_blocks,
+            f"{fields('stage')} is more than the {model.num_blocks} blocks",
         ),
         (
-            model.num_experts % number("expert"),
-            f"{word('expert')} does not divide num_experts={model.num_experts}",
+            model.num_experts % product("expert"),
+            f"{fields('expert')} does not divide num_experts={model.num_experts}",
         ),
         (
-            _no_context(model, number("context")),
-            f"{word('context')} does not divide sequences of {model.sequence_length}",
+            _no_context(model, product("context")),
+            f"{fields('context')} does not divide sequences of {model.sequence_length}",
         ),
     ):
         if is_wrong:
             return f"{model.name}: {text}. Change one of them."
-    if batch % number(*shares):
+    if batch % product(*batch_axes):
         return (
-            f"global_batch={batch} is not divisible by {word(*shares)}. "
-            f"Use a multiple of {number(*shares)}."
+            f"global_batch={batch} is not divisible by {fields(*batch_axes)}. "
+            f"Use a multiple of {product(*batch_axes)}."
         )
     return None
 
@@ -221,12 +223,12 @@ def _why_none(model, cluster, job, fixed):
     """Return the reason why no layout has all fixed fields although each of them fits."""
     devices, batch = cluster.num_devices, job.global_batch
     rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    without = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]
-    if without:
-        asked = ", ".join(_words(job, fixed, fixed))
+    removable = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]
+    if removable:
+        requested = ", ".join(_words(job, fixed, fixed))
         return (
-            f"No layout of {devices} devices with global_batch={batch} has {asked}. "
-            f"Remove {' or '.join(without)}."
+            f"No layout of {devices} devices with global_batch={batch} has {requested}. "
+            f"Remove {' or '.join(removable)}."
         )
     return (
         f"No layout of {devices} devices divides global_batch={batch}. Use a batch with more "

@@ -119,8 +119,8 @@ class Job:
                 f"{device.name} does not support the precision {self.precision}. "
                 "Use mixed_float16 or float32."
             )
-        usual = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
-        return dataclasses.replace(self, precision=self.precision or usual)
+        default = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
+        return dataclasses.replace(self, precision=self.precision or default)
 
     @property
     def is_mixed(self) -> bool:
@@ -145,12 +145,14 @@ class Job:
 
         Variables, gradients and states are float32 except with the precision "bfloat16".
         """
-        number = 2 if self.precision == "bfloat16" else 4
+        value_bytes = 2 if self.precision == "bfloat16" else 4
         return System(
-            weight_bytes=number,
-            gradient_bytes=number,
-            state_bytes=number * (OPTIMIZERS[self.optimizer] + self.averages),
-            sent_gradient_bytes=number if self.fixed_config().gradient_dtype == "float32" else 2,
+            weight_bytes=value_bytes,
+            gradient_bytes=value_bytes,
+            state_bytes=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
+            sent_gradient_bytes=value_bytes
+            if self.fixed_config().gradient_dtype == "float32"
+            else 2,
             # Assumption: a single compiled function can overlap half of the reductions.
             hidden_share=0.5,
             # All levels count the gradient rows of embedding tables. Levels 1 and 2 also exchange
@@ -162,5 +164,5 @@ class Job:
             loss_sums=5,  # Accuracy needs two more than the loss.
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
-            copies_weights=self.is_mixed and number == 4,
+            copies_weights=self.is_mixed and value_bytes == 4,
         )

@@ -63,12 +63,12 @@ class Layouts:
         Missing columns get their minimum: 0 for `recompute`, `level`, `sequence` and `schedule`,
         and 1 for all others.
         """
-        given = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
-        count = max(map(len, given.values()))
-        none = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
+        arrays = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
+        count = max(map(len, arrays.values()))
+        minimums = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
         return cls(
             **{
-                name: np.broadcast_to(given.get(name, none.get(name, 1)), count).astype(int)
+                name: np.broadcast_to(arrays.get(name, minimums.get(name, 1)), count).astype(int)
                 for name in cls.__dataclass_fields__
             }
         )
@@ -83,9 +83,9 @@ class Layouts:
     def __len__(self):
         return len(self.model)
 
-    def __getitem__(self, chosen) -> "Layouts":
+    def __getitem__(self, index) -> "Layouts":
         """Return the layouts selected by an index array, a mask or a slice."""
-        return Layouts(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+        return Layouts(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
     def by_pipeline(self) -> Iterator[tuple]:
         """Yield groups of layouts with the same schedule, number of stages and number of chunks.
@@ -96,8 +96,8 @@ class Layouts:
         """
         keys = np.stack([self.schedule, self.stage, self.chunks])
         for schedule, stages, chunks in np.unique(keys, axis=1).T.tolist():
-            chosen = np.flatnonzero((keys.T == (schedule, stages, chunks)).all(axis=1))
-            yield chosen, self[chosen], SCHEDULE_NAMES[schedule], stages, chunks
+            indices = np.flatnonzero((keys.T == (schedule, stages, chunks)).all(axis=1))
+            yield indices, self[indices], SCHEDULE_NAMES[schedule], stages, chunks
 
     @property
     def devices(self):
@@ -132,43 +132,43 @@ class Layouts:
         used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
         return sum(flag.astype(int) for flag in used) + self.level
 
-    def config(self, number: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
+    def config(self, index: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
         """Return a layout as a config for training.
 
         Args:
-            number: Integer. Index of the layout.
+            index: Integer. Index of the layout.
             fixed: Dict of other config fields.
         """
-        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+        columns = {name: int(getattr(self, name)[index]) for name in self.__dataclass_fields__}
         recomputes = False, TransformerRecomputeConfig(select=("attention",)), True
-        fields = {name: own[column] for name, column in COLUMNS.items()} | {
-            "pipeline_schedule": SCHEDULE_NAMES[own["schedule"]],
-            "recompute": recomputes[own["recompute"]],
-            "sequence_parallel": bool(own["sequence"]),
-            "vocab_emb_dp": not (own["rows"] and own["model"] > 1),
+        fields = {name: columns[column] for name, column in COLUMNS.items()} | {
+            "pipeline_schedule": SCHEDULE_NAMES[columns["schedule"]],
+            "recompute": recomputes[columns["recompute"]],
+            "sequence_parallel": bool(columns["sequence"]),
+            "vocab_emb_dp": not (columns["rows"] and columns["model"] > 1),
         }
         return TransformerOpParallelConfig(**{**(fixed or {}), **fields})
 
-    def describe(self, number: int) -> str:
-        """Return a short description of the layout at index `number`."""
-        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+    def describe(self, index: int) -> str:
+        """Return a short description of the layout at index `index`."""
+        columns = {name: int(getattr(self, name)[index]) for name in self.__dataclass_fields__}
         axes = ("data", "model", "stage", "context", "expert")
-        words = [f"{axis} {own[axis]}" for axis in axes if own[axis] > 1]
-        words = words or ["one device"]
-        if own["sequence"]:
-            words.append("sequence parallel")
-        if own["micro_batches"] > 1:
-            words.append(f"{own['micro_batches']} micro-batches of {own['micro_batch']}")
+        parts = [f"{axis} {columns[axis]}" for axis in axes if columns[axis] > 1]
+        parts = parts or ["one device"]
+        if columns["sequence"]:
+            parts.append("sequence parallel")
+        if columns["micro_batches"] > 1:
+            parts.append(f"{columns['micro_batches']} micro-batches of {columns['micro_batch']}")
         else:
-            words.append(f"batch {own['micro_batch']}")
-        if own["stage"] > 1:
-            chunks = f" of {own['chunks']} chunks" * (own["chunks"] > 1)
-            words.append(SCHEDULE_NAMES[own["schedule"]] + chunks)
-        if own["level"]:
-            words.append(f"optimizer_shard {own['level']}")
-        if own["recompute"]:
-            words.append(f"recompute {RECOMPUTES[own['recompute']]}")
-        return " · ".join(words)
+            parts.append(f"batch {columns['micro_batch']}")
+        if columns["stage"] > 1:
+            chunks = f" of {columns['chunks']} chunks" * (columns["chunks"] > 1)
+            parts.append(SCHEDULE_NAMES[columns["schedule"]] + chunks)
+        if columns["level"]:
+            parts.append(f"optimizer_shard {columns['level']}")
+        if columns["recompute"]:
+            parts.append(f"recompute {RECOMPUTES[columns['recompute']]}")
+        return " · ".join(parts)
 
 
 def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster) -> Layouts:

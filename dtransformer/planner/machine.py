@@ -79,9 +79,9 @@ def device_of_gpu(name: str) -> Device:
         family, size = key.split("-")
         if family.upper() in words and (f"{size}GB" in name or "GB" not in name):
             return DEVICES[key]
-    for family, usual in FAMILIES.items():
+    for family, default in FAMILIES.items():
         if family.upper() in words:
-            return DEVICES[usual]
+            return DEVICES[default]
     raise InputError(
         f"The planner has no figures for the GPU {shown(name)}. Measure it with `dtransformer plan "
         "--measure FILE`, or specify a device."

@@ -53,7 +53,7 @@ def activations_of_block(
     c, length = layouts.context, kind.length / layouts.context
     sizes = {
         "length": length,
-        "attended": [other / c for other in kind.attended],
+        "attended": [attended_length / c for attended_length in kind.attended],
         "hidden_size": model.hidden_size,
         "num_heads": model.num_heads,
         "head_dim": model.head_dim,
@@ -71,17 +71,22 @@ def activations_of_block(
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
         sizes["shared_experts"] = model.shared_experts
 
-    def kept(blocks):
+    def saved_bytes(blocks):
         if kind.is_frozen:  # The backward pass stops before frozen blocks.
             return np.zeros(len(layouts))
-        none = kept_bytes(**sizes, by_blocks=blocks)
+        unrecomputed = kept_bytes(**sizes, by_blocks=blocks)
         attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
         full = kept_bytes(**sizes, recomputes_block=True)
-        return np.choose(layouts.recompute, [none, attention, full])
+        return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
-    here = [by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended]
+    is_blockwise = [
+        by_blocks and kind.length * attended_length >= BLOCKWISE_SCORES
+        for attended_length in kind.attended
+    ]
     # Context-parallel attention is always computed blockwise.
-    return layouts.micro_batch * np.where(c > 1, kept([True] * len(here)), kept(here))
+    return layouts.micro_batch * np.where(
+        c > 1, saved_bytes([True] * len(is_blockwise)), saved_bytes(is_blockwise)
+    )
 
 
 def memory_of(
@@ -96,48 +101,54 @@ def memory_of(
         item_bytes: Bytes of one activation element.
         by_blocks: Boolean, whether attention with many scores is computed blockwise.
     """
-    kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
+    saved = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
 
-    def of_stage(stage, schedule, chosen):
-        some = layouts[chosen]
-        p, m, v = some.stage[0], some.micro_batches, some.chunks[0]
+    def stage_memory(stage, schedule, indices):
+        group = layouts[indices]
+        p, m, v = group.stage[0], group.micro_batches, group.chunks[0]
         alive = micro_batches_alive(schedule, p, stage.first, m, v)
-        return _of_stage(model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes)
+        return _of_stage(
+            model, group, system, stage, [k[indices] for k in saved], alive, item_bytes
+        )
 
-    return Memory(**of_worst_stage(model, layouts, of_stage))
+    return Memory(**of_worst_stage(model, layouts, stage_memory))
 
 
-def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes):
+def _of_stage(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
     t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
-    shared = layouts.sharing
+    num_shards = layouts.sharing
     parameters = parameters_of_stage(model, layouts, stage)
     weights, gradients, states = system.bytes_a_parameter(layouts.level, layouts.is_on_mesh)
     # Fewer ranks share an expert under expert parallelism.
-    of_mesh = np.where(layouts.level >= 3, layouts.expert, 1)
+    expert_parallel = np.where(layouts.level >= 3, layouts.expert, 1)
     trained = parameters_of_stage(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
-    masters = states - system.state_bytes
-    found = dict.fromkeys(("weights", "gradients", "states"), 0.0)
+    master_bytes = states - system.state_bytes
+    totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     for is_trained, sizes in (
-        (False, (weights, 0, masters)),
+        (False, (weights, 0, master_bytes)),
         (True, (0, gradients, system.state_bytes)),
     ):
-        of_all = trained if is_trained else parameters
-        of_experts = experts_of_stage(model, layouts, stage, is_trained)
-        dense = state_bytes(of_all - of_experts, shared, layouts.level, *sizes)
-        experts = state_bytes(of_experts, shared / of_mesh, layouts.level, *sizes)
-        for kind, x, y in zip(found, dense, experts):
-            found[kind] = found[kind] + x + y
-    found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
+        num_parameters = trained if is_trained else parameters
+        num_expert_parameters = experts_of_stage(model, layouts, stage, is_trained)
+        dense = state_bytes(
+            num_parameters - num_expert_parameters, num_shards, layouts.level, *sizes
+        )
+        experts = state_bytes(
+            num_expert_parameters, num_shards / expert_parallel, layouts.level, *sizes
+        )
+        for kind, x, y in zip(totals, dense, experts):
+            totals[kind] = totals[kind] + x + y
+    totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
-    found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
+    totals["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
-    bucket = np.where(shared > 1, trained / 4 * np.minimum(gradients, 4), 0)
-    found["buffers"] = np.where(
+    bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
+    totals["buffers"] = np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
-    return found
+    return totals
 
 
 def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
@@ -150,8 +161,8 @@ def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         is_trained: Boolean, whether to count trained parameters only.
     """
     total = sum(
-        number * model.experts_parameters(kind)
-        for number, kind in zip(stage.blocks, model.kinds)
+        count * model.experts_parameters(kind)
+        for count, kind in zip(stage.blocks, model.kinds)
         if not is_trained or model.trains(kind)
     )
     return total / (layouts.model * layouts.expert)
@@ -167,11 +178,11 @@ def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, i
         is_trained: Boolean, whether to count trained parameters only.
     """
     t, total = layouts.model, experts_of_stage(model, layouts, stage, is_trained)
-    for number, kind in zip(stage.blocks, model.kinds):
-        own = model.adapter_parameters(kind)
+    for count, kind in zip(stage.blocks, model.kinds):
+        block_parameters = model.adapter_parameters(kind)
         if not is_trained or model.trains(kind):
-            own += model.block_parameters(kind) - model.experts_parameters(kind)
-        total = total + number * own / t
+            block_parameters += model.block_parameters(kind) - model.experts_parameters(kind)
+        total = total + count * block_parameters / t
     if is_trained and model.adapter_rank:
         return total
     rows = np.where(layouts.rows > 0, t, 1)

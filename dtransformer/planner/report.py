@@ -55,10 +55,10 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
         kind = "CPU" if plan.cluster.device.name == "cpu" else "GPU"
         header += ["hours", f"{kind}-hours"]
     rows = [header]
-    for number, cost in enumerate(plan.costs, start=1):
+    for i, cost in enumerate(plan.costs, start=1):
         speed = f"{cost.step_seconds:,.4g}", f"{cost.tokens_per_second:,.0f}"
         shares = f"{cost.flops_share:.1%}", f"{cost.memory_bytes / 1e9:,.3g}"
-        row = [number, cost.layout, *speed, *shares]
+        row = [i, cost.layout, *speed, *shares]
         if tokens:
             hours = training_hours(cost, tokens)
             row += [_hours_text(hours), _hours_text(hours * plan.cluster.num_devices)]
@@ -79,12 +79,12 @@ def _hours_text(hours):
 
 def fit_line(cost: Cost) -> str:
     """Return a sentence with the needed and available memory, and the change that makes it fit."""
-    needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
+    needed, available = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
     if cost.fits:
-        return f"It fits: {needed:,.4g} GB of {there:,.4g} GB per device."
+        return f"It fits: {needed:,.4g} GB of {available:,.4g} GB per device."
     message = (
         f"It does not fit: {needed:,.4g} GB per device, {cost.missing_bytes:,} bytes more than the "
-        f"available {there:,.4g} GB."
+        f"available {available:,.4g} GB."
     )
     return f"{message} {cost.change}" if cost.change else message
 
@@ -136,8 +136,12 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
 
 def json_of_cost(cost: Cost) -> dict:
     """Return a cost as a JSON object."""
-    own = {"config": fields_of(cost.config), "fits": cost.fits, "missing_bytes": cost.missing_bytes}
-    return {**vars(cost), **own}
+    extra = {
+        "config": fields_of(cost.config),
+        "fits": cost.fits,
+        "missing_bytes": cost.missing_bytes,
+    }
+    return {**vars(cost), **extra}
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:

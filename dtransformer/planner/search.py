@@ -83,14 +83,12 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     seconds, needed = time.total, memory.total
     fits = needed <= cluster.memory_bytes
     if not fits.any():
-        chosen = np.array([np.argmin(needed)])
+        indices = np.array([np.argmin(needed)])
         why = _what_would_fit(model, cluster, job)
     else:
         order = np.flatnonzero(fits)[np.argsort(seconds[fits], kind="stable")]
-        chosen, why = _roomiest_first(layouts, seconds, needed, order, cluster, top)
-    costs = tuple(
-        cost_of(model, cluster, job, layouts, memory, time, int(number)) for number in chosen
-    )
+        indices, why = _roomiest_first(layouts, seconds, needed, order, cluster, top)
+    costs = tuple(cost_of(model, cluster, job, layouts, memory, time, int(i)) for i in indices)
     return Plan(model, cluster, job, costs, len(layouts), int(fits.sum()), why)
 
 
@@ -100,7 +98,7 @@ def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
     near = order[seconds[order] <= seconds[fastest] * (1 + TIE_SHARE)]
     near = near[needed[near] <= needed[near].min() + ROOM_SHARE * cluster.memory_bytes]
     first = near[np.lexsort((needed[near], seconds[near], layouts.techniques[near]))][0]
-    others = [number for number in order[: top + 1] if number != first][: top - 1]
+    rest = [i for i in order[: top + 1] if i != first][: top - 1]
     why = f"It is the fastest of {len(order):,} layouts that fit."
     if first != fastest:
         slower = seconds[first] / seconds[fastest] - 1
@@ -110,21 +108,22 @@ def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
             f"It is {slower:.1%} slower than the fastest of {len(order):,} layouts that fit, "
             f"{layouts.describe(fastest)}, but {better}."
         )
-    return [first, *others], why
+    return [first, *rest], why
 
 
 def _what_would_fit(model, cluster, job):
     """Return one line with the smallest larger cluster that has a layout that fits."""
-    number, per_node = cluster.num_devices, cluster.devices_per_node
-    for times in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
-        if number <= cluster.devices_per_node:
-            per_node = min(cluster.device.devices_per_node, number * times)
-        sizes = {"num_devices": number * times, "devices_per_node": per_node}
+    num_devices, per_node = cluster.num_devices, cluster.devices_per_node
+    for factor in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
+        if num_devices <= cluster.devices_per_node:
+            per_node = min(cluster.device.devices_per_node, num_devices * factor)
+        enough = num_devices * factor
+        sizes = {"num_devices": enough, "devices_per_node": per_node}
         with contextlib.suppress(InputError):
             larger = dataclasses.replace(cluster, **sizes)
             memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
             if (memory.total <= larger.memory_bytes).any():
-                return f"No layout of {number} devices fits. {number * times} devices are enough."
+                return f"No layout of {num_devices} devices fits. {enough} devices are enough."
     return (
         f"No layout fits, even on {_MAX_GROWTH} times the devices. Use a larger global batch, "
         "devices with more memory, or fewer fixed fields."
@@ -151,15 +150,15 @@ def cost(
         job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
     )
     memory, time = evaluate(model, cluster, job, layouts)
-    found = cost_of(model, cluster, job, layouts, memory, time, 0)
-    change = "" if found.fits else cheapest_change(model, cluster, job, layouts)
-    return dataclasses.replace(found, config=config.resolve(cluster.num_devices), change=change)
+    result = cost_of(model, cluster, job, layouts, memory, time, 0)
+    change = "" if result.fits else cheapest_change(model, cluster, job, layouts)
+    return dataclasses.replace(result, config=config.resolve(cluster.num_devices), change=change)
 
 
-def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts) -> str:
+def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layouts) -> str:
     """Return one line with the closest layout that fits, and its step time.
 
-    The closest layout changes the fewest fields of `own`. The fastest one breaks ties.
+    The closest layout changes the fewest fields of `current`. The fastest one breaks ties.
     """
     free = dataclasses.replace(job, fixed={})
     try:
@@ -170,10 +169,10 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts)
     fits = np.flatnonzero(memory.total <= cluster.memory_bytes)
     if not len(fits):
         return _what_would_fit(model, cluster, free)
-    some = layouts[fits]
+    fitting = layouts[fits]
     # The size and the number of micro-batches depend on each other, so they count as one change.
     names = ("model", "stage", "context", "expert", "chunks", "schedule", "recompute", "level")
     names += ("sequence", "micro_batches")
-    changed = sum((getattr(some, name) != getattr(own, name)).astype(int) for name in names)
+    changed = sum((getattr(fitting, name) != getattr(current, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
-    return f"The cheapest change: {some.describe(best)}, {time.total[fits][best]:,.3g} s/step."
+    return f"The cheapest change: {fitting.describe(best)}, {time.total[fits][best]:,.3g} s/step."

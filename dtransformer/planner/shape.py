@@ -170,9 +170,9 @@ class ModelShape:
                 "and `decoder_layers`."
             )
 
-    def _check(self, least, *names):
+    def _check(self, minimum, *names):
         for name in names:
-            check_int(f"{self.name}: {name}", getattr(self, name), least)
+            check_int(f"{self.name}: {name}", getattr(self, name), minimum)
 
     @property
     def num_blocks(self) -> int:
@@ -191,8 +191,8 @@ class ModelShape:
     def order(self) -> tuple[int, ...]:
         """Index into `kinds` for every block of the network, in order."""
         blocks = self._blocks()
-        places = {kind: place for place, kind in enumerate(dict.fromkeys(blocks))}
-        return tuple(places[kind] for kind in blocks)
+        positions = {kind: position for position, kind in enumerate(dict.fromkeys(blocks))}
+        return tuple(positions[kind] for kind in blocks)
 
     def _blocks(self):
         """Return the kind of each block, with `number=1`."""
@@ -204,11 +204,9 @@ class ModelShape:
         )
         every = self.experts_every if self.num_experts > 1 else math.inf
         blocks = [
-            dataclasses.replace(
-                kind, has_experts=number % every == 0 and number - 1 not in self.dense_blocks
-            )
+            dataclasses.replace(kind, has_experts=i % every == 0 and i - 1 not in self.dense_blocks)
             for num_blocks, kind in stacks
-            for number in range(1, num_blocks + 1)
+            for i in range(1, num_blocks + 1)
         ]
         first, rest = blocks[: self.frozen_blocks], blocks[self.frozen_blocks :]
         return [dataclasses.replace(kind, is_frozen=True) for kind in first] + rest
@@ -254,31 +252,35 @@ class ModelShape:
 
     def block_parameters(self, kind: BlockKind) -> int:
         """Return the number of parameters of a block, without adapters."""
-        h, f, number = self.hidden_size, self.inner_size(kind), len(kind.attended)
+        h, f, num_attentions = self.hidden_size, self.inner_size(kind), len(kind.attended)
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        each = self.expert_parameters(kind) + self.use_bias * ((2 if self.gated else 1) * f + h)
+        per_expert = self.expert_parameters(kind) + self.use_bias * (
+            (2 if self.gated else 1) * f + h
+        )
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
-        biases = number * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
-        found = number * self.attention_parameters() + biases
-        found += int((number + 1) * self.sublayer_norms) * self._norm()
-        found += self.other_block_parameters
+        biases = num_attentions * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
+        total = num_attentions * self.attention_parameters() + biases
+        total += int((num_attentions + 1) * self.sublayer_norms) * self._norm()
+        total += self.other_block_parameters
         if not kind.has_experts:
-            return found + each
+            return total + per_expert
         # Shared experts form one feed-forward layer with a single output bias.
-        common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
+        shared_experts = (
+            self.shared_experts * per_expert - max(self.shared_experts - 1, 0) * self.use_bias * h
+        )
         router = h + self.router_biases
-        return found + self.num_experts * (each + router) + common
+        return total + self.num_experts * (per_expert + router) + shared_experts
 
     def _adapters(self):
         """Return a dict from product names to adapted products, see `adapters_of_block`."""
         h, dense = self.hidden_size, dict.fromkeys(_DENSE, (self.hidden_size, self.ffn_hidden_size))
-        found = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
-        is_there = {"gate": self.gated, "head": not self.tied_head}
+        products = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
+        exists = {"gate": self.gated, "head": not self.tied_head}
         has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
         return dict.fromkeys(_ADAPTED, ()) | {
             name: ((x, y, (h if name in to_stream else y) * has_magnitudes),)
-            * is_there.get(name, True)
-            for name, (x, y) in found.items()
+            * exists.get(name, True)
+            for name, (x, y) in products.items()
         }
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
@@ -289,12 +291,12 @@ class ModelShape:
         """
         if not self.adapter_rank or kind.is_frozen:
             return []
-        found, times = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
-        times["head"] = 0
+        products, counts = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
+        counts["head"] = 0
         return [
             x
             for name in self.adapter_targets
-            for x in found[name] * times.get(name, len(kind.attended))
+            for x in products[name] * counts.get(name, len(kind.attended))
         ]
 
     def adapter_parameters(self, kind: BlockKind) -> int:
@@ -327,8 +329,10 @@ class ModelShape:
         '174.6 billion'
         """
         blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
-        own = self.embedding_parameters() + self.head_parameters() + self.other_parameters
-        return blocks + own
+        other_parameters = (
+            self.embedding_parameters() + self.head_parameters() + self.other_parameters
+        )
+        return blocks + other_parameters
 
     def trains(self, kind: BlockKind) -> bool:
         """Return whether the weights of a block are trained, not counting adapters."""
@@ -364,7 +368,7 @@ class ModelShape:
         Each position and weight of a product counts six operations. A weight that is frozen by
         adapters counts four, a weight of a frozen block two. The attention scores are added.
         """
-        own = 4.0 if self.adapter_rank else 6.0
+        flops_per_weight = 4.0 if self.adapter_rank else 6.0
         h, heads = self.hidden_size, self.num_heads * self.head_dim
         kernels, active = self.attention_kernels(), self.experts_chosen + self.shared_experts
         flops = 0.0
@@ -374,7 +378,13 @@ class ModelShape:
             for t, (name, (x, y)) in itertools.product(kind.attended, kernels.items()):
                 products += (t if name in ("key", "value") else kind.length) * x * y
             scores = 2 * kind.length * heads * sum(kind.attended)
-            each = 2.0 * (products + scores) if kind.is_frozen else own * products + 6.0 * scores
-            flops += kind.number * each
+            block_flops = (
+                2.0 * (products + scores)
+                if kind.is_frozen
+                else flops_per_weight * products + 6.0 * scores
+            )
+            flops += kind.number * block_flops
         head = self.sequence_length * h * self.vocab_size
-        return flops + own * (head if self.head_products is None else self.head_products)
+        return flops + flops_per_weight * (
+            head if self.head_products is None else self.head_products
+        )

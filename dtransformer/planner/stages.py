@@ -51,13 +51,13 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
     for chunk, stage in enumerate(placement.stage_of_chunk):
         for kind in order[bounds[chunk] : bounds[chunk + 1]]:
             counts[stage, kind] += 1
-    found, ends = {}, placement.stage_of_chunk
+    first_stages, stage_of_chunk = {}, placement.stage_of_chunk
     for stage in range(stages):
-        key = (*counts[stage], stage == ends[0], stage == ends[-1])
-        found.setdefault(key, stage)
+        key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
+        first_stages.setdefault(key, stage)
     return tuple(
         StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
-        for key, first in found.items()
+        for key, first in first_stages.items()
     )
 
 
@@ -74,12 +74,12 @@ def of_worst_stage(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[
         Dict from kinds to arrays [N], taken from the stage with the largest sum over kinds.
     """
     columns, worst = collections.defaultdict(lambda: np.zeros(len(layouts))), -np.ones(len(layouts))
-    for chosen, _, schedule, p, v in layouts.by_pipeline():
+    for indices, _, schedule, p, v in layouts.by_pipeline():
         for stage in stage_kinds(model, SCHEDULES[schedule].place(p, v)):
-            found = cost(stage, schedule, chosen)
-            total = sum(found.values())
-            is_worse = total > worst[chosen]
-            worst[chosen] = np.where(is_worse, total, worst[chosen])
-            for kind, value in found.items():
-                columns[kind][chosen] = np.where(is_worse, value, columns[kind][chosen])
+            costs = cost(stage, schedule, indices)
+            total = sum(costs.values())
+            is_worse = total > worst[indices]
+            worst[indices] = np.where(is_worse, total, worst[indices])
+            for kind, value in costs.items():
+                columns[kind][indices] = np.where(is_worse, value, columns[kind][indices])
     return columns

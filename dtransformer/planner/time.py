@@ -36,9 +36,9 @@ class Group:
     stride: np.ndarray
     axis: str
 
-    def every(self, number) -> "Group":
-        """Return the subgroups of every `number`-th member, where `number` is an array [N]."""
-        return Group(self.members // number, self.stride * number, self.axis)
+    def every(self, step) -> "Group":
+        """Return the subgroups of every `step`-th member, where `step` is an array [N]."""
+        return Group(self.members // step, self.stride * step, self.axis)
 
 
 def _link(cluster, axis):
@@ -48,10 +48,10 @@ def _link(cluster, axis):
         A tuple of four floats: one-way bytes/s of a device inside its node and to other nodes,
         seconds per ring step, and seconds per collective.
     """
-    device, own = cluster.device, cluster.device.links.get(axis)
-    if own is not None:
-        rate = own.gb_per_second * 1e9
-        return rate, rate, own.latency_us * 1e-6, own.call_us * 1e-6
+    device, link = cluster.device, cluster.device.links.get(axis)
+    if link is not None:
+        rate = link.gb_per_second * 1e9
+        return rate, rate, link.latency_us * 1e-6, link.call_us * 1e-6
     inside = device.inside_gb_per_second * device.constants.inside_share * 1e9
     between = device.between_gb_per_second * device.constants.between_share * 1e9
     return inside, between, device.constants.hop_us * 1e-6, 0.0
@@ -163,14 +163,14 @@ def time_of(
     parts, sends = _uses(model, cluster, layouts, system, is_16_bit, sum_bytes)
     m, p = layouts.micro_batches, layouts.stage
 
-    def of_stage(stage, _, chosen):
-        found = dict.fromkeys(parts[0], 0.0)
-        for number, uses in zip((*stage.blocks, stage.has_embedding, stage.has_head), parts):
+    def stage_times(stage, _, indices):
+        totals = dict.fromkeys(parts[0], 0.0)
+        for count, uses in zip((*stage.blocks, stage.has_embedding, stage.has_head), parts):
             for use, value in uses.items():
-                found[use] = found[use] + number * value[chosen]
-        return found
+                totals[use] = totals[use] + count * value[indices]
+        return totals
 
-    columns = {kind: m * x for kind, x in of_worst_stage(model, layouts, of_stage).items()}
+    columns = {kind: m * x for kind, x in of_worst_stage(model, layouts, stage_times).items()}
     sends = sends * layouts.chunks * (p > 1)
     columns["sends"] = m * sends
     blocks = (kind.number / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
@@ -178,10 +178,10 @@ def time_of(
     # Both a stage and a core have consecutive ranks. This is the number of stages per core.
     sharing = np.maximum(cluster.device.sharing * p / layouts.devices, 1)
     columns["bubble"] = np.zeros(len(layouts))
-    for chosen, _, schedule, stages, chunks in layouts.by_pipeline():
+    for indices, _, schedule, stages, chunks in layouts.by_pipeline():
         passes = bubble_passes(schedule, stages, chunks)
-        waits = shared_bubble_passes(passes, stages, sharing[chosen])
-        columns["bubble"][chosen] = waits * mean[chosen]
+        waits = shared_bubble_passes(passes, stages, sharing[indices])
+        columns["bubble"][indices] = waits * mean[indices]
     columns["reduction"] = _reduction(model, cluster, layouts, system, columns, sum_bytes)
     states = memory.weights + memory.gradients + memory.states
     share = model.trained_parameters() / model.parameters()
@@ -198,9 +198,9 @@ def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
     """
     item, groups = 2 if is_16_bit else 4, groups_of(layouts)
     b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
-    found = []
-    summed = lambda elements, number=sum_bytes: collective_seconds(
-        cluster, "all-reduce", elements * number, groups["model"]
+    parts = []
+    all_reduce = lambda elements, element_bytes=sum_bytes: collective_seconds(
+        cluster, "all-reduce", elements * element_bytes, groups["model"]
     )
 
     def unsharded(num_bytes, is_trained, passes=2, group=groups["data"]):
@@ -222,24 +222,26 @@ def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
         passed = np.where(full, 4, 3)  # The backward pass sends twice.
         if kind.is_frozen:
             sums, passed = sums_over_model(sublayers, backward=0), 1
-        keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-        tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
-        experts = model.experts_parameters(kind) / t * item
-        weights = (model.block_parameters(kind) / t * item - experts) / system.gathers_a_block
+        key_bytes = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
+        token_bytes = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
+        expert_bytes = model.experts_parameters(kind) / t * item
+        weight_bytes = (
+            model.block_parameters(kind) / t * item - expert_bytes
+        ) / system.gathers_a_block
         passes_of_weights = model.trains(kind), 1 if kind.is_frozen else 2
-        unsharding = system.gathers_a_block * unsharded(weights, *passes_of_weights)
-        same = groups["data"].every(layouts.expert)  # These ranks have the same experts.
-        unsharding += unsharded(experts / layouts.expert, *passes_of_weights, same)
-        found.append(
+        unsharding = system.gathers_a_block * unsharded(weight_bytes, *passes_of_weights)
+        expert_groups = groups["data"].every(layouts.expert)  # These ranks have the same experts.
+        unsharding += unsharded(expert_bytes / layouts.expert, *passes_of_weights, expert_groups)
+        parts.append(
             {
                 "products": passes.forward + passes.backward,
                 "recompute": passes.repeated,
-                "model_parallel": sums * summed(elements),
+                "model_parallel": sums * all_reduce(elements),
                 "context_parallel": passed
-                * collective_seconds(cluster, "all-gather", keys, groups["context"]),
+                * collective_seconds(cluster, "all-gather", key_bytes, groups["context"]),
                 "expert_parallel": 2
                 * passed
-                * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
+                * collective_seconds(cluster, "all-to-all", token_bytes, groups["expert"]),
                 "unsharding": unsharding,
             }
         )
@@ -248,44 +250,50 @@ def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
     elements = b * length / c * model.hidden_size
     lookups = 2 if model.encoder_layers and model.decoder_layers else 1
     embedding = {
-        "model_parallel": np.where(layouts.rows > 0, lookups * summed(elements), 0.0),
+        "model_parallel": np.where(layouts.rows > 0, lookups * all_reduce(elements), 0.0),
         "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
     }
     head = {
         "products": head_seconds(cluster.device, model, layouts, is_16_bit),
         # The head sums the gradient of its input, and the loss sums one number per token.
-        "model_parallel": summed(elements) + system.loss_sums * summed(b * length / c, 4),
+        "model_parallel": all_reduce(elements) + system.loss_sums * all_reduce(b * length / c, 4),
     }
     sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
-    return [*found, embedding, head], sends
+    return [*parts, embedding, head], sends
 
 
 def _reduction(model, cluster, layouts, system, columns, sum_bytes):
     """Return the exposed seconds of the gradient reduction and the weights' all-gather."""
 
-    def own(stage, _, chosen):
-        total = parameters_of_stage(model, layouts[chosen], stage, is_trained=True)
-        experts = experts_of_stage(model, layouts[chosen], stage, is_trained=True)
+    def count_parameters(stage, _, indices):
+        total = parameters_of_stage(model, layouts[indices], stage, is_trained=True)
+        experts = experts_of_stage(model, layouts[indices], stage, is_trained=True)
         return {"dense": total - experts, "experts": experts}
 
-    dense, experts = of_worst_stage(model, layouts, own).values()
+    dense, experts = of_worst_stage(model, layouts, count_parameters).values()
     groups = groups_of(layouts)
-    summed = lambda x, size, group: collective_seconds(cluster, "all-reduce", x * size, group)
-    seconds = summed(dense + experts, system.sent_gradient_bytes, groups["replicas"])
+    all_reduce = lambda x, element_bytes, group: collective_seconds(
+        cluster, "all-reduce", x * element_bytes, group
+    )
+    seconds = all_reduce(dense + experts, system.sent_gradient_bytes, groups["replicas"])
     may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
     # The last micro-batch's backward pass is two thirds of a micro-batch.
-    beside = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
+    overlap = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
-    seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
+    seconds = seconds - np.where(may_hide, share * np.minimum(seconds, overlap), 0.0)
     # A mesh reduces its gradients in every micro-batch.
-    of_mesh = summed(dense, sum_bytes, groups["mesh"])
-    of_mesh = of_mesh + summed(experts, sum_bytes, groups["mesh"].every(layouts.expert))
-    seconds = np.where(layouts.level >= 3, 0.0, seconds + layouts.micro_batches * of_mesh)
+    mesh_seconds = all_reduce(dense, sum_bytes, groups["mesh"])
+    mesh_seconds = mesh_seconds + all_reduce(
+        experts, sum_bytes, groups["mesh"].every(layouts.expert)
+    )
+    seconds = np.where(layouts.level >= 3, 0.0, seconds + layouts.micro_batches * mesh_seconds)
     waits = np.array(system.waits)[layouts.level] * _link(cluster, "data")[-1]
     # Collectives of stages and meshes use the same links.
-    linked = _link(cluster, "stage")[-1]
-    others = np.where(layouts.stage > 1, system.stage_waits, system.mesh_waits * layouts.is_on_mesh)
-    seconds = seconds + np.where(layouts.sharing > 1, waits, 0.0) + others * linked
+    stage_latency = _link(cluster, "stage")[-1]
+    extra_waits = np.where(
+        layouts.stage > 1, system.stage_waits, system.mesh_waits * layouts.is_on_mesh
+    )
+    seconds = seconds + np.where(layouts.sharing > 1, waits, 0.0) + extra_waits * stage_latency
     return seconds + _tied_seconds(model, cluster, layouts, system)
 
 
@@ -300,7 +308,7 @@ def _tied_seconds(model, cluster, layouts, system):
     num_bytes = _table_elements(model, layouts) * system.sent_gradient_bytes
     stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
     # The V-shaped schedule places the embedding and the head on the first stage.
-    goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")
-    apart = model.tied_head & (layouts.stage > 1) & ~goes_back
-    group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "stage")
+    is_v_shaped = layouts.schedule == SCHEDULE_NAMES.index("zb_v")
+    is_split = model.tied_head & (layouts.stage > 1) & ~is_v_shaped
+    group = Group(np.where(is_split, 2, 1), np.maximum(stride, 1), "stage")
     return model.trains_tables * collective_seconds(cluster, "all-reduce", num_bytes, group)

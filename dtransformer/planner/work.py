@@ -51,11 +51,11 @@ def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=
         times: Number of products.
         is_16_bit: Boolean, whether the product uses 16-bit numbers.
     """
-    own = device.constants
+    constants = device.constants
     peak = (device.tflops_16_bit if is_16_bit else device.tflops_32_bit) * 1e12
-    slower = (1 + own.half_rows / rows) * (1 + own.half_features / inputs)
-    slower = slower * (1 + own.half_features / outputs)
-    return 2.0 * rows * inputs * outputs * times * slower / (peak * own.product_share)
+    slowdown = (1 + constants.half_rows / rows) * (1 + constants.half_features / inputs)
+    slowdown = slowdown * (1 + constants.half_features / outputs)
+    return 2.0 * rows * inputs * outputs * times * slowdown / (peak * constants.product_share)
 
 
 def memory_seconds(device: Device, num_bytes):
@@ -81,19 +81,21 @@ def block_passes(
     rows = layouts.micro_batch * length
     product = lambda *sizes: product_seconds(device, *sizes, is_16_bit=is_16_bit)
     products, core, scores = 0.0, 0.0, 0.0
-    for number, other in enumerate(kind.attended):
+    for i, attended_length in enumerate(kind.attended):
         queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
         if model.latent is not None:
             for name, (x, y) in model.attention_kernels().items():
                 products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
-        elif number == 0:
+        elif i == 0:
             products += product(rows, h, queries + shared) + product(rows, queries, h)
         else:  # Cross-attention reads keys and values from the source.
-            others = layouts.micro_batch * other / layouts.context
-            products += 2 * product(rows, h, queries) + product(others, h, shared)
+            source_rows = layouts.micro_batch * attended_length / layouts.context
+            products += 2 * product(rows, h, queries) + product(source_rows, h, shared)
         heads = layouts.micro_batch * model.num_heads / t
-        core += product(length, d, other, heads) + product(length, other, d, heads)
-        scores += heads * length * other
+        core += product(length, d, attended_length, heads) + product(
+            length, attended_length, d, heads
+        )
+        scores += heads * length * attended_length
     inner = _feed_forward_rows(model, kind, layouts)
     for each_rows, features, times in inner:
         products += product(each_rows, h, (2 if model.gated else 1) * features / t, times)
@@ -106,16 +108,16 @@ def block_passes(
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
-    beside = 0.0
+    adapter_seconds = 0.0
     for inputs, outputs, _ in model.adapters_of_block(kind):
-        beside += product(rows, inputs, model.adapter_rank)
-        beside += product(rows, model.adapter_rank, outputs / t)
+        adapter_seconds += product(rows, inputs, model.adapter_rank)
+        adapter_seconds += product(rows, model.adapter_rank, outputs / t)
     if kind.is_frozen:
         return Passes(forward + start, 0 * forward, 0 * forward)
-    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + beside + start])
+    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + adapter_seconds + start])
     # A frozen kernel has no gradient.
-    backward = 2 * (forward + beside + start) - (0 if model.trains(kind) else products)
-    return Passes(forward + beside + start, backward, repeated)
+    backward = 2 * (forward + adapter_seconds + start) - (0 if model.trains(kind) else products)
+    return Passes(forward + adapter_seconds + start, backward, repeated)
 
 
 def _feed_forward_rows(model, kind, layouts):
@@ -123,12 +125,12 @@ def _feed_forward_rows(model, kind, layouts):
     rows = layouts.micro_batch * kind.length / layouts.context
     if not kind.has_experts:
         return [(rows, model.inner_size(kind), 1.0)]
-    own = model.num_experts / layouts.expert
+    local_experts = model.num_experts / layouts.expert
     routed = rows * model.routed_rows(layouts.shards_experts)
-    found = [(routed / own, model.inner_size(kind), own)]
+    layers = [(routed / local_experts, model.inner_size(kind), local_experts)]
     if model.shared_experts:
-        found.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
-    return found
+        layers.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
+    return layers
 
 
 def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
