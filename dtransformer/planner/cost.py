@@ -8,9 +8,9 @@ from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpPa
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.memory import Memory, memory_of
+from dtransformer.planner.memory import Memory, estimate_memory
 from dtransformer.planner.shape import ModelShape
-from dtransformer.planner.time import StepTime, time_of
+from dtransformer.planner.time import StepTime, estimate_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,11 @@ def evaluate(
 ) -> tuple[Memory, StepTime]:
     """Return the memory and the step time of every layout, as `(Memory, StepTime)`."""
     system = job.system()
-    memory = memory_of(model, layouts, system, job.item_bytes)
-    return memory, time_of(model, cluster, layouts, system, memory, job.is_mixed)
+    memory = estimate_memory(model, layouts, system, job.item_bytes)
+    return memory, estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
 
 
-def cost_of(
+def build_cost(
     model: ModelShape,
     cluster: Cluster,
     job: Job,
@@ -96,7 +96,7 @@ def cost_of(
     flops = job.global_batch * model.flops_per_sequence()
     return Cost(
         layout=layouts.describe(index),
-        config=_config_of(layouts, index, job),
+        config=_layout_config(layouts, index, job),
         micro_batch=int(layouts.micro_batch[index]),
         step_seconds=step,
         tokens_per_second=job.global_batch * model.sequence_length / step,
@@ -109,7 +109,7 @@ def cost_of(
     )
 
 
-def _config_of(layouts, index, job):
+def _layout_config(layouts, index, job):
     """Return the config of a layout, keeping all fields that the job fixes."""
     fixed = job.fixed_config()
     fields = {name: getattr(fixed, name) for name in job.fixed}

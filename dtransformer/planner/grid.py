@@ -14,14 +14,14 @@ from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
-from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, number_of
+from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, column_value
 from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
-_NAMES = {column: name for name, column in COLUMNS.items()}
+_FIELD_NAMES = {column: name for name, column in COLUMNS.items()}
 
 
-def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
+def enumerate_layouts(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
     """Return all layouts of a cluster that the trainer supports and the job's fixed fields allow.
 
     The model axis stays inside a node unless `model_parallel` is fixed.
@@ -31,9 +31,11 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
             fixed fields.
     """
     fixed, other_fields = _fixed_columns(job)
-    parts = _parts(model, cluster, job, fixed)
+    parts = _layout_groups(model, cluster, job, fixed)
     if not parts:
-        raise InputError(mismatch(model, cluster, job) or _why_none(model, cluster, job, fixed))
+        raise InputError(
+            mismatch(model, cluster, job) or _explain_conflict(model, cluster, job, fixed)
+        )
     layouts = Layouts.joined(parts)
     supported = _is_supported(layouts, other_fields, cluster.local_devices)
     if not supported.any():
@@ -42,16 +44,16 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
     return layouts[supported]
 
 
-def _parts(model, cluster, job, fixed):
+def _layout_groups(model, cluster, job, fixed):
     """Return the layouts that the fixed columns allow, as one `Layouts` per set of degrees."""
     allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
     devices, batch, parts = cluster.num_devices, job.global_batch, []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
-        if crosses or not allowed("model", [t]) or _does_not_divide(model, t):
+        if crosses or not allowed("model", [t]) or _is_indivisible(model, t):
             continue
         for p, c in itertools.product(divisors(devices // t), repeat=2):
-            if devices % (t * p * c) or p > model.num_blocks or _no_context(model, c):
+            if devices % (t * p * c) or p > model.num_blocks or _is_context_indivisible(model, c):
                 continue
             data = devices // (t * p * c)
             axes = {"stage": p, "context": c, "data": data}
@@ -60,14 +62,16 @@ def _parts(model, cluster, job, fixed):
             experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
             for e in allowed("expert", experts):
                 axes = {"stage": p, "data": data, "context": c, "model": t, "expert": e}
-                levels = _levels(allowed("level", range(4)), cluster.local_devices, job, axes)
+                levels = _supported_levels(
+                    allowed("level", range(4)), cluster.local_devices, job, axes
+                )
                 sizes = {"t": t, "p": p, "c": c, "e": e, "data": data, "batch": batch // data}
                 sizes["local"] = cluster.local_devices
-                parts.append(_options(model, allowed, levels, **sizes))
+                parts.append(_expand_degrees(model, allowed, levels, **sizes))
     return [part for part in parts if part is not None]
 
 
-def _levels(levels, local_devices, job, axes):
+def _supported_levels(levels, local_devices, job, axes):
     """Return the `optimizer_shard` levels that `Topology` and the optimizer support."""
     supported, needs_full_weights = [], job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
@@ -84,16 +88,16 @@ def _levels(levels, local_devices, job, axes):
     return supported
 
 
-def _does_not_divide(model, t):
+def _is_indivisible(model, t):
     inner = model.ffn_hidden_size, model.expert_hidden_size or t
     return model.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
 
 
-def _no_context(model, c):
+def _is_context_indivisible(model, c):
     return c > 1 and any(kind.length % c for kind in model.kinds)
 
 
-def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
+def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
     """Return the layouts for fixed degrees, or `None` if there are no valid options.
 
     Options are micro-batches, chunks, schedules, recomputation, levels and sequence sharding.
@@ -144,7 +148,7 @@ def _fixed_columns(job):
         if name not in COLUMNS:
             other_fields[name] = value
         elif value is not None:
-            columns[COLUMNS[name]] = number_of(name, value)
+            columns[COLUMNS[name]] = column_value(name, value)
     return columns, other_fields
 
 
@@ -182,7 +186,7 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     devices, batch = cluster.num_devices, job.global_batch
     fixed, _ = _fixed_columns(job)
     product = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
-    fields = lambda *columns: " · ".join(_words(job, fixed, columns))
+    fields = lambda *columns: " · ".join(_field_texts(job, fixed, columns))
     degrees, batch_axes = ("data", "model", "stage", "context"), ("data", "micro_batches")
     sizes = (
         f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
@@ -190,7 +194,7 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     )
     for is_wrong, text in (
         (devices % product(*degrees), f"{fields(*degrees)} does not divide {devices} devices"),
-        (_does_not_divide(model, product("model")), f"{fields('model')} does not divide {sizes}"),
+        (_is_indivisible(model, product("model")), f"{fields('model')} does not divide {sizes}"),
         (
             product("stage") > model.num_blocks,
             f"{fields('stage')} is more than the {model.num_blocks} blocks",
@@ -200,7 +204,7 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
             f"{fields('expert')} does not divide num_experts={model.num_experts}",
         ),
         (
-            _no_context(model, product("context")),
+            _is_context_indivisible(model, product("context")),
             f"{fields('context')} does not divide sequences of {model.sequence_length}",
         ),
     ):
@@ -214,18 +218,18 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     return None
 
 
-def _words(job, fixed, columns):
+def _field_texts(job, fixed, columns):
     """Return texts such as "field=value" for the fixed columns among `columns`."""
-    return [f"{_NAMES[x]}={job.fixed[_NAMES[x]]}" for x in columns if x in fixed]
+    return [f"{_FIELD_NAMES[x]}={job.fixed[_FIELD_NAMES[x]]}" for x in columns if x in fixed]
 
 
-def _why_none(model, cluster, job, fixed):
+def _explain_conflict(model, cluster, job, fixed):
     """Return the reason why no layout has all fixed fields although each of them fits."""
     devices, batch = cluster.num_devices, job.global_batch
     rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    removable = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]
+    removable = [_FIELD_NAMES[x] for x in fixed if _layout_groups(model, cluster, job, rest(x))]
     if removable:
-        requested = ", ".join(_words(job, fixed, fixed))
+        requested = ", ".join(_field_texts(job, fixed, fixed))
         return (
             f"No layout of {devices} devices with global_batch={batch} has {requested}. "
             f"Remove {' or '.join(removable)}."

@@ -29,7 +29,7 @@ class System:
         repeats_last_sum: Boolean, whether a recomputed block also repeats its last all-reduce.
         shards_sends: Boolean, whether each device of a stage sends only its shard to the next
             stage.
-        gathers_a_block: Number of all-gathers per block at level 3: 1 if a single all-gather
+        gathers_per_block: Number of all-gathers per block at level 3: 1 if a single all-gather
             covers all weights of the block.
         waits: Tuple with the number of data-parallel collectives per step for each level. Counts
             serialized collectives without overlap, except the gradient reduction.
@@ -52,7 +52,7 @@ class System:
     hides_on_mesh: bool = False
     repeats_last_sum: bool = False
     shards_sends: bool = False
-    gathers_a_block: int = 1
+    gathers_per_block: int = 1
     waits: tuple[int, int, int, int] = (0, 0, 0, 0)
     stage_waits: int = 0
     mesh_waits: int = 0
@@ -60,7 +60,7 @@ class System:
     sum_bytes: int | None = None
     copies_weights: bool = False
 
-    def bytes_a_parameter(self, level, is_on_mesh):
+    def bytes_per_parameter(self, level, is_on_mesh):
         """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
 
         Args:

@@ -171,7 +171,9 @@ class Layouts:
         return " · ".join(parts)
 
 
-def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster) -> Layouts:
+def layout_from_config(
+    config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster
+) -> Layouts:
     """Return the layout of a config, as `Layouts` of length 1.
 
     Args:
@@ -191,12 +193,14 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: C
             f"global_batch={global_batch} is not divisible by data_parallel={config.data_parallel} "
             f"· micro_batch_num={config.micro_batch_num}. Use a multiple of {parts}."
         )
-    columns = {column: number_of(name, getattr(config, name)) for name, column in COLUMNS.items()}
+    columns = {
+        column: column_value(name, getattr(config, name)) for name, column in COLUMNS.items()
+    }
     columns["local"] = cluster.local_devices
     return Layouts.of(micro_batch=global_batch // parts, **columns)
 
 
-def number_of(name: str, value) -> int:
+def column_value(name: str, value) -> int:
     """Return the value of a config field as an integer for its column in `Layouts`.
 
     Args:

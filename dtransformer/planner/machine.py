@@ -46,7 +46,7 @@ def this_device(ranks: int | None = None) -> Device:
         InputError: If the host has a GPU that is not in the device table.
     """
     for name in gpu_names():
-        return device_of_gpu(name)
+        return find_gpu(name)
     return this_cpu(ranks)
 
 
@@ -60,7 +60,7 @@ def this_cpu(ranks: int | None = None) -> Device:
     return cpu_device(len(os.sched_getaffinity(0)), pages / 1e9, ranks or ranks_per_host())
 
 
-def device_of_gpu(name: str) -> Device:
+def find_gpu(name: str) -> Device:
     """Return the device for a GPU name as the driver reports it.
 
     Without a memory size in the name, the default size of its family is used.
@@ -70,7 +70,7 @@ def device_of_gpu(name: str) -> Device:
 
     Example:
 
-    >>> device_of_gpu("NVIDIA A100-SXM4-80GB").name
+    >>> find_gpu("NVIDIA A100-SXM4-80GB").name
     'a100-80'
     """
     # The table has no figures for MIG slices.

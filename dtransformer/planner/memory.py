@@ -8,7 +8,7 @@ from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
-from dtransformer.planner.stages import StageKind, of_worst_stage
+from dtransformer.planner.stages import StageKind, worst_stage_costs
 
 # This library computes attention blockwise if a head has at least this number of scores s·t.
 BLOCKWISE_SCORES = 2048 * 1024
@@ -37,7 +37,7 @@ class Memory(typing.NamedTuple):
         return sum(self)
 
 
-def activations_of_block(
+def block_activation_bytes(
     model: ModelShape, kind: BlockKind, layouts: Layouts, item_bytes=2, by_blocks=False
 ):
     """Return the bytes that a block saves per micro-batch on a device, as an array [N].
@@ -89,7 +89,7 @@ def activations_of_block(
     )
 
 
-def memory_of(
+def estimate_memory(
     model: ModelShape, layouts: Layouts, system: System, item_bytes: int = 2, by_blocks=True
 ) -> Memory:
     """Return the memory of layouts by kind.
@@ -101,27 +101,27 @@ def memory_of(
         item_bytes: Bytes of one activation element.
         by_blocks: Boolean, whether attention with many scores is computed blockwise.
     """
-    saved = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
+    saved = [block_activation_bytes(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
 
     def stage_memory(stage, schedule, indices):
         group = layouts[indices]
         p, m, v = group.stage[0], group.micro_batches, group.chunks[0]
         alive = micro_batches_alive(schedule, p, stage.first, m, v)
-        return _of_stage(
+        return _stage_memory(
             model, group, system, stage, [k[indices] for k in saved], alive, item_bytes
         )
 
-    return Memory(**of_worst_stage(model, layouts, stage_memory))
+    return Memory(**worst_stage_costs(model, layouts, stage_memory))
 
 
-def _of_stage(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
+def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
     t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
     num_shards = layouts.sharing
-    parameters = parameters_of_stage(model, layouts, stage)
-    weights, gradients, states = system.bytes_a_parameter(layouts.level, layouts.is_on_mesh)
+    parameters = stage_parameters(model, layouts, stage)
+    weights, gradients, states = system.bytes_per_parameter(layouts.level, layouts.is_on_mesh)
     # Fewer ranks share an expert under expert parallelism.
     expert_parallel = np.where(layouts.level >= 3, layouts.expert, 1)
-    trained = parameters_of_stage(model, layouts, stage, is_trained=True)
+    trained = stage_parameters(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
     master_bytes = states - system.state_bytes
     totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
@@ -130,7 +130,7 @@ def _of_stage(model, layouts, system, stage: StageKind, saved, alive, item_bytes
         (True, (0, gradients, system.state_bytes)),
     ):
         num_parameters = trained if is_trained else parameters
-        num_expert_parameters = experts_of_stage(model, layouts, stage, is_trained)
+        num_expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
         dense = state_bytes(
             num_parameters - num_expert_parameters, num_shards, layouts.level, *sizes
         )
@@ -151,7 +151,9 @@ def _of_stage(model, layouts, system, stage: StageKind, saved, alive, item_bytes
     return totals
 
 
-def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
+def stage_expert_parameters(
+    model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False
+):
     """Return the number of expert parameters on a rank of a stage, as an array [N].
 
     Args:
@@ -168,7 +170,7 @@ def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
     return total / (layouts.model * layouts.expert)
 
 
-def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
+def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
     """Return the number of parameters on a rank of a stage after sharding, as an array [N].
 
     Args:
@@ -177,7 +179,7 @@ def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, i
         stage: The `StageKind`.
         is_trained: Boolean, whether to count trained parameters only.
     """
-    t, total = layouts.model, experts_of_stage(model, layouts, stage, is_trained)
+    t, total = layouts.model, stage_expert_parameters(model, layouts, stage, is_trained)
     for count, kind in zip(stage.blocks, model.kinds):
         block_parameters = model.adapter_parameters(kind)
         if not is_trained or model.trains(kind):

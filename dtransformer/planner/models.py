@@ -66,11 +66,11 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         not in ("layer_norm", "layer_norm_unit_offset"),
         "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **arguments}).number,
         "latent": Latent.of(arguments.get("latent")),
-        "other_block_parameters": _vectors(arguments),
+        "other_block_parameters": _vector_parameters(arguments),
         "tied_head": arguments.get("tied_head", True),
         "is_causal": network != "MaskedLM",
         "final_norms": 0 if is_last else num_stacks,
-        **_experts(arguments, stacks["num_layers"]),
+        **_expert_fields(arguments, stacks["num_layers"]),
     }
     learned = "learned" if network in ("MaskedLM", "EncoderDecoderLM", "CausalLM") else None
     if arguments.get("positions", learned) == "learned":
@@ -86,7 +86,7 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
     return checked(ModelShape, {**fields, **changes})
 
 
-def _vectors(arguments):
+def _vector_parameters(arguments):
     """Return the number of parameters of a block's query, key and latent norms and sinks."""
     n, latent = arguments["num_heads"], Latent.of(arguments.get("latent"))
     d, m = (
@@ -98,7 +98,7 @@ def _vectors(arguments):
     return gains.get(arguments.get("qk_norm"), 2 * d) + latents + n * bool(arguments.get("sinks"))
 
 
-def _experts(arguments, num_layers):
+def _expert_fields(arguments, num_layers):
     """Return the fields of `ModelShape` for experts."""
     experts = arguments.get("moe_config")
     if not experts:

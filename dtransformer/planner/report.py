@@ -9,11 +9,11 @@ from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.budget import training_hours
 from dtransformer.planner.cost import Cost, evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
 
-_WORDS = {
+_KIND_NAMES = {
     "products": "matrix products and elementwise operations",
     "recompute": "recomputation",
     "bubble": "pipeline bubble",
@@ -64,7 +64,7 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
             row += [_hours_text(hours), _hours_text(hours * plan.cluster.num_devices)]
         rows.append(row)
     lines += columns(rows, right=(0, *range(2, len(header))))
-    lines += ["", *_spent(best), ""]
+    lines += ["", *_cost_tables(best), ""]
     if plan.fits:
         lines.append(f"Recommended: layout 1. {plan.why}")
     else:
@@ -89,16 +89,16 @@ def fit_line(cost: Cost) -> str:
     return f"{message} {cost.change}" if cost.change else message
 
 
-def _spent(cost):
+def _cost_tables(cost):
     """Return the lines of two tables: time and memory of a layout by kind."""
-    seconds = {_WORDS[kind]: value for kind, value in cost.seconds_by_kind.items()}
+    seconds = {_KIND_NAMES[kind]: value for kind, value in cost.seconds_by_kind.items()}
     gigabytes = {kind: value / 1e9 for kind, value in cost.bytes_by_kind.items()}
-    time = _shares(seconds, ("time", "s", "share"), ",.4g")
-    memory = _shares(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
+    time = _share_table(seconds, ("time", "s", "share"), ",.4g")
+    memory = _share_table(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
     return [*time, "", *memory]
 
 
-def _shares(values, header, form):
+def _share_table(values, header, form):
     """Return the lines of a table of the nonzero values with their shares of the total."""
     total = sum(values.values())
     rows = [(kind, f"{x:{form}}", f"{x / total:.1%}") for kind, x in values.items() if x]
@@ -112,7 +112,7 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
         plan: A `Plan`.
         tokens: Number of training tokens, for hours per layout. `None` omits them.
     """
-    layouts = [json_of_cost(cost) for cost in plan.costs]
+    layouts = [cost_to_json(cost) for cost in plan.costs]
     if tokens:
         for fields, cost in zip(layouts, plan.costs):
             fields["hours"] = training_hours(cost, tokens)
@@ -134,7 +134,7 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
     }
 
 
-def json_of_cost(cost: Cost) -> dict:
+def cost_to_json(cost: Cost) -> dict:
     """Return a cost as a JSON object."""
     extra = {
         "config": fields_of(cost.config),
@@ -166,17 +166,17 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 
     figure = Figure(figsize=(15, 5), layout="constrained")
     times, memories, frontier = figure.subplots(1, 3)
-    _bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s/step")
-    _bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB/device")
+    _draw_bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s/step")
+    _draw_bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB/device")
     memories.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--")
-    _frontier(frontier, plan)
+    _draw_frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
     with refusing(f"{path}: unknown file type"):
         figure.savefig(path, dpi=120)
 
 
-def _bars(axes, by_kind, unit, label):
+def _draw_bars(axes, by_kind, unit, label):
     """Draw a stacked bar per layout with one segment for each kind that is not zero everywhere."""
     start, places = 0, range(1, len(by_kind) + 1)
     for kind in by_kind[0]:
@@ -190,9 +190,9 @@ def _bars(axes, by_kind, unit, label):
     axes.legend(fontsize=7)
 
 
-def _frontier(axes, plan):
+def _draw_frontier(axes, plan):
     """Draw all layouts by memory and time, with the Pareto frontier."""
-    layouts = grid_of(plan.model, plan.cluster, plan.job)
+    layouts = enumerate_layouts(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
     needed, seconds = memory.total / 1e9, time.total
     axes.scatter(needed, seconds, s=4, color="lightgray", label="all layouts")

@@ -8,10 +8,10 @@ import numpy as np
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.cost import Cost, cost_of, evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.cost import Cost, build_cost, evaluate
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.job import Job
-from dtransformer.planner.layouts import Layouts, layout_of
+from dtransformer.planner.layouts import Layouts, layout_from_config
 from dtransformer.planner.shape import ModelShape
 
 TIE_SHARE = 0.02  # A roomier or simpler layout may be slower by this fraction.
@@ -78,21 +78,21 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     (True, 8)
     """
     job = job.on(cluster.device)
-    layouts = grid_of(model, cluster, job)
+    layouts = enumerate_layouts(model, cluster, job)
     memory, time = evaluate(model, cluster, job, layouts)
     seconds, needed = time.total, memory.total
     fits = needed <= cluster.memory_bytes
     if not fits.any():
         indices = np.array([np.argmin(needed)])
-        why = _what_would_fit(model, cluster, job)
+        why = _explain_no_fit(model, cluster, job)
     else:
         order = np.flatnonzero(fits)[np.argsort(seconds[fits], kind="stable")]
-        indices, why = _roomiest_first(layouts, seconds, needed, order, cluster, top)
-    costs = tuple(cost_of(model, cluster, job, layouts, memory, time, int(i)) for i in indices)
+        indices, why = _select_best(layouts, seconds, needed, order, cluster, top)
+    costs = tuple(build_cost(model, cluster, job, layouts, memory, time, int(i)) for i in indices)
     return Plan(model, cluster, job, costs, len(layouts), int(fits.sum()), why)
 
 
-def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
+def _select_best(layouts: Layouts, seconds, needed, order, cluster, top):
     """Return the indices of the best layouts, and the reason for the first."""
     fastest = order[0]
     near = order[seconds[order] <= seconds[fastest] * (1 + TIE_SHARE)]
@@ -111,7 +111,7 @@ def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
     return [first, *rest], why
 
 
-def _what_would_fit(model, cluster, job):
+def _explain_no_fit(model, cluster, job):
     """Return one line with the smallest larger cluster that has a layout that fits."""
     num_devices, per_node = cluster.num_devices, cluster.devices_per_node
     for factor in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
@@ -121,7 +121,7 @@ def _what_would_fit(model, cluster, job):
         sizes = {"num_devices": enough, "devices_per_node": per_node}
         with contextlib.suppress(InputError):
             larger = dataclasses.replace(cluster, **sizes)
-            memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
+            memory, _ = evaluate(model, larger, job, enumerate_layouts(model, larger, job))
             if (memory.total <= larger.memory_bytes).any():
                 return f"No layout of {num_devices} devices fits. {enough} devices are enough."
     return (
@@ -145,12 +145,12 @@ def cost(
         InputError: If the product of the degrees is not the number of devices, or if
             `data_parallel · micro_batch_num` does not divide the batch.
     """
-    layouts = layout_of(config, job.global_batch, cluster)
+    layouts = layout_from_config(config, job.global_batch, cluster)
     job = dataclasses.replace(
         job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
     )
     memory, time = evaluate(model, cluster, job, layouts)
-    result = cost_of(model, cluster, job, layouts, memory, time, 0)
+    result = build_cost(model, cluster, job, layouts, memory, time, 0)
     change = "" if result.fits else cheapest_change(model, cluster, job, layouts)
     return dataclasses.replace(result, config=config.resolve(cluster.num_devices), change=change)
 
@@ -162,13 +162,13 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layo
     """
     free = dataclasses.replace(job, fixed={})
     try:
-        layouts = grid_of(model, cluster, free)
+        layouts = enumerate_layouts(model, cluster, free)
     except InputError:
-        return _what_would_fit(model, cluster, free)
+        return _explain_no_fit(model, cluster, free)
     memory, time = evaluate(model, cluster, free, layouts)
     fits = np.flatnonzero(memory.total <= cluster.memory_bytes)
     if not len(fits):
-        return _what_would_fit(model, cluster, free)
+        return _explain_no_fit(model, cluster, free)
     fitting = layouts[fits]
     # The size and the number of micro-batches depend on each other, so they count as one change.
     names = ("model", "stage", "context", "expert", "chunks", "schedule", "recompute", "level")

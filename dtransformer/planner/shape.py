@@ -301,9 +301,9 @@ class ModelShape:
 
     def adapter_parameters(self, kind: BlockKind) -> int:
         """Return the number of adapter parameters of a block."""
-        return self._adapter_numbers(self.adapters_of_block(kind))
+        return self._count_adapters(self.adapters_of_block(kind))
 
-    def _adapter_numbers(self, products):
+    def _count_adapters(self, products):
         return sum(self.adapter_rank * (x + y) + magnitudes for x, y, magnitudes in products)
 
     def _norm(self):
@@ -357,7 +357,7 @@ class ModelShape:
         if self.adapter_rank:
             head = self._adapters()["head"] * ("head" in self.adapter_targets)
             blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
-            return blocks + self._adapter_numbers(head)
+            return blocks + self._count_adapters(head)
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
         return self.parameters() - frozen - tables

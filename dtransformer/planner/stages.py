@@ -61,7 +61,7 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
     )
 
 
-def of_worst_stage(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:
+def worst_stage_costs(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:
     """Return the costs of each layout's most expensive stage.
 
     Args:

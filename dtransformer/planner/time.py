@@ -14,9 +14,9 @@ from dtransformer.planner.formulas import (
 )
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
-from dtransformer.planner.memory import Memory, experts_of_stage, parameters_of_stage
+from dtransformer.planner.memory import Memory, stage_expert_parameters, stage_parameters
 from dtransformer.planner.shape import ModelShape
-from dtransformer.planner.stages import of_worst_stage
+from dtransformer.planner.stages import worst_stage_costs
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
 
 
@@ -123,7 +123,7 @@ class StepTime(typing.NamedTuple):
         return sum(self)
 
 
-def groups_of(layouts: Layouts) -> dict[str, Group]:
+def device_groups(layouts: Layouts) -> dict[str, Group]:
     """Return the device groups of each axis.
 
     Device indices vary fastest along the model axis, then context, data and stage.
@@ -141,7 +141,7 @@ def groups_of(layouts: Layouts) -> dict[str, Group]:
     }
 
 
-def time_of(
+def estimate_time(
     model: ModelShape,
     cluster: Cluster,
     layouts: Layouts,
@@ -160,7 +160,7 @@ def time_of(
         is_16_bit: Boolean, whether products use 16-bit numbers.
     """
     sum_bytes = system.sum_bytes or (2 if is_16_bit else 4)
-    parts, sends = _uses(model, cluster, layouts, system, is_16_bit, sum_bytes)
+    parts, sends = _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes)
     m, p = layouts.micro_batches, layouts.stage
 
     def stage_times(stage, _, indices):
@@ -170,7 +170,7 @@ def time_of(
                 totals[use] = totals[use] + count * value[indices]
         return totals
 
-    columns = {kind: m * x for kind, x in of_worst_stage(model, layouts, stage_times).items()}
+    columns = {kind: m * x for kind, x in worst_stage_costs(model, layouts, stage_times).items()}
     sends = sends * layouts.chunks * (p > 1)
     columns["sends"] = m * sends
     blocks = (kind.number / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
@@ -182,21 +182,21 @@ def time_of(
         passes = bubble_passes(schedule, stages, chunks)
         waits = shared_bubble_passes(passes, stages, sharing[indices])
         columns["bubble"][indices] = waits * mean[indices]
-    columns["reduction"] = _reduction(model, cluster, layouts, system, columns, sum_bytes)
+    columns["reduction"] = _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes)
     states = memory.weights + memory.gradients + memory.states
     share = model.trained_parameters() / model.parameters()
     columns["update"] = update_seconds(cluster.device, share * states)
     return StepTime(**columns)
 
 
-def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
+def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
     """Return the seconds per micro-batch by kind, and the seconds of sends between stages.
 
     Returns:
         A `(parts, sends)` tuple. `parts` is a list of dicts of arrays [N]: one per kind of block,
         then the embedding and the head. `sends` is the time a stage sends and receives.
     """
-    item, groups = 2 if is_16_bit else 4, groups_of(layouts)
+    item, groups = 2 if is_16_bit else 4, device_groups(layouts)
     b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
     parts = []
     all_reduce = lambda elements, element_bytes=sum_bytes: collective_seconds(
@@ -227,9 +227,9 @@ def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
         expert_bytes = model.experts_parameters(kind) / t * item
         weight_bytes = (
             model.block_parameters(kind) / t * item - expert_bytes
-        ) / system.gathers_a_block
+        ) / system.gathers_per_block
         passes_of_weights = model.trains(kind), 1 if kind.is_frozen else 2
-        unsharding = system.gathers_a_block * unsharded(weight_bytes, *passes_of_weights)
+        unsharding = system.gathers_per_block * unsharded(weight_bytes, *passes_of_weights)
         expert_groups = groups["data"].every(layouts.expert)  # These ranks have the same experts.
         unsharding += unsharded(expert_bytes / layouts.expert, *passes_of_weights, expert_groups)
         parts.append(
@@ -262,16 +262,16 @@ def _uses(model, cluster, layouts, system, is_16_bit, sum_bytes):
     return [*parts, embedding, head], sends
 
 
-def _reduction(model, cluster, layouts, system, columns, sum_bytes):
+def _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes):
     """Return the exposed seconds of the gradient reduction and the weights' all-gather."""
 
     def count_parameters(stage, _, indices):
-        total = parameters_of_stage(model, layouts[indices], stage, is_trained=True)
-        experts = experts_of_stage(model, layouts[indices], stage, is_trained=True)
+        total = stage_parameters(model, layouts[indices], stage, is_trained=True)
+        experts = stage_expert_parameters(model, layouts[indices], stage, is_trained=True)
         return {"dense": total - experts, "experts": experts}
 
-    dense, experts = of_worst_stage(model, layouts, count_parameters).values()
-    groups = groups_of(layouts)
+    dense, experts = worst_stage_costs(model, layouts, count_parameters).values()
+    groups = device_groups(layouts)
     all_reduce = lambda x, element_bytes, group: collective_seconds(
         cluster, "all-reduce", x * element_bytes, group
     )
@@ -306,7 +306,7 @@ def _table_elements(model, layouts):
 def _tied_seconds(model, cluster, layouts, system):
     """Return the seconds of the all-reduce of a tied table between the first and last stage."""
     num_bytes = _table_elements(model, layouts) * system.sent_gradient_bytes
-    stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
+    stride = device_groups(layouts)["stage"].stride * (layouts.stage - 1)
     # The V-shaped schedule places the embedding and the head on the first stage.
     is_v_shaped = layouts.schedule == SCHEDULE_NAMES.index("zb_v")
     is_split = model.tied_head & (layouts.stage > 1) & ~is_v_shaped

@@ -7,7 +7,7 @@ import numpy as np
 
 from dtransformer.planner.formulas import micro_batches_alive, state_bytes
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.models import named
 from harness.published_tables import published
 from harness.published_tables.systems import (
@@ -148,7 +148,7 @@ def activations() -> Table:
                 recompute=recompute,
                 sequence=sequence,
             )
-            of_block = float(activations_of_block(model, kind, layout)[0])
+            of_block = float(block_activation_bytes(model, kind, layout)[0])
             of_all = of_block * kind.number / step.stages * alive
             rows.append(Row(f"{name}, {what}", value, of_all / _GIB, digits=2))
     title = "Memory per device, Korthikanti et al., 2022, figure 1"

@@ -7,9 +7,9 @@ import numpy as np
 from dtransformer.planner.clusters import Cluster, device_named
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
-from dtransformer.planner.memory import memory_of
+from dtransformer.planner.memory import estimate_memory
 from dtransformer.planner.models import named
-from dtransformer.planner.time import time_of
+from dtransformer.planner.time import estimate_time
 from harness.published_tables.published import Measured
 
 MEGATRON = System(
@@ -25,7 +25,7 @@ MEGATRON = System(
 OVERLAPPING = dataclasses.replace(MEGATRON, hidden_share=0.9)  # the rows that reduce meanwhile
 DEEPSPEED = dataclasses.replace(MEGATRON, sent_gradient_bytes=2, shards_sends=False)
 # Each of the twelve weights and biases of a block is gathered by itself.
-ZERO_3 = dataclasses.replace(MEGATRON, gathers_a_block=12)
+ZERO_3 = dataclasses.replace(MEGATRON, gathers_per_block=12)
 
 
 def predicted_seconds(steps: list[Measured], system: System, device=None, level: int = 0):
@@ -42,8 +42,8 @@ def predicted_seconds(steps: list[Measured], system: System, device=None, level:
     cluster = Cluster(device or device_named("a100-80"), devices)
     model = named(first.model)
     layouts = measured_layouts(steps, level)
-    memory = memory_of(model, layouts, system, by_blocks=False)
-    return time_of(model, cluster, layouts, system, memory).total
+    memory = estimate_memory(model, layouts, system, by_blocks=False)
+    return estimate_time(model, cluster, layouts, system, memory).total
 
 
 def measured_layouts(steps: list[Measured], level: int = 0) -> Layouts:

@@ -9,7 +9,7 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner.automatic import automatic_plan
-from dtransformer.planner.machine import cpu_device, device_of_gpu, this_cluster
+from dtransformer.planner.machine import cpu_device, find_gpu, this_cluster
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.config import load_config
 
@@ -64,10 +64,10 @@ def test_gpus_by_the_name_that_their_driver_says():
     names = {"NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA H100 80GB HBM3": "h100-80"}
     names |= {"Tesla V100-SXM2-16GB": "v100-16", "NVIDIA H200": "h200-141"}
     for name, expected in names.items():
-        assert device_of_gpu(name).name == expected
+        assert find_gpu(name).name == expected
     for name in ("NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
         with pytest.raises(InputError, match=f"no figures for the GPU '{name}'. Measure it"):
-            device_of_gpu(name)
+            find_gpu(name)
 
 
 def test_ranks_of_a_host_share_its_cores_and_memory():

@@ -32,10 +32,10 @@ from dtransformer.planner import (
 )
 from dtransformer.planner.clusters import Link
 from dtransformer.planner.cost import evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
-from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.plan_file import yaml_of
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
@@ -69,7 +69,7 @@ def test_it_needs_no_tensorflow():
 def test_4096_devices_and_a_trillion_parameters():
     """All at once: fewer than 200,000 layouts, in arrays. docs/planner.md says how long it takes."""
     model, many, job = named("gpt_1t"), cluster(4096), Job(4096)
-    assert 1000 < len(grid_of(model, many, job)) < 200_000
+    assert 1000 < len(enumerate_layouts(model, many, job)) < 200_000
     assert plan(model, many, job).fits
 
 
@@ -80,7 +80,7 @@ ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
 def test_nothing_that_fits_is_faster(name, devices, device, batch):
     """But for what leaves a tenth more of the memory, or is simpler, and within 2 % of the fastest."""
     found = plan(named(name), cluster(devices, device), Job(batch))
-    layouts = grid_of(found.model, found.cluster, found.job)
+    layouts = enumerate_layouts(found.model, found.cluster, found.job)
     memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
     fits = memory.total <= found.cluster.memory_bytes
     assert found.num_fitting == fits.sum()
@@ -112,7 +112,7 @@ def test_the_trainer_takes_what_is_proposed(found):
 
 def test_every_layout_of_the_grid_is_one_that_the_trainer_takes():
     """The mask asks for one layout of each meeting of techniques; here all are asked."""
-    layouts = grid_of(named(SMALL), cluster(8), Job(16))
+    layouts = enumerate_layouts(named(SMALL), cluster(8), Job(16))
     for number in range(0, len(layouts), 7):
         check_supported(layouts.config(number))
 
@@ -246,10 +246,13 @@ def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
 
 def test_latents_take_less_time_and_more_memory_than_plain_projections():
     latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
-    plain, layouts = dataclasses.replace(latents, latent=None), grid_of(latents, many, Job(8))
+    plain, layouts = (
+        dataclasses.replace(latents, latent=None),
+        enumerate_layouts(latents, many, Job(8)),
+    )
     both = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
     assert (both[0] < both[1]).all()
-    kept = [activations_of_block(x, x.kinds[0], layouts) for x in (latents, plain)]
+    kept = [block_activation_bytes(x, x.kinds[0], layouts) for x in (latents, plain)]
     length = layouts.micro_batch * 4096 / layouts.context
     own = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
     np.testing.assert_allclose(kept[0] - kept[1], own)
@@ -713,7 +716,7 @@ def test_states_are_sharded_over_ranks_of_different_meshes():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layouts_are_those_that_ranks_of_several_devices_take(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
-    layouts = grid_of(named("llama2_7b"), devices, Job(16))
+    layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
     for number in range(0, len(layouts), 97):
         topology = Topology.from_config(layouts.config(number), ranks, 8)
         if layouts.level[number]:
