@@ -29,16 +29,16 @@ class Architecture:
 def _all():
     tables = read_table(pathlib.Path(__file__).with_suffix(".yaml"))
 
-    def complete(like=None, **own):
+    def complete(like=None, **fields):
         """Return the fields of the parent kind `like`, updated with the remaining arguments."""
-        return {**complete(**tables["kinds"][like]), **own} if like else own
+        return {**complete(**tables["kinds"][like]), **fields} if like else fields
 
-    found = {}
+    architectures = {}
     for name, fields in tables["models"].items():
         arguments = complete(**fields)
         network, source = arguments.pop("network"), arguments.pop("source")
-        found[name] = Architecture(network, arguments, source)
-    return found
+        architectures[name] = Architecture(network, arguments, source)
+    return architectures
 
 
 ARCHITECTURES = _all()

@@ -24,16 +24,16 @@ def check_pattern(pattern: Pattern | None) -> list[dict]:
     Raises:
         ValueError: If the pattern is empty or has a key that is not in `FIELDS`.
     """
-    found = [dict(one) for one in ([{}] if pattern is None else pattern)]
-    if not found:
+    blocks = [dict(block) for block in ([{}] if pattern is None else pattern)]
+    if not blocks:
         raise ValueError("`block_pattern` is empty. Use a list with one or more dicts, or None.")
-    for one in found:
-        if others := sorted(one.keys() - set(FIELDS)):
+    for block in blocks:
+        if unknown := sorted(block.keys() - set(FIELDS)):
             raise ValueError(
-                f"`block_pattern` has the key {others[0]!r}, expected keys among "
+                f"`block_pattern` has the key {unknown[0]!r}, expected keys among "
                 f"{', '.join(FIELDS)}. Other arguments must be equal in all blocks."
             )
-    return found
+    return blocks
 
 
 def arguments_of_block(arguments: Mapping, number: int) -> dict:
@@ -61,8 +61,8 @@ def has_experts(arguments: Mapping, number: int) -> bool:
         arguments: Dict of a network's arguments with several experts in `moe_config`.
         number: Integer. Index of the block.
     """
-    usual = (number + 1) % arguments.get("moe_every", 1) == 0
-    return arguments_of_block(arguments, number).get("experts", usual)
+    default = (number + 1) % arguments.get("moe_every", 1) == 0
+    return arguments_of_block(arguments, number).get("experts", default)
 
 
 def shortest(blocks: Pattern) -> list[dict]:
@@ -75,7 +75,7 @@ def shortest(blocks: Pattern) -> list[dict]:
     """
     blocks = list(map(dict, blocks))
     periods = range(1, len(blocks) + 1)
-    fits = lambda p: all(one == blocks[number % p] for number, one in enumerate(blocks))
+    fits = lambda p: all(block == blocks[i % p] for i, block in enumerate(blocks))
     return blocks[: next(filter(fits, periods), 0)]
 
 
@@ -113,11 +113,11 @@ class Latent:
         """
         h, n, r = hidden_size, num_heads, self.query_rank
         query = {"query_down": (h, r), "query_up": (r, n * head_dim)}
-        own = head_dim - self.rotary_dim + self.value_dim
+        features_per_head = head_dim - self.rotary_dim + self.value_dim
         return {
             **(query if r else {"query": (h, n * head_dim)}),
             "latent": (h, self.kv_rank + self.rotary_dim),
-            "key_value": (self.kv_rank, n * own),
+            "key_value": (self.kv_rank, n * features_per_head),
             "output": (h, n * self.value_dim),
         }
 
@@ -169,13 +169,15 @@ def placement_of(arguments: Mapping) -> Placement:
     Raises:
         ValueError: If the name is unknown, or if the two arguments contradict each other.
     """
-    given, is_post = arguments.get("norm_placement"), arguments.get("post_layernorm_residual")
-    name = ("post" if is_post else "pre") if given is None else given
+    requested, is_post = arguments.get("norm_placement"), arguments.get("post_layernorm_residual")
+    name = ("post" if is_post else "pre") if requested is None else requested
     if name not in PLACEMENTS:
-        raise ValueError(f"`norm_placement` must be one of {', '.join(PLACEMENTS)}, got {given!r}.")
+        raise ValueError(
+            f"`norm_placement` must be one of {', '.join(PLACEMENTS)}, got {requested!r}."
+        )
     if is_post and name != "post":
         raise ValueError(
-            f"`post_layernorm_residual=True` contradicts `norm_placement={given!r}`. "
+            f"`post_layernorm_residual=True` contradicts `norm_placement={requested!r}`. "
             "Set only one of them."
         )
     return PLACEMENTS[name]

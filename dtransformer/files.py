@@ -139,9 +139,9 @@ def write_into(
         write(fresh)
         if not overwrite and _taken(fresh, target, replaces):
             target = _made_beside(target)
-        stale = [path for pattern in replaces for path in target.glob(pattern)]
+        replaced = [path for pattern in replaces for path in target.glob(pattern)]
         names = _move(fresh, target)
-        for path in stale:
+        for path in replaced:
             if path.name not in names:
                 path.unlink(missing_ok=True)
     if target != pathlib.Path(folder):
@@ -151,15 +151,15 @@ def write_into(
 
 def _made_beside(folder):
     """Create a folder beside `folder`, or inside it if it is the root of a mounted disk."""
-    found = free_path(folder)
+    path = free_path(folder)
     with contextlib.suppress(OSError):
-        found.mkdir()
-        if found.stat().st_dev == folder.stat().st_dev:
-            return found
-        found.rmdir()
-    found = free_path(folder / folder.name)
-    found.mkdir()
-    return found
+        path.mkdir()
+        if path.stat().st_dev == folder.stat().st_dev:
+            return path
+        path.rmdir()
+    path = free_path(folder / folder.name)
+    path.mkdir()
+    return path
 
 
 def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
@@ -172,8 +172,8 @@ def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
     """
     path = beside(path, "")
     stem = path.name.removesuffix(ending)
-    numbered = (path.with_name(f"{stem}-{number}{ending}") for number in itertools.count(2))
-    return next(one for one in numbered if not os.path.lexists(one))
+    numbered = (path.with_name(f"{stem}-{i}{ending}") for i in itertools.count(2))
+    return next(candidate for candidate in numbered if not os.path.lexists(candidate))
 
 
 def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:

@@ -38,10 +38,10 @@ def _of_each_gpu(field):
     """Return nvidia-smi's value of a field for each GPU, or `[]` if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:  # Waking sleeping GPUs can take seconds.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [] if done.returncode else done.stdout.split("\n")[:-1]
+    return [] if process.returncode else process.stdout.split("\n")[:-1]
 
 
 def driver_version() -> str | None:
@@ -93,8 +93,8 @@ def gpu_names() -> list[str]:
         _cuda()[0].cuDeviceGetName(name, len(name), gpu)
         names.append(name.value.decode())
     files = sorted(_FILES.glob("gpus/*/information"))
-    told = [re.search(r"Model:\s*(.*)", file.read_text("utf-8", "replace")) for file in files]
-    return names or [one[1].strip() for one in told if one] or _of_each_gpu("name")
+    matches = [re.search(r"Model:\s*(.*)", file.read_text("utf-8", "replace")) for file in files]
+    return names or [match[1].strip() for match in matches if match] or _of_each_gpu("name")
 
 
 def gpu_memory_bytes() -> int:
@@ -108,13 +108,13 @@ def cores_near(gpu: int) -> list[int]:
     Args:
         gpu: Integer. CUDA's index of the GPU.
     """
-    place = ctypes.create_string_buffer(32)
-    if _cuda()[0] is None or _cuda()[0].cuDeviceGetPCIBusId(place, len(place), gpu):
+    bus_id = ctypes.create_string_buffer(32)
+    if _cuda()[0] is None or _cuda()[0].cuDeviceGetPCIBusId(bus_id, len(bus_id), gpu):
         return []
     try:
-        text = (_PCI / place.value.decode().lower() / "local_cpulist").read_text()
+        text = (_PCI / bus_id.value.decode().lower() / "local_cpulist").read_text()
     except OSError:
         return []
     # The file has a format such as "0-31,64-95".
-    ranges = [one.split("-") for one in text.strip().split(",") if one]
-    return [core for one in ranges for core in range(int(one[0]), int(one[-1]) + 1)]
+    ranges = [bounds.split("-") for bounds in text.strip().split(",") if bounds]
+    return [core for bounds in ranges for core in range(int(bounds[0]), int(bounds[-1]) + 1)]

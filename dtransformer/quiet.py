@@ -44,14 +44,14 @@ def quiet_start() -> Iterator[None]:
     except OSError:  # The process has no standard error.
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as buffer:
         sys.stderr.flush()
-        os.dup2(held.fileno(), 2)
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.seek(0)
-            os.write(terminal, held.read())
+            buffer.seek(0)
+            os.write(terminal, buffer.read())
             raise
         finally:
             os.dup2(terminal, 2)

@@ -87,13 +87,13 @@ def without_values():
     Unnecessary if a layer could report its weights' shapes before it is built.
     """
     name = "uninitialized_variables"  # Keras would initialize the variables in this list later.
-    before = global_state.get_global_attribute(name)
+    previous = global_state.get_global_attribute(name)
     global_state.set_global_attribute(name, [])
     try:
         with keras.StatelessScope(initialize_variables=False):
             yield
     finally:
-        global_state.set_global_attribute(name, before)
+        global_state.set_global_attribute(name, previous)
 
 
 def makes_values() -> bool:
@@ -171,8 +171,8 @@ def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callab
         read: Function `(shape, dtype) -> tensor` that replaces reads of the value.
     """
     layer._untrack_variable(variable)
-    waiting = global_state.get_global_attribute("uninitialized_variables", [])
-    waiting[:] = [other for other in waiting if other is not variable]
+    uninitialized = global_state.get_global_attribute("uninitialized_variables", [])
+    uninitialized[:] = [v for v in uninitialized if v is not variable]
     variable._value, variable._initializer = None, read
 
 
@@ -229,8 +229,8 @@ def masks_of(tensors) -> dict[int, tf.Tensor]:
 def with_masks(tensors, masks: dict[int, tf.Tensor]):
     """Return nested tensors with the masks from `masks_of`. Unnecessary as `mask_of`."""
     flat = tf.nest.flatten(tensors)
-    for number, mask in masks.items():
-        flat[number] = with_mask(tf.identity(flat[number]), mask)
+    for i, mask in masks.items():
+        flat[i] = with_mask(tf.identity(flat[i]), mask)
     return tf.nest.pack_sequence_as(tensors, flat)
 
 
@@ -255,7 +255,7 @@ class CompileLoss(compile_utils.CompileLoss):
     def build(self, y_true, y_pred):
         super().build(y_true, y_pred)
         self._flat_losses = [
-            one._replace(loss=self._term(one.loss, one.name)) for one in self._flat_losses
+            loss._replace(loss=self._term(loss.loss, loss.name)) for loss in self._flat_losses
         ]
 
     @property
@@ -350,16 +350,16 @@ def told_as_it_is(call: Callable) -> Callable:
     """
 
     @functools.wraps(call)
-    def checked(*args, **kwargs):
+    def wrapped(*args, **kwargs):
         try:
             return call(*args, **kwargs)
         except (TypeError, ValueError) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("dtransformer."):
                 raise
-            told = _BEFORE.sub("", str(error)).partition("\x1b[0m")[0]
-            own = error if told == str(error) else type(error)(told)
-            own._keras_call_info_injected = True
-            raise own.with_traceback(error.__traceback__) from None
+            text = _BEFORE.sub("", str(error)).partition("\x1b[0m")[0]
+            new_error = error if text == str(error) else type(error)(text)
+            new_error._keras_call_info_injected = True
+            raise new_error.with_traceback(error.__traceback__) from None
 
-    return checked
+    return wrapped

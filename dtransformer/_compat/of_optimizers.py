@@ -34,15 +34,15 @@ def meanwhile(owner: object, **attributes):
 
     Unnecessary if Keras' methods accepted these values as arguments.
     """
-    own = vars(owner)
-    kept = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    current = vars(owner)
+    saved = {name: current[name] for name in attributes if name in current}
+    current.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(kept)
+            del current[name]
+        current.update(saved)
 
 
 def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
@@ -84,8 +84,8 @@ def averaging_alone(
     averages = averages_of(optimizer)
     if not averages:
         return {}
-    own = [averages[i] for i in numbers]
-    return {"_trainable_variables": variables, "_model_variables_moving_average": own}
+    selected = [averages[i] for i in numbers]
+    return {"_trainable_variables": variables, "_model_variables_moving_average": selected}
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
@@ -98,9 +98,9 @@ def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
 
     Unnecessary as `known_as`.
     """
-    number = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
-    known = optimizer._trainable_variables
-    return number is not None and tuple(known[number].shape) == tuple(variable.shape)
+    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    variables = optimizer._trainable_variables
+    return index is not None and tuple(variables[index].shape) == tuple(variable.shape)
 
 
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
@@ -111,9 +111,9 @@ def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
     optimizers named their states like layers name their weights.
     """
     lists_of_all = ("_variables", "_trainable_variables", "_non_trainable_variables")
-    found = {}
+    states = {}
     for name, value in sorted(vars(optimizer).items()):
         variables = value if isinstance(value, list) else [value]
         if name not in lists_of_all and any(isinstance(v, keras.Variable) for v in variables):
-            found[name.strip("_")] = value
-    return found
+            states[name.strip("_")] = value
+    return states

@@ -140,7 +140,7 @@ def graphs_collected():
     try:
         yield graphs
         functions = context.context().export_run_metadata().function_graphs
-        graphs += [one.post_optimization_graph for one in functions]
+        graphs += [metadata.post_optimization_graph for metadata in functions]
     finally:
         context.context().disable_graph_collection()
 

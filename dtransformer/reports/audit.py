@@ -97,22 +97,24 @@ def mesh_collectives(function_names, calls):
     Returns:
         A list of `Collective`s.
     """
-    found = []
+    collectives = []
     for name in function_names:
         try:
-            nodes = {n.name: n for n in _compat.function_def(name).node_def}
+            nodes_by_name = {n.name: n for n in _compat.function_def(name).node_def}
         except (tf.errors.NotFoundError, ValueError):  # TensorFlow has deleted the function.
             continue
-        own = [
+        collective_nodes = [
             node
-            for node in nodes.values()
+            for node in nodes_by_name.values()
             if node.op in _OPERATIONS
             and not node.op.startswith("Horovod")
             and not node.attr["T"].placeholder  # Eager operations have generic functions.
         ]
-        names = _told_apart([node.name for node in own], calls)
-        found += [_of_node(node, nodes, name) for node, name in zip(own, names)]
-    return found
+        names = _told_apart([node.name for node in collective_nodes], calls)
+        collectives += [
+            _of_node(node, nodes_by_name, name) for node, name in zip(collective_nodes, names)
+        ]
+    return collectives
 
 
 def _told_apart(names, calls):
@@ -181,7 +183,7 @@ def _axis_of(keys, size):
 
 def rank_collectives(graph):
     """Return the collectives between ranks in a traced `tf.Graph`, outside meshes."""
-    found = []
+    collectives = []
     for operation in _operations(graph):
         if operation.type in _OPERATIONS:
             sizes, group = _sizes_sent(operation), _group_of(operation)
@@ -192,10 +194,10 @@ def rank_collectives(graph):
                 if sends is not None:  # The local part of an all-to-all is not sent.
                     sends -= sizes[sorted(group.ranks).index(job.rank())]
                 kind, where = _OPERATIONS[operation.type], ("ranks", group.size, operation.name)
-                found.append(
+                collectives.append(
                     Collective(kind, kind, tuple(shape), output.dtype.name, *where, False, sends)
                 )
-    return found
+    return collectives
 
 
 def _sizes_sent(operation):
@@ -210,10 +212,10 @@ def _group_of(operation):
     """Return the process group of an operation. Defaults to the data-parallel group."""
     if not operation.type.startswith("Horovod"):
         return job.data_parallel_group()
-    number = operation.get_attr("process_set_id")
+    process_set_id = operation.get_attr("process_set_id")
     groups = job.data_parallel_group(), job.model_parallel_group(), job.pipeline_group()
     for group in groups:
-        if group.process_set is not None and group.process_set.process_set_id == number:
+        if group.process_set is not None and group.process_set.process_set_id == process_set_id:
             return group
     return groups[0]
 

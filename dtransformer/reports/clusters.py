@@ -41,10 +41,12 @@ class ClusterReport:
         return cls(clusters, outside | ({"function": calls} if calls > 0 else {}))
 
     def __str__(self):
-        number = sum(self.outside.values())
-        most = sorted(self.outside.items(), key=lambda item: (-item[1], item[0]))
-        named = [f"{n} {op}" for op, n in most[:_NAMED]] + ["…"] * (len(most) > _NAMED)
+        num_outside = sum(self.outside.values())
+        sorted_counts = sorted(self.outside.items(), key=lambda item: (-item[1], item[0]))
+        descriptions = [f"{n} {op}" for op, n in sorted_counts[:_NAMED]] + ["…"] * (
+            len(sorted_counts) > _NAMED
+        )
         return (
-            f"XLA compiles {self.clusters} clusters of a step. {number:,} operations stay outside: "
-            f"{', '.join(named)}"
+            f"XLA compiles {self.clusters} clusters of a step. {num_outside:,} operations stay outside: "
+            f"{', '.join(descriptions)}"
         )

@@ -51,42 +51,44 @@ class CommunicationReport:
         totals = {}
         for collective in self.collectives:
             kind = layer_kind(collective.layer)
-            number, sent = totals.get(kind, (0, 0))
-            totals[kind] = number + 1, sent + collective.bytes_sent
+            count, num_bytes = totals.get(kind, (0, 0))
+            totals[kind] = count + 1, num_bytes + collective.bytes_sent
         return totals
 
     def __str__(self):
         header = ("layer", "pass", "kind", "shape", "type", "over", "ranks", "times", "bytes sent")
         times = collections.Counter(self.collectives)
         lines = [header]
-        for c, number in times.items():
+        for c, count in times.items():
             shape = "×".join("?" if size is None else str(size) for size in c.shape) or "scalar"
             direction = "update" if c.over == "ranks" else "backward" if c.backward else "forward"
-            sent = f"{number * c.bytes_sent:,}" if None not in c.shape else "?"
+            measure = f"{count * c.bytes_sent:,}" if None not in c.shape else "?"
             kind = c.kind if c.kind == c.sent_as else f"{c.kind} (as {c.sent_as})"
             lines.append(
-                (c.layer, direction, kind, shape, c.dtype, c.over, c.group_size, number, sent)
+                (c.layer, direction, kind, shape, c.dtype, c.over, c.group_size, count, measure)
             )
         lines = columns(lines)
         lines += ["", "By kind of layer:"]
         totals = [("layers", "collectives", "bytes sent")]
-        totals += [(kind, n, f"{sent:,}") for kind, (n, sent) in sorted(self.totals().items())]
+        totals += [
+            (kind, n, f"{measure:,}") for kind, (n, measure) in sorted(self.totals().items())
+        ]
         lines += columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
-        for what, theory, sent in (
+        for title, formula, measure in (
             ("elements summed over the model axis", self.formula, self.summed_elements),
             ("bytes of all-to-alls between experts", self.exchanged, self.exchanged_bytes),
         ):
-            if theory:
-                rows = [(path, f"{x:,}", f"{sent(path):,}") for path, x in theory.items()]
-                lines += ["", f"Theory and measurement by block, {what}:"]
+            if formula:
+                rows = [(path, f"{x:,}", f"{measure(path):,}") for path, x in formula.items()]
+                lines += ["", f"Theory and measurement by block, {title}:"]
                 lines += columns([("block", "theory", "sent"), *rows])
         return "\n".join(lines)
 
     def exchanged_bytes(self, path):
         """Return the bytes that a device sends in all-to-alls between the experts of a block."""
-        of_block = self.of_layer(path)
-        found = (c for c in of_block if c.over == "data" and c.kind == "all-to-all")
-        return sum(c.bytes_sent for c in found)
+        collectives = self.of_layer(path)
+        all_to_alls = (c for c in collectives if c.over == "data" and c.kind == "all-to-all")
+        return sum(c.bytes_sent for c in all_to_alls)
 
     def summed_elements(self, path):
         """Return the number of elements that a layer sums over the model axis.
@@ -125,21 +127,24 @@ def communication_report(network, collectives, input_shapes, graphs):
     Returns:
         A `CommunicationReport`.
     """
-    of_ranks = [one for graph in graphs for one in audit.rank_collectives(graph)]
+    rank_collectives = [one for graph in graphs for one in audit.rank_collectives(graph)]
     if job.mesh() is None:
-        return CommunicationReport((*collectives, *of_ranks))
+        return CommunicationReport((*collectives, *rank_collectives))
     names = {layer.name for layer in _compat.flat_layers(network)}
-    named = [
+    layer_collectives = [
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
     ]
     formula, exchanged = {}, {}
     if hasattr(network, "stream_shapes"):
-        shapes, times = network.stream_shapes(input_shapes), get_parallel_config().micro_batch_num
+        shapes, num_micro_batches = (
+            network.stream_shapes(input_shapes),
+            get_parallel_config().micro_batch_num,
+        )
         if axis_size(mesh_axis("mlp")) > 1:
-            formula = {k: times * x for k, x in block_formula(network, shapes).items()}
-        exchanged = {k: times * x for k, x in expert_formula(network, shapes).items()}
-    return CommunicationReport((*named, *of_ranks), formula, exchanged)
+            formula = {k: num_micro_batches * x for k, x in block_formula(network, shapes).items()}
+        exchanged = {k: num_micro_batches * x for k, x in expert_formula(network, shapes).items()}
+    return CommunicationReport((*layer_collectives, *rank_collectives), formula, exchanged)
 
 
 def expert_formula(network, stream_shapes):
@@ -187,36 +192,40 @@ def block_formula(network, stream_shapes):
         A dict from "stack/block" to a number of elements.
     """
     shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
-    formula, place = {}, {id(weight): i for i, weight in enumerate(network.variables)}
-    first = min((place[id(weight)] for weight in network.trainable_variables), default=len(place))
+    formula, positions = {}, {id(weight): i for i, weight in enumerate(network.variables)}
+    first_trained = min(
+        (positions[id(weight)] for weight in network.trainable_variables), default=len(positions)
+    )
     if job.stage()[0]:  # Earlier stages have trained weights.
-        first = -1
+        first_trained = -1
     for stack, block in _blocks(network, stream_shapes):
         shape = stream_shapes[stack.name]
         elements, features = math.prod(shape) // shards, shape[-1]
-        parts = _sublayers(block)
-        summed = [
-            summed_elements(part, shape) if isinstance(part, MoE) else elements for part in parts
+        sublayers = _sublayers(block)
+        summed_counts = [
+            summed_elements(part, shape) if isinstance(part, MoE) else elements
+            for part in sublayers
         ]
-        begins = [place[id(part.variables[0])] for part in parts]
+        first_positions = [positions[id(part.variables[0])] for part in sublayers]
         config = block.recompute_config
-        repeats = config.recompute and first < place[id(block.variables[-1])]
-        repeated = sum(summed[:-1])
-        if isinstance(parts[-1], MoE):  # The gradients of gates need the experts' outputs.
-            repeated += buffer_elements(parts[-1], shape)
+        is_repeated = config.recompute and first_trained < positions[id(block.variables[-1])]
+        repeated = sum(summed_counts[:-1])
+        if isinstance(sublayers[-1], MoE):  # The gradients of gates need the experts' outputs.
+            repeated += buffer_elements(sublayers[-1], shape)
         sums = sums_over_model(
-            sum(summed) / elements,
-            sum(x for begin, x in zip(begins, summed) if first < begin) / elements,
-            recomputes_block=repeats,
+            sum(summed_counts) / elements,
+            sum(x for begin, x in zip(first_positions, summed_counts) if first_trained < begin)
+            / elements,
+            recomputes_block=is_repeated,
             repeats_sums=config.mp_comm_recompute,
             shards_input=config.recompute_slice_activation,
             repeated=repeated / elements,
         )
         norms = sum(map(_norms, block.variables)) / elements
         sums += sum(_rank(weight) for weight in block.variables) / features + norms
-        if repeats and config.mp_comm_recompute:
-            of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
-            sums += sum(of_inputs) / features + norms
+        if is_repeated and config.mp_comm_recompute:
+            input_ranks = [_rank(weight, of_inputs=True) for weight in block.variables]
+            sums += sum(input_ranks) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 
@@ -256,9 +265,9 @@ def _layer_path(scope, names):
     """
     parts = []
     for part in scope.split("/"):
-        base, _, number = part.rpartition("_")
-        parts.append(base if part not in names and base and number.isdigit() else part)
-    known = [i for i, part in enumerate(parts) if part in names]
-    if len(known) > 1:
-        return "/".join(parts[known[0] + 1 : known[-1] + 1])
-    return parts[known[0]] if known else re.sub(r"(_\d+)+$", "", parts[0])
+        base, _, suffix = part.rpartition("_")
+        parts.append(base if part not in names and base and suffix.isdigit() else part)
+    positions = [i for i, part in enumerate(parts) if part in names]
+    if len(positions) > 1:
+        return "/".join(parts[positions[0] + 1 : positions[-1] + 1])
+    return parts[positions[0]] if positions else re.sub(r"(_\d+)+$", "", parts[0])

@@ -51,8 +51,8 @@ class LayerLoad:
     @classmethod
     def of(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
         """Return the load from the array [E + 3] that a `MoE` reports for `layer`."""
-        taken, others = loads[: -len(NUMBERS)], loads[-len(NUMBERS) :]
-        return cls(layer, tuple(map(float, taken)), *map(float, others))
+        accepted, scalars = loads[: -len(NUMBERS)], loads[-len(NUMBERS) :]
+        return cls(layer, tuple(map(float, accepted)), *map(float, scalars))
 
     @property
     def dropped_share(self) -> float:
@@ -77,12 +77,12 @@ class ExpertLoad:
 
     def __str__(self):
         lines = [("layer", "tokens", "dropped", "entropy", "maximum", "share of each expert")]
-        for one in self.layers:
-            total = max(sum(one.taken), 1)
-            shares = " ".join(f"{taken / total:.1%}" for taken in one.taken)
-            most, entropy = math.log(len(one.taken)), one.mean_entropy
-            numbers = f"{one.tokens:,.0f}", f"{one.dropped_share:.1%}", f"{entropy:.3f}"
-            lines.append((one.layer, *numbers, f"{most:.3f}", shares))
+        for load in self.layers:
+            total = max(sum(load.taken), 1)
+            shares = " ".join(f"{taken / total:.1%}" for taken in load.taken)
+            max_entropy, entropy = math.log(len(load.taken)), load.mean_entropy
+            texts = f"{load.tokens:,.0f}", f"{load.dropped_share:.1%}", f"{entropy:.3f}"
+            lines.append((load.layer, *texts, f"{max_entropy:.3f}", shares))
         return "\n".join(columns(lines, right=(1, 2, 3, 4)))
 
     def write(self, path: str | os.PathLike) -> None:
@@ -103,19 +103,19 @@ class ExpertLoad:
         check_installed("matplotlib", "Pictures")
         from matplotlib.figure import Figure
 
-        most = max(len(one.taken) for one in self.layers)
+        max_experts = max(len(load.taken) for load in self.layers)
         figure = Figure(
-            figsize=(2 + 0.6 * most, 1.5 + 0.4 * len(self.layers)), layout="constrained"
+            figsize=(2 + 0.6 * max_experts, 1.5 + 0.4 * len(self.layers)), layout="constrained"
         )
-        axes, table = figure.subplots(), np.full((len(self.layers), most), np.nan)
-        for row, one in enumerate(self.layers):
-            mean = max(sum(one.taken), 1) / len(one.taken)
-            table[row, : len(one.taken)] = np.asarray(one.taken) / mean
+        axes, table = figure.subplots(), np.full((len(self.layers), max_experts), np.nan)
+        for row, load in enumerate(self.layers):
+            mean = max(sum(load.taken), 1) / len(load.taken)
+            table[row, : len(load.taken)] = np.asarray(load.taken) / mean
         image = axes.imshow(table, vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
         figure.colorbar(image, label="load / mean load")
-        names = [f"{one.layer} ({one.dropped_share:.1%} dropped)" for one in self.layers]
+        names = [f"{load.layer} ({load.dropped_share:.1%} dropped)" for load in self.layers]
         axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_xticks(range(most))
+        axes.set_xticks(range(max_experts))
         axes.set_xlabel("expert")
         return figure
 
@@ -131,14 +131,14 @@ def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
     config, shards = layer.config, axis_size(mesh_axis("batch"))
     if config.expert_group_size is None:
         groups, size = 1, batch * length // shards
-        most = capacity(batch * length, config)
+        max_tokens = capacity(batch * length, config)
     else:
         size = min(config.expert_group_size, length)
         in_sequence = math.ceil(length / size) // axis_size(axis_of_groups(length, size))
         groups = batch // shards * in_sequence
-        most = capacity(size, config)
-    places = size if most is None else min(most, size)
-    return groups * config.expert_num * places * features
+        max_tokens = capacity(size, config)
+    slots = size if max_tokens is None else min(max_tokens, size)
+    return groups * config.expert_num * slots * features
 
 
 def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
@@ -172,8 +172,8 @@ def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes:
         recomputes: Boolean, whether the layer is recomputed.
     """
     shards, item_bytes = axis_size(mesh_axis("expert")), tf.as_dtype(layer.compute_dtype).size
-    each = buffer_elements(layer, stream_shape) * item_bytes * (shards - 1) / shards
-    return round(each * (6 if recomputes else 4))
+    bytes_per_call = buffer_elements(layer, stream_shape) * item_bytes * (shards - 1) / shards
+    return round(bytes_per_call * (6 if recomputes else 4))
 
 
 def kept_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
@@ -188,5 +188,5 @@ def kept_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
     batch, length, features = stream_shape
     if job.mesh() is None:
         return length * layer.config.num_experts_chosen
-    on_shards = buffer_elements(layer, stream_shape) * axis_size(mesh_axis("length_shards"))
-    return on_shards / (features * batch / axis_size(mesh_axis("batch")))
+    elements = buffer_elements(layer, stream_shape) * axis_size(mesh_axis("length_shards"))
+    return elements / (features * batch / axis_size(mesh_axis("batch")))

@@ -93,19 +93,19 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     """
     plan, level = update.partition, update.partition.level
     trained = network.trainable_variables
-    kinds = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
-    copied = [w for w in trained if isinstance(w, MasterShardedVariable)]
+    sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
+    master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
     frozen = network.non_trainable_variables
-    copies_of_frozen = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
-    others = own_shards(frozen) + copies_of_frozen
+    frozen_copies = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
+    other_weights = own_shards(frozen) + frozen_copies
     weights = own_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
-    weights += [w.copy for w in copied] + others
+    weights += [w.copy for w in master_weights] + other_weights
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
-    states += own_shards(copied)
-    planned_weights, planned_gradients = _bytes(others), 0
+    states += own_shards(master_weights)
+    planned_weights, planned_gradients = _bytes(other_weights), 0
     for row in plan.parameters:
-        kind = kinds.get(row.path)
+        kind = sharded_weights.get(row.path)
         planned_weights += _weight_bytes(row, kind)
         if isinstance(kind, MasterShardedVariable):
             planned_states += row.updated_elements(plan.index) * row.item_bytes
@@ -137,19 +137,19 @@ def _state_bytes(optimizer, states, update):
     States in the shape of a parameter count per updated element. Others, such as Adafactor's row
     statistics, count with their actual size.
     """
-    plan, others, planned = update.partition, _bytes(states), 0
+    plan, remaining, planned = update.partition, _bytes(states), 0
     lists = _compat.optimizer_states(getattr(optimizer, "inner_optimizer", optimizer)).values()
-    lists = [each for each in lists if isinstance(each, list) and len(each) == len(update.units)]
-    for number, unit in enumerate(update.units):
+    lists = [x for x in lists if isinstance(x, list) and len(x) == len(update.units)]
+    for unit_index, unit in enumerate(update.units):
         rows = [plan.parameters[i] for i in unit.positions]
         shape = unit.parameter.shape
-        of_unit = [each[number] for each in lists if each[number] is not None]
-        of_unit = [v for v in of_unit if tuple(v.shape) == tuple(shape)]
-        others -= _bytes(of_unit)
-        planned += len(of_unit) * sum(
+        unit_states = [x[unit_index] for x in lists if x[unit_index] is not None]
+        unit_states = [v for v in unit_states if tuple(v.shape) == tuple(shape)]
+        remaining -= _bytes(unit_states)
+        planned += len(unit_states) * sum(
             row.updated_elements(plan.index) * row.item_bytes for row in rows
         )
-    return planned + others
+    return planned + remaining
 
 
 def _item_bytes(row, variable):
@@ -178,13 +178,19 @@ def activation_bytes(network, input_shapes, num_kept=1):
         num_kept: Number of such inputs whose activations are stored simultaneously.
     """
     config, total = get_parallel_config(), 0
-    share = num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
+    batch_fraction = (
+        num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
+    )
     item = tf.as_dtype(network.compute_dtype).size
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
             lengths = _lengths(block, s, memory)
-            kinds = [_implementation(stack, s, length) for length in lengths]
-            total += b * share * _of_block(block, (b, s, h), lengths, kinds, item, config)
+            implementations = [_implementation(stack, s, length) for length in lengths]
+            total += (
+                b
+                * batch_fraction
+                * _of_block(block, (b, s, h), lengths, implementations, item, config)
+            )
     return round(total)
 
 
@@ -205,48 +211,54 @@ def _lengths(block, length, memory):
 
 def _attention(network, input_shapes):
     """Return a text with the attention implementation of each stack."""
-    found = []
+    descriptions = []
     for stack, (_, s, _), memory in _streams(network, input_shapes):
         if stack.blocks:
             lengths = _lengths(stack.blocks[0], s, memory)
-            kinds = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
-            found.append(f"{stack.name} {' and '.join(kinds)}")
-    return ", ".join(found)
+            implementations = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
+            descriptions.append(f"{stack.name} {' and '.join(implementations)}")
+    return ", ".join(descriptions)
 
 
 def _implementation(stack, num_queries, num_keys):
     """Return the attention implementation of a stack's blocks, without regard to masks."""
     if mesh_axis("length_shards") is not None:
         return "blockwise"
-    given = stack.blocks[0].arguments | stack.arguments
-    n, bias = given["num_heads"], given.get("alibi") or given["relative_ranges"] is not None
-    d, dropout = given.get("head_dim") or given["hidden_size"] // n, given["attention_dropout_rate"]
-    sizes = [(n, num_queries), (given.get("num_kv_heads") or n, num_keys)]
+    arguments = stack.blocks[0].arguments | stack.arguments
+    n, bias = (
+        arguments["num_heads"],
+        arguments.get("alibi") or arguments["relative_ranges"] is not None,
+    )
+    d, dropout = (
+        arguments.get("head_dim") or arguments["hidden_size"] // n,
+        arguments["attention_dropout_rate"],
+    )
+    sizes = [(n, num_queries), (arguments.get("num_kv_heads") or n, num_keys)]
     q, k = (tf.TensorSpec([1, m, length, d], stack.compute_dtype) for m, length in sizes)
-    options = {"bias": bias, "soft_cap": given.get("soft_cap"), "dropout": dropout or None}
+    options = {"bias": bias, "soft_cap": arguments.get("soft_cap"), "dropout": dropout or None}
     with tf.Graph().as_default(), trace.scope(on_mesh=job.mesh() is not None):
-        return implementation_for(given.get("implementation", "auto"), q, k, **options)
+        return implementation_for(arguments.get("implementation", "auto"), q, k, **options)
 
 
-def _of_block(block, shape, lengths, kinds, item, config):
+def _of_block(block, shape, lengths, implementations, item, config):
     """Return the bytes that a block saves per sequence.
 
     Args:
         block: The block.
         shape: Shape (b, s, h) of its stream.
         lengths: Number of attended positions for each of its attentions.
-        kinds: Implementation of each attention.
+        implementations: Implementation of each attention.
         item: Bytes of an activation element.
         config: The parallel config.
     """
-    choice, options = block.recompute_config, block.arguments
+    recompute, options = block.recompute_config, block.arguments
     _, s, h = shape
     experts = {}
-    if isinstance(moe := getattr(block, "feed_forward", None), MoE):
-        experts["expert_rows"] = kept_rows(moe, shape)
-        experts["experts_chosen"] = moe.config.num_experts_chosen
-        experts["shared_experts"] = moe.config.shared_experts
-    inner = moe.ffn_hidden_size if experts else options["ffn_hidden_size"]
+    if isinstance(feed_forward := getattr(block, "feed_forward", None), MoE):
+        experts["expert_rows"] = kept_rows(feed_forward, shape)
+        experts["experts_chosen"] = feed_forward.config.num_experts_chosen
+        experts["shared_experts"] = feed_forward.config.shared_experts
+    inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
     n, latent = options["num_heads"], Latent.of(options.get("latent"))
     return kept_bytes(
         length=s,
@@ -261,10 +273,10 @@ def _of_block(block, shape, lengths, kinds, item, config):
         item_bytes=item,
         model_parallel=config.model_parallel,
         is_sequence_sharded=config.sequence_parallel,
-        recomputes_block=choice.recompute,
-        is_input_sharded=choice.recompute_slice_activation,
-        recomputed=choice.select,
-        by_blocks=[kind != "reference" for kind in kinds],
+        recomputes_block=recompute.recompute,
+        is_input_sharded=recompute.recompute_slice_activation,
+        recomputed=recompute.select,
+        by_blocks=[kind != "reference" for kind in implementations],
         latent_features=latent.features if latent is not None else 0,
         **experts,
     )

@@ -113,8 +113,8 @@ class WeightPlan:
             f"{self.bytes_per_device - sharded:,} bytes of replicated weights, "
             f"{self.bytes_per_device:,} bytes in total. Devices per rank: {self.num_local_devices}.",
         ]
-        for number, names in enumerate(self.stages):
-            lines.append(f"Stage {number}: {', '.join(names) or 'no layers'}")
+        for i, names in enumerate(self.stages):
+            lines.append(f"Stage {i}: {', '.join(names) or 'no layers'}")
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])
 
 

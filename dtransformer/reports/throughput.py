@@ -29,11 +29,11 @@ def measured_peak(dtype="float32", size=None, seconds=0.1):
         size: Number of rows and columns of the matrices. Defaults to the entry of `PRODUCTS`.
         seconds: Duration of the measurement.
     """
-    usual, times = PRODUCTS[device_type()]
-    size = size or usual
+    default_size, num_products = PRODUCTS[device_type()]
+    size = size or default_size
     matrix = tf.cast(tf.random.stateless_normal([size, size], [0, 0]) * size**-0.5, dtype)
     products = tf.function(
-        lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(times), x)[0, 0]
+        lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(num_products), x)[0, 0]
     )
     products(matrix).numpy()
     best, end = float("inf"), time.perf_counter() + seconds
@@ -41,7 +41,7 @@ def measured_peak(dtype="float32", size=None, seconds=0.1):
         start = time.perf_counter()
         products(matrix).numpy()
         best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 * times / best
+    return 2.0 * size**3 * num_products / best
 
 
 def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
@@ -62,8 +62,8 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
     """
     flat = [x for x in tf.nest.flatten(labels) if x is not None] or tf.nest.flatten(inputs)
     shape = tuple(flat[0].shape)
-    are_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
-    tokens = math.prod(shape) if are_ids else shape[0]
+    has_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
+    tokens = math.prod(shape) if has_ids else shape[0]
     flops = float(network.flops_per_step(inputs)) if hasattr(network, "flops_per_step") else 0.0
     if hasattr(network, "stream_shapes"):
         shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
@@ -72,9 +72,9 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
             (rows, source, _), (_, target, _) = streams[0], streams[-1]
             rank = int(any(low_rank_of(x) and not x.trainable for x in network.variables))
-            given = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
+            changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
-                flops = rows * from_network(network, **given).flops_per_sequence()
+                flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops
 
 
