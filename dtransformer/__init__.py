@@ -75,22 +75,22 @@ __all__ = [
 ]
 
 # Modules that define the public names, in search order.
-_HOMES = (
+_MODULES = (
     "parallel.config.config",
     "parallel.runtime.job",
     "parallel.initialize",
     "trainers",
 )
-_ROOMS = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
+_SUBPACKAGES = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
 
 
 def __getattr__(name):
     """Import a public name or a subpackage on first access."""
-    if name in (*_ROOMS, "trainers"):
+    if name in (*_SUBPACKAGES, "trainers"):
         return importlib.import_module(f"dtransformer.{name}")
     if name in __all__:
-        for home in _HOMES:
-            if home != _HOMES[0]:
+        for home in _MODULES:
+            if home != _MODULES[0]:
                 importlib.import_module("dtransformer.start")
             module = importlib.import_module(f"dtransformer.{home}")
             if hasattr(module, name):
@@ -99,4 +99,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -26,7 +26,7 @@ class Architecture:
     source: str
 
 
-def _all():
+def _read_architectures():
     tables = read_table(pathlib.Path(__file__).with_suffix(".yaml"))
 
     def complete(like=None, **fields):
@@ -41,7 +41,7 @@ def _all():
     return architectures
 
 
-ARCHITECTURES = _all()
+ARCHITECTURES = _read_architectures()
 
 
 def architecture_named(name: str) -> tuple[str, Architecture]:

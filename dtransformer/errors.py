@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 # Texts of errors that healthy ranks get from Horovod, its sockets or NCCL after another rank fails.
-_ANOTHERS = re.compile(
+_OTHER_RANK_FAILED = re.compile(
     "another rank has failed|Horovod has been shut down|gloo/transport/|remote process exited"
 )
 MAX_MESSAGE = 300  # Maximum number of characters of an error on the command line.
@@ -41,7 +41,7 @@ def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> 
 
 def is_of_another_rank(error: BaseException | str | None) -> bool:
     """Return whether an error only reports that another rank failed or left the job."""
-    return _ANOTHERS.search(str(error)) is not None
+    return _OTHER_RANK_FAILED.search(str(error)) is not None
 
 
 def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:

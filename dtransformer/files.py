@@ -92,9 +92,9 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
     dtransformer.errors.InputError: greetings/morning.txt already exists with other content. ...
     """
     folder = pathlib.Path(folder)
-    with _fresh_in(folder) as fresh:
+    with _temporary_folder(folder) as fresh:
         yield fresh
-        if not overwrite and (taken := _taken(fresh, folder)):
+        if not overwrite and (taken := _find_conflict(fresh, folder)):
             raise InputError(
                 f"{taken} already exists with other content. Choose another folder or add "
                 "--overwrite."
@@ -135,10 +135,10 @@ def write_into(
     target = pathlib.Path(folder)
     if os.path.lexists(target) and not target.is_dir():
         target = free_path(target)
-    with _fresh_in(target) as fresh:
+    with _temporary_folder(target) as fresh:
         write(fresh)
-        if not overwrite and _taken(fresh, target, replaces):
-            target = _made_beside(target)
+        if not overwrite and _find_conflict(fresh, target, replaces):
+            target = _make_beside(target)
         replaced = [path for pattern in replaces for path in target.glob(pattern)]
         names = _move(fresh, target)
         for path in replaced:
@@ -149,7 +149,7 @@ def write_into(
     return target
 
 
-def _made_beside(folder):
+def _make_beside(folder):
     """Create a folder beside `folder`, or inside it if it is the root of a mounted disk."""
     path = free_path(folder)
     with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _fresh_in(folder):
+def _temporary_folder(folder):
     """Context manager that yields an empty temporary folder inside `folder`."""
     fresh = partial_path(folder / "folder")
     was_there = folder.is_dir()
@@ -201,13 +201,13 @@ def _fresh_in(folder):
                 folder.rmdir()  # This fails if the folder has files.
 
 
-def _taken(fresh, folder, others=()):
+def _find_conflict(fresh, folder, others=()):
     """Return the first existing path that conflicts with the new files, or `None`.
 
     Conflicts are files with other content, files where a folder is needed, and files that match a
     pattern in `others` but have no new version.
     """
-    for name in _names(fresh):
+    for name in _file_names(fresh):
         target = folder / name
         if not target.parent.is_dir() and os.path.lexists(target.parent):
             return target.parent
@@ -219,14 +219,14 @@ def _taken(fresh, folder, others=()):
 
 def _move(fresh, folder):
     """Move all files and subfolders into a folder and return the names of the files."""
-    names = _names(fresh)
+    names = _file_names(fresh)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(fresh / name, folder / name)
     return names
 
 
-def _names(folder):
+def _file_names(folder):
     """Return the sorted relative paths of all files below a folder."""
     return sorted(x.relative_to(folder).as_posix() for x in folder.rglob("*") if not x.is_dir())
 

@@ -34,7 +34,7 @@ def are_gpus_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
 
 
-def _of_each_gpu(field):
+def _query_nvidia_smi(field):
     """Return nvidia-smi's value of a field for each GPU, or `[]` if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:  # Waking sleeping GPUs can take seconds.
@@ -48,7 +48,7 @@ def driver_version() -> str | None:
     """Return the driver's version, or `None` without a driver. WSL has only nvidia-smi."""
     file = _FILES / "version"
     if not file.exists():
-        return next(iter(_of_each_gpu("driver_version")), None)
+        return next(iter(_query_nvidia_smi("driver_version")), None)
     words = file.read_text("utf-8", "replace").split()
     return next((word for word in words if word[:1].isdecimal()), "of unknown version")
 
@@ -68,7 +68,7 @@ def cuda_start() -> int | None:
     return _cuda()[1]
 
 
-def _asked(function, number, *arguments):
+def _query_libcuda(function, number, *arguments):
     """Return the integer that a libcuda function writes, or `number` unchanged without libcuda."""
     if _cuda()[0] is not None:
         getattr(_cuda()[0], function)(ctypes.byref(number), *arguments)
@@ -77,7 +77,7 @@ def _asked(function, number, *arguments):
 
 def cuda_version() -> int:
     """Return the newest CUDA version of the driver, such as 12050 for 12.5, or 0 if unknown."""
-    return _asked("cuDriverGetVersion", ctypes.c_int())
+    return _query_libcuda("cuDriverGetVersion", ctypes.c_int())
 
 
 def gpu_names() -> list[str]:
@@ -89,17 +89,17 @@ def gpu_names() -> list[str]:
     if are_gpus_hidden():
         return []
     names, name = [], ctypes.create_string_buffer(256)
-    for gpu in range(_asked("cuDeviceGetCount", ctypes.c_int())):
+    for gpu in range(_query_libcuda("cuDeviceGetCount", ctypes.c_int())):
         _cuda()[0].cuDeviceGetName(name, len(name), gpu)
         names.append(name.value.decode())
     files = sorted(_FILES.glob("gpus/*/information"))
     matches = [re.search(r"Model:\s*(.*)", file.read_text("utf-8", "replace")) for file in files]
-    return names or [match[1].strip() for match in matches if match] or _of_each_gpu("name")
+    return names or [match[1].strip() for match in matches if match] or _query_nvidia_smi("name")
 
 
 def gpu_memory_bytes() -> int:
     """Return the memory of the first visible GPU in bytes, or 0 if unknown."""
-    return _asked("cuDeviceTotalMem_v2", ctypes.c_size_t(), 0)
+    return _query_libcuda("cuDeviceTotalMem_v2", ctypes.c_size_t(), 0)
 
 
 def cores_near(gpu: int) -> list[int]:

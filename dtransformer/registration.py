@@ -21,7 +21,7 @@ CLASSES = """
 """.split()
 
 
-class _Later:
+class _Placeholder:
     """Placeholder for a class that is imported when a file contains it."""
 
     def __init__(self, name):
@@ -34,12 +34,12 @@ class _Later:
         return known[self._name].from_config(config)
 
 
-def _tell(keras):
+def _register(keras):
     known = keras.saving.get_custom_objects()
     for name in CLASSES:
-        known.setdefault(f"dtransformer>{name}", _Later(f"dtransformer>{name}"))
+        known.setdefault(f"dtransformer>{name}", _Placeholder(f"dtransformer>{name}"))
 
 
 def register_with_keras() -> None:
     """Register the classes now if Keras is imported, otherwise when it is."""
-    wrapt.register_post_import_hook(_tell, "keras")
+    wrapt.register_post_import_hook(_register, "keras")

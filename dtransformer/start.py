@@ -9,7 +9,7 @@ keep_compiled_kernels()
 
 # The imports create millions of permanent objects. Garbage collection would take a fifth of the
 # time.
-_searched = gc.isenabled()
+_collects_garbage = gc.isenabled()
 gc.disable()
 try:
     with quiet_start():
@@ -18,5 +18,5 @@ try:
 
         tensorflow.config.list_physical_devices()
 finally:
-    if _searched:
+    if _collects_garbage:
         gc.enable()

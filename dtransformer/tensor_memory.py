@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 _ALIGNMENT = 64  # TensorFlow requires this alignment of a tensor's memory, in bytes.
-_LEAST_BYTES = 2**16  # Copying a smaller array is faster.
+_MIN_BYTES = 2**16  # Copying a smaller array is faster.
 
 
 def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
@@ -29,7 +29,7 @@ def as_tensor(array: np.ndarray):
     import tensorflow as tf  # The import is local because `empty` does not need TensorFlow.
 
     is_known = array.dtype.kind in "fiu" or array.dtype == tf.bfloat16.as_numpy_dtype
-    if array.ctypes.data % _ALIGNMENT or array.nbytes < _LEAST_BYTES or not is_known:
+    if array.ctypes.data % _ALIGNMENT or array.nbytes < _MIN_BYTES or not is_known:
         return tf.constant(array)
     # DLPack transfers unsigned integers, because NumPy has no standard bfloat16.
     bits = array.view(f"u{array.itemsize}")

@@ -27,7 +27,7 @@ from keras.src.utils.naming import to_snake_case as to_snake_case
 
 from dtransformer._compat.of_optimizers import meanwhile
 
-_BEFORE = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
+_KERAS_PREFIX = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
 
 
 # Keras: variables.
@@ -250,7 +250,9 @@ class CompileLoss(compile_utils.CompileLoss):
         self._term = term
 
     def __setattr__(self, name, value):
-        super().__setattr__(name, _OfOne() if name == "_flat_losses" and value == [] else value)
+        super().__setattr__(
+            name, _ListOfLengthOne() if name == "_flat_losses" and value == [] else value
+        )
 
     def build(self, y_true, y_pred):
         super().build(y_true, y_pred)
@@ -263,7 +265,7 @@ class CompileLoss(compile_utils.CompileLoss):
         return [None] * len(self._flat_losses or [None])
 
 
-class _OfOne(list):
+class _ListOfLengthOne(list):
     """List that reports a length of one, because Keras would create metrics for several losses."""
 
     def __len__(self):
@@ -357,7 +359,7 @@ def told_as_it_is(call: Callable) -> Callable:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("dtransformer."):
                 raise
-            text = _BEFORE.sub("", str(error)).partition("\x1b[0m")[0]
+            text = _KERAS_PREFIX.sub("", str(error)).partition("\x1b[0m")[0]
             new_error = error if text == str(error) else type(error)(text)
             new_error._keras_call_info_injected = True
             raise new_error.with_traceback(error.__traceback__) from None

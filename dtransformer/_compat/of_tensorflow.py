@@ -189,7 +189,7 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
             first = tf.raw_ops.PartitionedCall(
                 args=tensors,
                 Tout=[x.dtype for x in results],
-                f=_first_of(len(results), tuple((x.shape, x.dtype) for x in tensors)),
+                f=_first_arguments(len(results), tuple((x.shape, x.dtype) for x in tensors)),
             )
     for x, like in zip(first, results):
         x.set_shape(like.shape)
@@ -198,7 +198,7 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
 
 
 @functools.cache
-def _first_of(number, specs):
+def _first_arguments(number, specs):
     """Return a concrete function that returns the first `number` of its arguments."""
     with tf.init_scope():
         function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
@@ -254,7 +254,7 @@ def constants_are_copied() -> contextlib.AbstractContextManager:
                     return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         return capture(graph, tensor, name, shape)
 
-    return _captures_by(copied)
+    return _patched_captures(copied)
 
 
 def captures_replaced(replace: Callable) -> contextlib.AbstractContextManager:
@@ -268,11 +268,11 @@ def captures_replaced(replace: Callable) -> contextlib.AbstractContextManager:
         tensor = tensor if tf.is_symbolic_tensor(tensor) else replace(tensor)
         return capture(graph, tensor, name, shape)
 
-    return _captures_by(replaced)
+    return _patched_captures(replaced)
 
 
 @contextlib.contextmanager
-def _captures_by(function):
+def _patched_captures(function):
     """Context manager that replaces how graphs capture tensors.
 
     `function` receives the original capture method and its arguments.
@@ -325,7 +325,7 @@ def forget_context() -> None:
     `initialize_accelerator_system(experimental_reset_context=True)` did this.
     """
     context._device_parsing_cache.clear()
-    _first_of.cache_clear()
+    _first_arguments.cache_clear()
     gc.collect()
     counts = atomic_function.RUNTIME_FUNCTION_REFS
     never_zero = lambda: 1 << 40

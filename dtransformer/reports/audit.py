@@ -110,14 +110,15 @@ def mesh_collectives(function_names, calls):
             and not node.op.startswith("Horovod")
             and not node.attr["T"].placeholder  # Eager operations have generic functions.
         ]
-        names = _told_apart([node.name for node in collective_nodes], calls)
+        names = _add_caller_paths([node.name for node in collective_nodes], calls)
         collectives += [
-            _of_node(node, nodes_by_name, name) for node, name in zip(collective_nodes, names)
+            _mesh_collective(node, nodes_by_name, name)
+            for node, name in zip(collective_nodes, names)
         ]
     return collectives
 
 
-def _told_apart(names, calls):
+def _add_caller_paths(names, calls):
     """Return the names of collectives, with the caller's path if their block is shared.
 
     A shared block's collective appears once per call, in the order of the calls, or in reverse
@@ -137,7 +138,7 @@ def _told_apart(names, calls):
     return result
 
 
-def _of_node(node, nodes, name):
+def _mesh_collective(node, nodes, name):
     shape = node.attr["_output_shapes"].list.shape[0]
     size, key = (_constant(node.input[position], nodes) for position in (1, 2))
     gradient, name = _IN_GRADIENT.match(name).groups()
@@ -147,7 +148,7 @@ def _of_node(node, nodes, name):
         sent_as=sent_as,
         shape=tuple(dim.size for dim in shape.dim),
         dtype=tf.as_dtype(node.attr["T"].type).name,
-        over=_axis_of(key, size),
+        over=_shared_axis(key, size),
         group_size=int(size),
         layer=name,
         backward=bool(gradient),
@@ -162,7 +163,7 @@ def _constant(name, nodes):
     return tf.make_ndarray(node.attr["value"].tensor) if node is not None else np.array(0)
 
 
-def _axis_of(keys, size):
+def _shared_axis(keys, size):
     """Return the mesh axis along which all devices have the same group key.
 
     If no axis matches, return the axes of the given size, joined by "·", or "mesh".
@@ -184,9 +185,9 @@ def _axis_of(keys, size):
 def rank_collectives(graph):
     """Return the collectives between ranks in a traced `tf.Graph`, outside meshes."""
     collectives = []
-    for operation in _operations(graph):
+    for operation in _iterate_operations(graph):
         if operation.type in _OPERATIONS:
-            sizes, group = _sizes_sent(operation), _group_of(operation)
+            sizes, group = _split_sizes(operation), _process_group(operation)
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
@@ -200,7 +201,7 @@ def rank_collectives(graph):
     return collectives
 
 
-def _sizes_sent(operation):
+def _split_sizes(operation):
     """Return the number of elements sent to each rank by an all-to-all, or `None` if unknown."""
     if operation.type != "HorovodAlltoall":
         return None
@@ -208,7 +209,7 @@ def _sizes_sent(operation):
     return None if splits is None or not len(splits) else [int(size) for size in splits]
 
 
-def _group_of(operation):
+def _process_group(operation):
     """Return the process group of an operation. Defaults to the data-parallel group."""
     if not operation.type.startswith("Horovod"):
         return job.data_parallel_group()
@@ -220,7 +221,7 @@ def _group_of(operation):
     return groups[0]
 
 
-def _operations(graph):
+def _iterate_operations(graph):
     """Yield all operations of a graph, and of called functions once per call."""
     for operation in graph.get_operations():
         yield operation
@@ -228,4 +229,4 @@ def _operations(graph):
             if attribute.HasField("func"):
                 inner = _compat.graph_of_function(graph, attribute.func.name)
                 if inner is not None:
-                    yield from _operations(inner)
+                    yield from _iterate_operations(inner)

@@ -5,14 +5,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 # Operations that compute nothing, or that belong to the call of a cluster.
-_CARRIERS = {
+_IGNORED = {
     *("_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv", "_HostSend", "_HostRecv"),
     *("Const", "NoOp", "Identity", "IdentityN", "Switch", "Merge", "_XlaRun", "_XlaMerge"),
 }
 # An optimized graph has one of these operations for each cluster.
 _CLUSTERS = "_XlaCompile", "XlaLaunch"
 _CALLS = "StatefulPartitionedCall", "PartitionedCall"
-_NAMED = 8  # Number of operation types in the report's text.
+_MAX_NAMED = 8  # Number of operation types in the report's text.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class ClusterReport:
         clusters = sum(counts[op] for op in _CLUSTERS)
         # Each _XlaCompile has a fallback call that runs the cluster's operations uncompiled.
         calls = sum(counts.pop(op, 0) for op in _CALLS) - counts["_XlaCompile"]
-        outside = {op: n for op, n in counts.items() if op not in (*_CARRIERS, *_CLUSTERS)}
+        outside = {op: n for op, n in counts.items() if op not in (*_IGNORED, *_CLUSTERS)}
         return cls(clusters, outside | ({"function": calls} if calls > 0 else {}))
 
     def __str__(self):
         num_outside = sum(self.outside.values())
         sorted_counts = sorted(self.outside.items(), key=lambda item: (-item[1], item[0]))
-        descriptions = [f"{n} {op}" for op, n in sorted_counts[:_NAMED]] + ["…"] * (
-            len(sorted_counts) > _NAMED
+        descriptions = [f"{n} {op}" for op, n in sorted_counts[:_MAX_NAMED]] + ["…"] * (
+            len(sorted_counts) > _MAX_NAMED
         )
         return (
             f"XLA compiles {self.clusters} clusters of a step. {num_outside:,} operations stay outside: "

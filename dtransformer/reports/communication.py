@@ -221,10 +221,12 @@ def block_formula(network, stream_shapes):
             shards_input=config.recompute_slice_activation,
             repeated=repeated / elements,
         )
-        norms = sum(map(_norms, block.variables)) / elements
-        sums += sum(_rank(weight) for weight in block.variables) / features + norms
+        norms = sum(map(_num_summed_norms, block.variables)) / elements
+        sums += sum(_sharded_adapter_rank(weight) for weight in block.variables) / features + norms
         if is_repeated and config.mp_comm_recompute:
-            input_ranks = [_rank(weight, of_inputs=True) for weight in block.variables]
+            input_ranks = [
+                _sharded_adapter_rank(weight, of_inputs=True) for weight in block.variables
+            ]
             sums += sum(input_ranks) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
@@ -236,7 +238,7 @@ def _sublayers(block):
     return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward))]
 
 
-def _rank(weight, of_inputs=False):
+def _sharded_adapter_rank(weight, of_inputs=False):
     """Return the rank of a sharded kernel's low-rank adapter, or 0 for other weights.
 
     Args:
@@ -251,7 +253,7 @@ def _rank(weight, of_inputs=False):
     return addition.a.shape[-1] * any(mesh_axis(side) == "model" for side in sides)
 
 
-def _norms(weight):
+def _num_summed_norms(weight):
     """Return the number of magnitude norms that are summed over the model axis."""
     m = getattr(low_rank_of(weight), "m", None)
     return 0 if m is None or mesh_axis(weight.logical_axes[0]) != "model" else math.prod(m.shape)

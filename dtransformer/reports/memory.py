@@ -121,11 +121,11 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     )
     # Communication between several logical GPUs goes through the host, without NCCL.
     if device_type() == "GPU" and logical_gpus() == 1:
-        rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _communicators()),)
-    return MemoryReport(rows, _peak(), _attention(network, input_shapes))
+        rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _num_communicators()),)
+    return MemoryReport(rows, _peak(), _describe_attention(network, input_shapes))
 
 
-def _communicators():
+def _num_communicators():
     """Return the number of NCCL communicators: one per process group, mesh axis and mesh."""
     axes = job.mesh().dim_names if job.mesh() is not None else []
     return job.current().groups.num_communicators + len(axes) + (len(axes) > 1)
@@ -182,19 +182,19 @@ def activation_bytes(network, input_shapes, num_kept=1):
         num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
     )
     item = tf.as_dtype(network.compute_dtype).size
-    for stack, (b, s, h), memory in _streams(network, input_shapes):
+    for stack, (b, s, h), memory in _iterate_stacks(network, input_shapes):
         for block in filter(is_here, stack.blocks):
-            lengths = _lengths(block, s, memory)
+            lengths = _attended_lengths(block, s, memory)
             implementations = [_implementation(stack, s, length) for length in lengths]
             total += (
                 b
                 * batch_fraction
-                * _of_block(block, (b, s, h), lengths, implementations, item, config)
+                * _block_bytes(block, (b, s, h), lengths, implementations, item, config)
             )
     return round(total)
 
 
-def _streams(network, input_shapes):
+def _iterate_stacks(network, input_shapes):
     """Yield `(stack, stream_shape, memory_length)` for each stack of blocks."""
     if not hasattr(network, "stream_shapes") or input_shapes is None:
         return
@@ -204,17 +204,17 @@ def _streams(network, input_shapes):
             yield stack, streams[stack.name], next(iter(streams.values()))[1]
 
 
-def _lengths(block, length, memory):
+def _attended_lengths(block, length, memory):
     """Return the number of attended positions for each attention of a block."""
     return [length, memory] if isinstance(block, TransformerDecoderLayer) else [length]
 
 
-def _attention(network, input_shapes):
+def _describe_attention(network, input_shapes):
     """Return a text with the attention implementation of each stack."""
     descriptions = []
-    for stack, (_, s, _), memory in _streams(network, input_shapes):
+    for stack, (_, s, _), memory in _iterate_stacks(network, input_shapes):
         if stack.blocks:
-            lengths = _lengths(stack.blocks[0], s, memory)
+            lengths = _attended_lengths(stack.blocks[0], s, memory)
             implementations = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
             descriptions.append(f"{stack.name} {' and '.join(implementations)}")
     return ", ".join(descriptions)
@@ -240,7 +240,7 @@ def _implementation(stack, num_queries, num_keys):
         return implementation_for(arguments.get("implementation", "auto"), q, k, **options)
 
 
-def _of_block(block, shape, lengths, implementations, item, config):
+def _block_bytes(block, shape, lengths, implementations, item, config):
     """Return the bytes that a block saves per sequence.
 
     Args:
