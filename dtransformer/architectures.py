@@ -36,7 +36,8 @@ def _read_architectures():
     architectures = {}
     for name, fields in tables["models"].items():
         arguments = complete(**fields)
-        network, source = arguments.pop("network"), arguments.pop("source")
+        network = arguments.pop("network")
+        source = arguments.pop("source")
         architectures[name] = Architecture(network, arguments, source)
     return architectures
 

@@ -13,9 +13,8 @@ Pattern = Sequence[Mapping]
 # Keys of a pattern's dicts: arguments of `TransformerEncoderLayer` that may differ between blocks,
 # "experts" for the experts of `moe_config`, and "attention_norm" for a norm before attention.
 FIELDS = (
-    *("window", "rotary_base", "rotary_fraction", "rotary_scaling"),
-    *("experts", "attention_norm"),
-)
+    "window", "rotary_base", "rotary_fraction", "rotary_scaling", "experts", "attention_norm",
+)  # fmt: skip
 
 
 def check_pattern(pattern: Pattern | None) -> list[dict]:
@@ -74,9 +73,10 @@ def shortest(blocks: Pattern) -> list[dict]:
     [{'window': 4}, {}]
     """
     blocks = list(map(dict, blocks))
-    periods = range(1, len(blocks) + 1)
-    fits = lambda p: all(block == blocks[i % p] for i, block in enumerate(blocks))
-    return blocks[: next(filter(fits, periods), 0)]
+    for period in range(1, len(blocks) + 1):
+        if all(block == blocks[i % period] for i, block in enumerate(blocks)):
+            return blocks[:period]
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,9 @@ class Latent:
 
         The second feature belongs to heads and is sharded, except for the kernels in `DOWN`.
         """
-        h, n, r = hidden_size, num_heads, self.query_rank
+        h = hidden_size
+        n = num_heads
+        r = self.query_rank
         query = {"query_down": (h, r), "query_up": (r, n * head_dim)}
         features_per_head = head_dim - self.rotary_dim + self.value_dim
         return {
@@ -169,7 +171,8 @@ def placement_of(arguments: Mapping) -> Placement:
     Raises:
         ValueError: If the name is unknown, or if the two arguments contradict each other.
     """
-    requested, is_post = arguments.get("norm_placement"), arguments.get("post_layernorm_residual")
+    requested = arguments.get("norm_placement")
+    is_post = arguments.get("post_layernorm_residual")
     name = ("post" if is_post else "pre") if requested is None else requested
     if name not in PLACEMENTS:
         raise ValueError(

@@ -254,7 +254,8 @@ def new_folder(
     ...     _ = (fresh / "morning.txt").write_text("Good morning.")
     """
     target = pathlib.Path(os.path.realpath(folder))
-    fresh, old = partial_path(target), beside(partial_path(target), ".replaced")
+    fresh = partial_path(target)
+    old = beside(partial_path(target), ".replaced")
     try:
         with writing(folder):
             has_files = os.path.lexists(target) and bool(os.listdir(target))

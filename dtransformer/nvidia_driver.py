@@ -88,7 +88,8 @@ def gpu_names() -> list[str]:
     """
     if are_gpus_hidden():
         return []
-    names, name = [], ctypes.create_string_buffer(256)
+    names = []
+    name = ctypes.create_string_buffer(256)
     for gpu in range(_query_libcuda("cuDeviceGetCount", ctypes.c_int())):
         _cuda()[0].cuDeviceGetName(name, len(name), gpu)
         names.append(name.value.decode())

@@ -10,8 +10,8 @@ _VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 # TensorFlow 2.21 enables oneDNN if the CPU has any of these features
 # (tensorflow/core/util/port.cc).
 _DEFAULT_FEATURES = {
-    *("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"),
-}
+    "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
+}  # fmt: skip
 
 
 def is_off_by_default(cpuinfo: Iterable[str]) -> bool:

@@ -173,7 +173,8 @@ def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callab
     layer._untrack_variable(variable)
     uninitialized = global_state.get_global_attribute("uninitialized_variables", [])
     uninitialized[:] = [v for v in uninitialized if v is not variable]
-    variable._value, variable._initializer = None, read
+    variable._value = None
+    variable._initializer = read
 
 
 def dropped_value(variable: keras.Variable):
@@ -311,7 +312,8 @@ class ShuffleOrder:
     """
 
     def __init__(self, seed: int, epoch: int = 0):
-        self._seed, self._draws = seed, itertools.count(epoch)
+        self._seed = seed
+        self._draws = itertools.count(epoch)
 
     def shuffle(self, items):
         """Shuffle a list or an array in place and return it. Each call uses another order.

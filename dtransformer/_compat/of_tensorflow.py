@@ -182,7 +182,8 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
     def backward(*upstream):
         return [*[None] * len(results), *tf.nest.flatten(gradient(*upstream))]
 
-    graph, of_operation = tf.compat.v1.get_default_graph(), lambda _, *dys: backward(*dys)
+    graph = tf.compat.v1.get_default_graph()
+    of_operation = lambda _, *dys: backward(*dys)
     # A registered gradient would never be freed, and neither would its graph.
     with graph._override_gradient_function({"PartitionedCall": of_operation}):
         with record.stop_recording():
@@ -294,11 +295,13 @@ def packer(layout) -> Callable:
     Args:
         layout: A `dtensor.Layout`.
     """
-    text, is_sparse = layout.to_string(), False
+    text = layout.to_string()
+    is_sparse = False
     api._dtensor_device()._register_mesh(layout.mesh)
 
     def pack(tensors):
-        handle, device = context.context()._handle, api._dtensor_device()._device_info
+        handle = context.context()._handle
+        device = api._dtensor_device()._device_info
         try:
             return _pywrap_dtensor_device.Pack(handle, tensors, text, device, is_sparse)
         except core._NotOkStatusException as error:

@@ -107,12 +107,10 @@ def kept_bytes(
     >>> round(float(kept_bytes(**sizes)) / (2048 * 6144), 1)
     140.7
     """
-    stream, num_attentions, t, item = (
-        length * hidden_size,
-        len(attended),
-        model_parallel,
-        item_bytes,
-    )
+    stream = length * hidden_size
+    num_attentions = len(attended)
+    t = model_parallel
+    item = item_bytes
     if recomputes_block:
         is_sharded = np.logical_or(is_sequence_sharded, is_input_sharded)
         return item * stream * num_attentions / np.where(is_sharded, t, 1)

@@ -31,12 +31,11 @@ def enumerate_layouts(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
             fixed fields.
     """
     fixed, other_fields = _fixed_columns(job)
-    parts = _layout_groups(model, cluster, job, fixed)
-    if not parts:
-        raise InputError(
-            mismatch(model, cluster, job) or _explain_conflict(model, cluster, job, fixed)
-        )
-    layouts = Layouts.joined(parts)
+    groups = _layout_groups(model, cluster, job, fixed)
+    if not groups:
+        reason = mismatch(model, cluster, job) or _explain_conflict(model, cluster, job, fixed)
+        raise InputError(reason)
+    layouts = Layouts.joined(groups)
     supported = _is_supported(layouts, other_fields, cluster.local_devices)
     if not supported.any():
         reason = supported_error(layouts.config(0, other_fields))
@@ -46,8 +45,13 @@ def enumerate_layouts(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
 
 def _layout_groups(model, cluster, job, fixed):
     """Return the layouts that the fixed columns allow, as one `Layouts` per set of degrees."""
-    allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
-    devices, batch, parts = cluster.num_devices, job.global_batch, []
+
+    def allowed(column, values):
+        return [v for v in values if fixed.get(column, v) == v]
+
+    devices = cluster.num_devices
+    batch = job.global_batch
+    groups = []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
         if crosses or not allowed("model", [t]) or _is_indivisible(model, t):
@@ -67,13 +71,14 @@ def _layout_groups(model, cluster, job, fixed):
                 )
                 sizes = {"t": t, "p": p, "c": c, "e": e, "data": data, "batch": batch // data}
                 sizes["local"] = cluster.local_devices
-                parts.append(_expand_degrees(model, allowed, levels, **sizes))
-    return [part for part in parts if part is not None]
+                groups.append(_expand_degrees(model, allowed, levels, **sizes))
+    return [group for group in groups if group is not None]
 
 
 def _supported_levels(levels, local_devices, job, axes):
     """Return the `optimizer_shard` levels that `Topology` and the optimizer support."""
-    supported, needs_full_weights = [], job.optimizer in NOT_ELEMENTWISE
+    supported = []
+    needs_full_weights = job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
     on_mesh = is_divided or local_devices > 1
     for level in levels:
@@ -84,7 +89,8 @@ def _supported_levels(levels, local_devices, job, axes):
             is_used = level == 0 or axes["data"] * factor > 1 or (needs_full_weights and on_mesh)
             # Optimizers that are not elementwise compute with full weights.
             is_unsupported = needs_full_weights and (level == 3 or (level == 0 and on_mesh))
-            supported += [level] * (is_used and not is_unsupported)
+            if is_used and not is_unsupported:
+                supported.append(level)
     return supported
 
 
@@ -142,7 +148,8 @@ def _fixed_columns(job):
             raise InputError(f"Unknown field {shown(name)} in `fixed`: {nearest(name, names)}")
     with refusing("fixed"):
         config = job.fixed_config()
-    columns, other_fields = {}, {}
+    columns = {}
+    other_fields = {}
     for name in job.fixed:
         value = getattr(config, name)
         if name not in COLUMNS:
@@ -163,9 +170,9 @@ def _is_supported(layouts, other_fields, local_devices):
     columns = [np.minimum(getattr(layouts, name), size) for name, size in max_degrees.items()]
     key = np.ravel_multi_index(columns, [size + 1 for size in max_degrees.values()])
     _, first_indices, inverse = np.unique(key, return_index=True, return_inverse=True)
-    refused = lambda first: supported_error(layouts.config(first, other_fields), local_devices)
-    answers = [refused(first) is None for first in first_indices]
-    return np.array(answers)[inverse]
+    configs = [layouts.config(first, other_fields) for first in first_indices]
+    is_valid = [supported_error(config, local_devices) is None for config in configs]
+    return np.array(is_valid)[inverse]
 
 
 def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1) -> str | None:
@@ -183,39 +190,39 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     Returns:
         One line, or `None` if they fit.
     """
-    devices, batch = cluster.num_devices, job.global_batch
+    devices = cluster.num_devices
+    batch = job.global_batch
     fixed, _ = _fixed_columns(job)
-    product = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
-    fields = lambda *columns: " · ".join(_field_texts(job, fixed, columns))
-    degrees, batch_axes = ("data", "model", "stage", "context"), ("data", "micro_batches")
-    sizes = (
-        f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
-        f"ffn_hidden_size={model.ffn_hidden_size}"
-    )
-    for is_wrong, text in (
-        (devices % product(*degrees), f"{fields(*degrees)} does not divide {devices} devices"),
-        (_is_indivisible(model, product("model")), f"{fields('model')} does not divide {sizes}"),
-        (
-            product("stage") > model.num_blocks,
-            f"{fields('stage')} is more than the {model.num_blocks} blocks",
-        ),
-        (
-            model.num_experts % product("expert"),
-            f"{fields('expert')} does not divide num_experts={model.num_experts}",
-        ),
-        (
-            _is_context_indivisible(model, product("context")),
-            f"{fields('context')} does not divide sequences of {model.sequence_length}",
-        ),
-    ):
-        if is_wrong:
-            return f"{model.name}: {text}. Change one of them."
-    if batch % product(*batch_axes):
+
+    def product(*columns):
+        return math.prod(fixed.get(column, 1) for column in columns)
+
+    def fields(*columns):
+        return " · ".join(_field_texts(job, fixed, columns))
+
+    degrees = "data", "model", "stage", "context"
+    batch_axes = "data", "micro_batches"
+    if devices % product(*degrees):
+        text = f"{fields(*degrees)} does not divide {devices} devices"
+    elif _is_indivisible(model, product("model")):
+        text = (
+            f"{fields('model')} does not divide num_heads={model.num_heads}, "
+            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size}"
+        )
+    elif product("stage") > model.num_blocks:
+        text = f"{fields('stage')} is more than the {model.num_blocks} blocks"
+    elif model.num_experts % product("expert"):
+        text = f"{fields('expert')} does not divide num_experts={model.num_experts}"
+    elif _is_context_indivisible(model, product("context")):
+        text = f"{fields('context')} does not divide sequences of {model.sequence_length}"
+    elif batch % product(*batch_axes):
         return (
             f"global_batch={batch} is not divisible by {fields(*batch_axes)}. "
             f"Use a multiple of {product(*batch_axes)}."
         )
-    return None
+    else:
+        return None
+    return f"{model.name}: {text}. Change one of them."
 
 
 def _field_texts(job, fixed, columns):
@@ -225,9 +232,13 @@ def _field_texts(job, fixed, columns):
 
 def _explain_conflict(model, cluster, job, fixed):
     """Return the reason why no layout has all fixed fields although each of them fits."""
-    devices, batch = cluster.num_devices, job.global_batch
-    rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    removable = [_FIELD_NAMES[x] for x in fixed if _layout_groups(model, cluster, job, rest(x))]
+    devices = cluster.num_devices
+    batch = job.global_batch
+    removable = []
+    for column in fixed:
+        remaining = {name: value for name, value in fixed.items() if name != column}
+        if _layout_groups(model, cluster, job, remaining):
+            removable.append(_FIELD_NAMES[column])
     if removable:
         requested = ", ".join(_field_texts(job, fixed, fixed))
         return (

@@ -162,7 +162,7 @@ class Layouts:
         else:
             parts.append(f"batch {columns['micro_batch']}")
         if columns["stage"] > 1:
-            chunks = f" of {columns['chunks']} chunks" * (columns["chunks"] > 1)
+            chunks = f" of {columns['chunks']} chunks" if columns["chunks"] > 1 else ""
             parts.append(SCHEDULE_NAMES[columns["schedule"]] + chunks)
         if columns["level"]:
             parts.append(f"optimizer_shard {columns['level']}")

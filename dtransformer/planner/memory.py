@@ -50,7 +50,8 @@ def block_activation_bytes(
         by_blocks: Boolean, whether attention with at least `BLOCKWISE_SCORES` scores is computed
             blockwise. Context parallelism always computes it blockwise.
     """
-    c, length = layouts.context, kind.length / layouts.context
+    c = layouts.context
+    length = kind.length / layouts.context
     sizes = {
         "length": length,
         "attended": [attended_length / c for attended_length in kind.attended],
@@ -66,14 +67,14 @@ def block_activation_bytes(
         "model_parallel": layouts.model,
         "is_sequence_sharded": layouts.sequence > 0,
     }
+    if kind.is_frozen:  # The backward pass stops before frozen blocks.
+        return np.zeros(len(layouts))
     if kind.has_experts:
         rows = length * model.routed_rows(layouts.shards_experts)
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
         sizes["shared_experts"] = model.shared_experts
 
     def saved_bytes(blocks):
-        if kind.is_frozen:  # The backward pass stops before frozen blocks.
-            return np.zeros(len(layouts))
         unrecomputed = kept_bytes(**sizes, by_blocks=blocks)
         attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
         full = kept_bytes(**sizes, recomputes_block=True)
@@ -84,9 +85,9 @@ def block_activation_bytes(
         for attended_length in kind.attended
     ]
     # Context-parallel attention is always computed blockwise.
-    return layouts.micro_batch * np.where(
-        c > 1, saved_bytes([True] * len(is_blockwise)), saved_bytes(is_blockwise)
-    )
+    all_blockwise = [True] * len(is_blockwise)
+    saved = np.where(c > 1, saved_bytes(all_blockwise), saved_bytes(is_blockwise))
+    return layouts.micro_batch * saved
 
 
 def estimate_memory(
@@ -105,7 +106,9 @@ def estimate_memory(
 
     def stage_memory(stage, schedule, indices):
         group = layouts[indices]
-        p, m, v = group.stage[0], group.micro_batches, group.chunks[0]
+        p = group.stage[0]
+        m = group.micro_batches
+        v = group.chunks[0]
         alive = micro_batches_alive(schedule, p, stage.first, m, v)
         return _stage_memory(
             model, group, system, stage, [k[indices] for k in saved], alive, item_bytes
@@ -115,7 +118,9 @@ def estimate_memory(
 
 
 def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
-    t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
+    t = layouts.model
+    b = layouts.micro_batch
+    s = model.sequence_length / layouts.context
     num_shards = layouts.sharing
     parameters = stage_parameters(model, layouts, stage)
     weights, gradients, states = system.bytes_per_parameter(layouts.level, layouts.is_on_mesh)
@@ -129,14 +134,11 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         (False, (weights, 0, master_bytes)),
         (True, (0, gradients, system.state_bytes)),
     ):
-        num_parameters = trained if is_trained else parameters
-        num_expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
-        dense = state_bytes(
-            num_parameters - num_expert_parameters, num_shards, layouts.level, *sizes
-        )
-        experts = state_bytes(
-            num_expert_parameters, num_shards / expert_parallel, layouts.level, *sizes
-        )
+        expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
+        dense_parameters = (trained if is_trained else parameters) - expert_parameters
+        dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes)
+        expert_shards = num_shards / expert_parallel
+        experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes)
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
@@ -179,7 +181,8 @@ def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         stage: The `StageKind`.
         is_trained: Boolean, whether to count trained parameters only.
     """
-    t, total = layouts.model, stage_expert_parameters(model, layouts, stage, is_trained)
+    t = layouts.model
+    total = stage_expert_parameters(model, layouts, stage, is_trained)
     for count, kind in zip(stage.blocks, model.kinds):
         block_parameters = model.adapter_parameters(kind)
         if not is_trained or model.trains(kind):

@@ -44,7 +44,8 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         architecture: Its `Architecture`.
         **changes: Values for fields of `ModelShape` that replace the computed ones.
     """
-    arguments, network = architecture.arguments, architecture.network
+    arguments = architecture.arguments
+    network = architecture.network
     length = arguments.get("max_length") or arguments.get("max_target_length")
     stacks = {key: arguments.get(key, 0) for key in _STACKS}
     num_stacks = sum(blocks > 0 for blocks in stacks.values())
@@ -79,7 +80,8 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         fields["learned_positions"] = entries * num_stacks
     # A MaskedLM has a dense layer before the logits. Its sentence-pair head has two.
     if network == "MaskedLM":
-        h, size = arguments["hidden_size"], {**fields, **changes}["sequence_length"]
+        h = arguments["hidden_size"]
+        size = {**fields, **changes}["sequence_length"]
         pair = h * (h + 2) * bool(arguments.get("next_sentence"))
         fields["head_products"] = size * h * (h + fields["vocab_size"]) + pair
     fields["other_parameters"] = _other_parameters(network, arguments, fields, num_stacks)
@@ -88,11 +90,10 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
 
 def _vector_parameters(arguments):
     """Return the number of parameters of a block's query, key and latent norms and sinks."""
-    n, latent = arguments["num_heads"], Latent.of(arguments.get("latent"))
-    d, m = (
-        arguments.get("head_dim") or arguments["hidden_size"] // n,
-        arguments.get("num_kv_heads") or n,
-    )
+    n = arguments["num_heads"]
+    latent = Latent.of(arguments.get("latent"))
+    d = arguments.get("head_dim") or arguments["hidden_size"] // n
+    m = arguments.get("num_kv_heads") or n
     gains = {None: 0, "rms_norm_all_heads": (n + m) * d, "layer_norm": 4 * d}
     latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
     return gains.get(arguments.get("qk_norm"), 2 * d) + latents + n * bool(arguments.get("sinks"))
@@ -129,7 +130,8 @@ def _other_parameters(network, arguments, fields, stacks):
 
     The result can be negative, because it subtracts norms that some blocks lack.
     """
-    h, total = arguments["hidden_size"], fields["vocab_size"] * bool(arguments.get("head_bias"))
+    h = arguments["hidden_size"]
+    total = fields["vocab_size"] * bool(arguments.get("head_bias"))
     if fields["encoder_layers"]:
         total += (
             0 if arguments.get("shared_embeddings", True) else h * arguments["source_vocab_size"]
@@ -146,9 +148,11 @@ def _other_parameters(network, arguments, fields, stacks):
     ]
     total -= len(blocks_without_norm) * (h if fields["rms_norm"] else 2 * h)
     if network == "MaskedLM":
-        types, pair = arguments.get("num_token_types", 2), arguments.get("next_sentence", False)
+        types = arguments.get("num_token_types", 2)
+        pair = arguments.get("next_sentence", False)
         dense = h * h + h
-        norm, biases = (h if fields["rms_norm"] else 2 * h), h * fields["use_bias"]
+        norm = h if fields["rms_norm"] else 2 * h
+        biases = h * fields["use_bias"]
         total += 2 * norm + h * types + h * h + biases + fields["vocab_size"]
         total += pair * (dense + 2 * h + 2)
     return total

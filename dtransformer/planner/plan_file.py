@@ -23,7 +23,9 @@ def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
         plan: A `Plan`.
         folder: Folder of the model's published weights, or `None`.
     """
-    model, job, cluster = plan.model, plan.job, plan.cluster
+    model = plan.model
+    job = plan.job
+    cluster = plan.cluster
     content = {"parallel": fields_of(plan.best.config)}
     section = _model_section(model, folder)
     if section is None or (job.precision == "bfloat16" and not model.adapter_rank):

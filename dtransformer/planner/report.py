@@ -39,7 +39,8 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
         plan: A `Plan`.
         tokens: Number of training tokens, for columns with hours. `None` omits them.
     """
-    best, model = plan.best, plan.model
+    best = plan.best
+    model = plan.model
     trained = model.trained_parameters()
     share = "" if trained == model.parameters() else f", {trained:,} of them trained"
     lines = [
@@ -79,7 +80,8 @@ def _hours_text(hours):
 
 def fit_line(cost: Cost) -> str:
     """Return a sentence with the needed and available memory, and the change that makes it fit."""
-    needed, available = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
+    needed = cost.memory_bytes / 1e9
+    available = cost.available_bytes / 1e9
     if cost.fits:
         return f"It fits: {needed:,.4g} GB of {available:,.4g} GB per device."
     message = (
@@ -178,7 +180,8 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 
 def _draw_bars(axes, by_kind, unit, label):
     """Draw a stacked bar per layout with one segment for each kind that is not zero everywhere."""
-    start, places = 0, range(1, len(by_kind) + 1)
+    start = 0
+    places = range(1, len(by_kind) + 1)
     for kind in by_kind[0]:
         values = np.array([costs[kind] / unit for costs in by_kind])
         if values.any():
@@ -194,7 +197,8 @@ def _draw_frontier(axes, plan):
     """Draw all layouts by memory and time, with the Pareto frontier."""
     layouts = enumerate_layouts(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
-    needed, seconds = memory.total / 1e9, time.total
+    needed = memory.total / 1e9
+    seconds = time.total
     axes.scatter(needed, seconds, s=4, color="lightgray", label="all layouts")
     order = np.lexsort((seconds, needed))
     best = np.minimum.accumulate(seconds[order])

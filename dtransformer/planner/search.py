@@ -80,7 +80,8 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     job = job.on(cluster.device)
     layouts = enumerate_layouts(model, cluster, job)
     memory, time = evaluate(model, cluster, job, layouts)
-    seconds, needed = time.total, memory.total
+    seconds = time.total
+    needed = memory.total
     fits = needed <= cluster.memory_bytes
     if not fits.any():
         indices = np.array([np.argmin(needed)])
@@ -113,7 +114,8 @@ def _select_best(layouts: Layouts, seconds, needed, order, cluster, top):
 
 def _explain_no_fit(model, cluster, job):
     """Return one line with the smallest larger cluster that has a layout that fits."""
-    num_devices, per_node = cluster.num_devices, cluster.devices_per_node
+    num_devices = cluster.num_devices
+    per_node = cluster.devices_per_node
     for factor in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
         if num_devices <= cluster.devices_per_node:
             per_node = min(cluster.device.devices_per_node, num_devices * factor)

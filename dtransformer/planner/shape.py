@@ -14,9 +14,9 @@ from dtransformer.errors import InputError, check_int, shown
 _DENSE = "mapping", "gate", "projection"
 # Names of adapted products. The second line applies to multi-head latent attention only.
 _ADAPTED = (
-    *("query", "key", "value", "output", *_DENSE, "head"),
-    *("latent", "query_down", "query_up", "key_value"),
-)
+    "query", "key", "value", "output", *_DENSE, "head",
+    "latent", "query_down", "query_up", "key_value",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,10 @@ class ModelShape:
         dense_blocks: Tuple of block indices of a single stack that have no experts.
         sublayer_norms: Number of norms per sublayer. 2 if the output also has a norm, 0.5 if
             attention and the feed-forward layer share one.
-        other_block_parameters: Number of other parameters per block: norms of queries and keys,
-            sinks.
-        capacity_factor: Capacity of an expert as a multiple of an even share. 0 accepts all
-            tokens.
+        other_block_parameters: Other parameters per block: norms of queries and keys, sinks.
+        capacity_factor: Capacity of an expert relative to an even share. 0 accepts all tokens.
         frozen_blocks: Number of first blocks that are frozen together with the embedding tables.
-        adapter_rank: Rank r of low-rank adapters, which freeze all other weights. 0 disables
-            them.
+        adapter_rank: Rank r of low-rank adapters. They freeze all other weights. 0 disables them.
         adapter_targets: Tuple of adapted products: "query", "key", "value", "output", "mapping",
             "gate", "projection" and "head". Multi-head latent attention uses the names of
             `Latent.kernels`.
@@ -196,7 +193,8 @@ class ModelShape:
 
     def _blocks(self):
         """Return the kind of each block, with `number=1`."""
-        s, t = self.sequence_length, self.source_length
+        s = self.sequence_length
+        t = self.source_length
         stacks = (
             (self.num_layers, BlockKind(1, s, (s,), self.is_causal)),
             (self.encoder_layers, BlockKind(1, t, (t,), is_causal=False)),
@@ -208,7 +206,8 @@ class ModelShape:
             for num_blocks, kind in stacks
             for i in range(1, num_blocks + 1)
         ]
-        first, rest = blocks[: self.frozen_blocks], blocks[self.frozen_blocks :]
+        first = blocks[: self.frozen_blocks]
+        rest = blocks[self.frozen_blocks :]
         return [dataclasses.replace(kind, is_frozen=True) for kind in first] + rest
 
     def attention_kernels(self) -> dict[str, tuple[int, int]]:
@@ -216,7 +215,9 @@ class ModelShape:
 
         The model axis shards the second feature, except for the kernels in `Latent.DOWN`.
         """
-        h, n, d = self.hidden_size, self.num_heads, self.head_dim
+        h = self.hidden_size
+        n = self.num_heads
+        d = self.head_dim
         if self.latent is not None:
             return self.latent.kernels(h, n, d)
         shared = (h, self.num_kv_heads * d)
@@ -252,8 +253,11 @@ class ModelShape:
 
     def block_parameters(self, kind: BlockKind) -> int:
         """Return the number of parameters of a block, without adapters."""
-        h, f, num_attentions = self.hidden_size, self.inner_size(kind), len(kind.attended)
-        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        h = self.hidden_size
+        f = self.inner_size(kind)
+        num_attentions = len(kind.attended)
+        heads = self.num_heads * self.head_dim
+        shared = self.num_kv_heads * self.head_dim
         per_expert = self.expert_parameters(kind) + self.use_bias * (
             (2 if self.gated else 1) * f + h
         )
@@ -272,16 +276,19 @@ class ModelShape:
         return total + self.num_experts * (per_expert + router) + shared_experts
 
     def _adapters(self):
-        """Return a dict from product names to adapted products, see `adapters_of_block`."""
-        h, dense = self.hidden_size, dict.fromkeys(_DENSE, (self.hidden_size, self.ffn_hidden_size))
+        """Return a dict from product names to features as in `adapters_of_block`, or `None`."""
+        h = self.hidden_size
+        dense = dict.fromkeys(_DENSE, (h, self.ffn_hidden_size))
         products = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
-        exists = {"gate": self.gated, "head": not self.tied_head}
-        has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
-        return dict.fromkeys(_ADAPTED, ()) | {
-            name: ((x, y, (h if name in to_stream else y) * has_magnitudes),)
-            * exists.get(name, True)
-            for name, (x, y) in products.items()
-        }
+        if not self.gated:
+            del products["gate"]
+        if self.tied_head:
+            del products["head"]
+        adapters = dict.fromkeys(_ADAPTED)
+        for name, (x, y) in products.items():
+            outputs = h if name in ("output", "projection") else y
+            adapters[name] = x, y, outputs if self.adapter_kind == "dora" else 0
+        return adapters
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
         """Return the products of a block that have adapters.
@@ -291,13 +298,13 @@ class ModelShape:
         """
         if not self.adapter_rank or kind.is_frozen:
             return []
-        products, counts = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
-        counts["head"] = 0
-        return [
-            x
-            for name in self.adapter_targets
-            for x in products[name] * counts.get(name, len(kind.attended))
-        ]
+        adapters = self._adapters()
+        counts = {**dict.fromkeys(_DENSE, not kind.has_experts), "head": 0}
+        adapted = []
+        for name in self.adapter_targets:
+            if adapters[name] is not None:
+                adapted += [adapters[name]] * counts.get(name, len(kind.attended))
+        return adapted
 
     def adapter_parameters(self, kind: BlockKind) -> int:
         """Return the number of adapter parameters of a block."""
@@ -355,9 +362,10 @@ class ModelShape:
         4194304
         """
         if self.adapter_rank:
-            head = self._adapters()["head"] * ("head" in self.adapter_targets)
             blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
-            return blocks + self._count_adapters(head)
+            head = self._adapters()["head"]
+            has_head = head is not None and "head" in self.adapter_targets
+            return blocks + self._count_adapters([head] if has_head else [])
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
         return self.parameters() - frozen - tables
@@ -369,8 +377,10 @@ class ModelShape:
         adapters counts four, a weight of a frozen block two. The attention scores are added.
         """
         flops_per_weight = 4.0 if self.adapter_rank else 6.0
-        h, heads = self.hidden_size, self.num_heads * self.head_dim
-        kernels, active = self.attention_kernels(), self.experts_chosen + self.shared_experts
+        h = self.hidden_size
+        heads = self.num_heads * self.head_dim
+        kernels = self.attention_kernels()
+        active = self.experts_chosen + self.shared_experts
         flops = 0.0
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
@@ -378,13 +388,12 @@ class ModelShape:
             for t, (name, (x, y)) in itertools.product(kind.attended, kernels.items()):
                 products += (t if name in ("key", "value") else kind.length) * x * y
             scores = 2 * kind.length * heads * sum(kind.attended)
-            block_flops = (
-                2.0 * (products + scores)
-                if kind.is_frozen
-                else flops_per_weight * products + 6.0 * scores
-            )
+            if kind.is_frozen:
+                block_flops = 2.0 * (products + scores)
+            else:
+                block_flops = flops_per_weight * products + 6.0 * scores
             flops += kind.number * block_flops
-        head = self.sequence_length * h * self.vocab_size
-        return flops + flops_per_weight * (
-            head if self.head_products is None else self.head_products
-        )
+        head = self.head_products
+        if head is None:
+            head = self.sequence_length * h * self.vocab_size
+        return flops + flops_per_weight * head

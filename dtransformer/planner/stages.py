@@ -45,13 +45,16 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
     StageKind(first=2, blocks=(0, 3), has_embedding=False, has_head=False)
     StageKind(first=3, blocks=(0, 3), has_embedding=False, has_head=True)
     """
-    order, total, stages = model.order, placement.num_chunks, placement.num_stages
+    order = model.order
+    total = placement.num_chunks
+    stages = placement.num_stages
     bounds = [-(-len(order) * i // total) for i in range(total + 1)]
     counts = np.zeros((stages, len(model.kinds)), int)
     for chunk, stage in enumerate(placement.stage_of_chunk):
         for kind in order[bounds[chunk] : bounds[chunk + 1]]:
             counts[stage, kind] += 1
-    first_stages, stage_of_chunk = {}, placement.stage_of_chunk
+    first_stages = {}
+    stage_of_chunk = placement.stage_of_chunk
     for stage in range(stages):
         key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
         first_stages.setdefault(key, stage)
@@ -73,7 +76,8 @@ def worst_stage_costs(model: ModelShape, layouts: Layouts, cost: Callable) -> di
     Returns:
         Dict from kinds to arrays [N], taken from the stage with the largest sum over kinds.
     """
-    columns, worst = collections.defaultdict(lambda: np.zeros(len(layouts))), -np.ones(len(layouts))
+    columns = collections.defaultdict(lambda: np.zeros(len(layouts)))
+    worst = -np.ones(len(layouts))
     for indices, _, schedule, p, v in layouts.by_pipeline():
         for stage in stage_kinds(model, SCHEDULES[schedule].place(p, v)):
             costs = cost(stage, schedule, indices)

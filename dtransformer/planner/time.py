@@ -1,6 +1,7 @@
 """Step time by kind, computed for many layouts together."""
 
 import dataclasses
+import functools
 import typing
 
 import numpy as np
@@ -128,7 +129,9 @@ def device_groups(layouts: Layouts) -> dict[str, Group]:
 
     Device indices vary fastest along the model axis, then context, data and stage.
     """
-    t, c, d = layouts.model, layouts.context, layouts.data
+    t = layouts.model
+    c = layouts.context
+    d = layouts.data
     return {
         "model": Group(t, np.ones_like(t), "model"),
         "context": Group(c, t, "context"),
@@ -161,7 +164,8 @@ def estimate_time(
     """
     sum_bytes = system.sum_bytes or (2 if is_16_bit else 4)
     parts, sends = _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes)
-    m, p = layouts.micro_batches, layouts.stage
+    m = layouts.micro_batches
+    p = layouts.stage
 
     def stage_times(stage, _, indices):
         totals = dict.fromkeys(parts[0], 0.0)
@@ -196,12 +200,17 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         A `(parts, sends)` tuple. `parts` is a list of dicts of arrays [N]: one per kind of block,
         then the embedding and the head. `sends` is the time a stage sends and receives.
     """
-    item, groups = 2 if is_16_bit else 4, device_groups(layouts)
-    b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
+    item = 2 if is_16_bit else 4
+    groups = device_groups(layouts)
+    b = layouts.micro_batch
+    t = layouts.model
+    c = layouts.context
+    full = layouts.recompute == 2
     parts = []
-    all_reduce = lambda elements, element_bytes=sum_bytes: collective_seconds(
-        cluster, "all-reduce", elements * element_bytes, groups["model"]
-    )
+
+    def all_reduce(elements, element_bytes=sum_bytes):
+        num_bytes = elements * element_bytes
+        return collective_seconds(cluster, "all-reduce", num_bytes, groups["model"])
 
     def unsharded(num_bytes, is_trained, passes=2, group=groups["data"]):
         """Return the seconds of the weights' all-gathers and, if trained, their reduce-scatter."""
@@ -221,7 +230,8 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         )
         passed = np.where(full, 4, 3)  # The backward pass sends twice.
         if kind.is_frozen:
-            sums, passed = sums_over_model(sublayers, backward=0), 1
+            sums = sums_over_model(sublayers, backward=0)
+            passed = 1
         key_bytes = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
         token_bytes = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
         expert_bytes = model.experts_parameters(kind) / t * item
@@ -272,20 +282,17 @@ def _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes):
 
     dense, experts = worst_stage_costs(model, layouts, count_parameters).values()
     groups = device_groups(layouts)
-    all_reduce = lambda x, element_bytes, group: collective_seconds(
-        cluster, "all-reduce", x * element_bytes, group
-    )
-    seconds = all_reduce(dense + experts, system.sent_gradient_bytes, groups["replicas"])
+    all_reduce = functools.partial(collective_seconds, cluster, "all-reduce")
+    seconds = all_reduce((dense + experts) * system.sent_gradient_bytes, groups["replicas"])
     may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
     # The last micro-batch's backward pass is two thirds of a micro-batch.
     overlap = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, overlap), 0.0)
     # A mesh reduces its gradients in every micro-batch.
-    mesh_seconds = all_reduce(dense, sum_bytes, groups["mesh"])
-    mesh_seconds = mesh_seconds + all_reduce(
-        experts, sum_bytes, groups["mesh"].every(layouts.expert)
-    )
+    mesh_seconds = all_reduce(dense * sum_bytes, groups["mesh"])
+    expert_group = groups["mesh"].every(layouts.expert)
+    mesh_seconds = mesh_seconds + all_reduce(experts * sum_bytes, expert_group)
     seconds = np.where(layouts.level >= 3, 0.0, seconds + layouts.micro_batches * mesh_seconds)
     waits = np.array(system.waits)[layouts.level] * _link(cluster, "data")[-1]
     # Collectives of stages and meshes use the same links.

@@ -4,6 +4,7 @@ A product takes its operations divided by the speed that its sizes reach. Other 
 take the bytes that they read and write, divided by the memory bandwidth.
 """
 
+import functools
 import typing
 
 import numpy as np
@@ -75,14 +76,19 @@ def block_passes(
         layouts: The `Layouts`.
         is_16_bit: Boolean, whether products use 16-bit numbers.
     """
-    t, item = layouts.model, 2 if is_16_bit else 4
-    h, d = model.hidden_size, model.head_dim
+    t = layouts.model
+    item = 2 if is_16_bit else 4
+    h = model.hidden_size
+    d = model.head_dim
     length = kind.length / layouts.context
     rows = layouts.micro_batch * length
-    product = lambda *sizes: product_seconds(device, *sizes, is_16_bit=is_16_bit)
-    products, core, scores = 0.0, 0.0, 0.0
+    product = functools.partial(product_seconds, device, is_16_bit=is_16_bit)
+    products = 0.0
+    core = 0.0
+    scores = 0.0
     for i, attended_length in enumerate(kind.attended):
-        queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
+        queries = model.num_heads * d / t
+        shared = 2 * model.num_kv_heads * d / t
         if model.latent is not None:
             for name, (x, y) in model.attention_kernels().items():
                 products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
@@ -92,9 +98,8 @@ def block_passes(
             source_rows = layouts.micro_batch * attended_length / layouts.context
             products += 2 * product(rows, h, queries) + product(source_rows, h, shared)
         heads = layouts.micro_batch * model.num_heads / t
-        core += product(length, d, attended_length, heads) + product(
-            length, attended_length, d, heads
-        )
+        core += product(length, d, attended_length, heads)
+        core += product(length, attended_length, d, heads)
         scores += heads * length * attended_length
     inner = _feed_forward_rows(model, kind, layouts)
     for each_rows, features, times in inner:

@@ -187,14 +187,16 @@ def rank_collectives(graph):
     collectives = []
     for operation in _iterate_operations(graph):
         if operation.type in _OPERATIONS:
-            sizes, group = _split_sizes(operation), _process_group(operation)
+            sizes = _split_sizes(operation)
+            group = _process_group(operation)
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
                 shape, sends = (shape, None) if sizes is None else ([sum(sizes)], sum(sizes))
                 if sends is not None:  # The local part of an all-to-all is not sent.
                     sends -= sizes[sorted(group.ranks).index(job.rank())]
-                kind, where = _OPERATIONS[operation.type], ("ranks", group.size, operation.name)
+                kind = _OPERATIONS[operation.type]
+                where = ("ranks", group.size, operation.name)
                 collectives.append(
                     Collective(kind, kind, tuple(shape), output.dtype.name, *where, False, sends)
                 )

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 # Operations that compute nothing, or that belong to the call of a cluster.
 _IGNORED = {
-    *("_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv", "_HostSend", "_HostRecv"),
-    *("Const", "NoOp", "Identity", "IdentityN", "Switch", "Merge", "_XlaRun", "_XlaMerge"),
-}
+    "_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv", "_HostSend", "_HostRecv",
+    "Const", "NoOp", "Identity", "IdentityN", "Switch", "Merge", "_XlaRun", "_XlaMerge",
+}  # fmt: skip
 # An optimized graph has one of these operations for each cluster.
 _CLUSTERS = "_XlaCompile", "XlaLaunch"
 _CALLS = "StatefulPartitionedCall", "PartitionedCall"
@@ -43,9 +43,9 @@ class ClusterReport:
     def __str__(self):
         num_outside = sum(self.outside.values())
         sorted_counts = sorted(self.outside.items(), key=lambda item: (-item[1], item[0]))
-        descriptions = [f"{n} {op}" for op, n in sorted_counts[:_MAX_NAMED]] + ["…"] * (
-            len(sorted_counts) > _MAX_NAMED
-        )
+        descriptions = [f"{n} {op}" for op, n in sorted_counts[:_MAX_NAMED]]
+        if len(sorted_counts) > _MAX_NAMED:
+            descriptions.append("…")
         return (
             f"XLA compiles {self.clusters} clusters of a step. {num_outside:,} operations stay outside: "
             f"{', '.join(descriptions)}"

@@ -135,12 +135,11 @@ def communication_report(network, collectives, input_shapes, graphs):
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
     ]
-    formula, exchanged = {}, {}
+    formula = {}
+    exchanged = {}
     if hasattr(network, "stream_shapes"):
-        shapes, num_micro_batches = (
-            network.stream_shapes(input_shapes),
-            get_parallel_config().micro_batch_num,
-        )
+        shapes = network.stream_shapes(input_shapes)
+        num_micro_batches = get_parallel_config().micro_batch_num
         if axis_size(mesh_axis("mlp")) > 1:
             formula = {k: num_micro_batches * x for k, x in block_formula(network, shapes).items()}
         exchanged = {k: num_micro_batches * x for k, x in expert_formula(network, shapes).items()}
@@ -192,7 +191,8 @@ def block_formula(network, stream_shapes):
         A dict from "stack/block" to a number of elements.
     """
     shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
-    formula, positions = {}, {id(weight): i for i, weight in enumerate(network.variables)}
+    formula = {}
+    positions = {id(weight): i for i, weight in enumerate(network.variables)}
     first_trained = min(
         (positions[id(weight)] for weight in network.trainable_variables), default=len(positions)
     )
@@ -200,7 +200,8 @@ def block_formula(network, stream_shapes):
         first_trained = -1
     for stack, block in _blocks(network, stream_shapes):
         shape = stream_shapes[stack.name]
-        elements, features = math.prod(shape) // shards, shape[-1]
+        elements = math.prod(shape) // shards
+        features = shape[-1]
         sublayers = _sublayers(block)
         summed_counts = [
             summed_elements(part, shape) if isinstance(part, MoE) else elements
@@ -248,9 +249,11 @@ def _sharded_adapter_rank(weight, of_inputs=False):
     addition = low_rank_of(weight)
     if addition is None:
         return 0
-    inputs, outputs = weight.logical_axes[0], weight.logical_axes[weight.num_inputs]
+    inputs = weight.logical_axes[0]
+    outputs = weight.logical_axes[weight.num_inputs]
     sides = [inputs] if of_inputs else [inputs, outputs]
-    return addition.a.shape[-1] * any(mesh_axis(side) == "model" for side in sides)
+    is_sharded = any(mesh_axis(side) == "model" for side in sides)
+    return addition.a.shape[-1] if is_sharded else 0
 
 
 def _num_summed_norms(weight):

@@ -51,7 +51,8 @@ class LayerLoad:
     @classmethod
     def of(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
         """Return the load from the array [E + 3] that a `MoE` reports for `layer`."""
-        accepted, scalars = loads[: -len(NUMBERS)], loads[-len(NUMBERS) :]
+        accepted = loads[: -len(NUMBERS)]
+        scalars = loads[-len(NUMBERS) :]
         return cls(layer, tuple(map(float, accepted)), *map(float, scalars))
 
     @property
@@ -80,7 +81,8 @@ class ExpertLoad:
         for load in self.layers:
             total = max(sum(load.taken), 1)
             shares = " ".join(f"{taken / total:.1%}" for taken in load.taken)
-            max_entropy, entropy = math.log(len(load.taken)), load.mean_entropy
+            max_entropy = math.log(len(load.taken))
+            entropy = load.mean_entropy
             texts = f"{load.tokens:,.0f}", f"{load.dropped_share:.1%}", f"{entropy:.3f}"
             lines.append((load.layer, *texts, f"{max_entropy:.3f}", shares))
         return "\n".join(columns(lines, right=(1, 2, 3, 4)))
@@ -107,7 +109,8 @@ class ExpertLoad:
         figure = Figure(
             figsize=(2 + 0.6 * max_experts, 1.5 + 0.4 * len(self.layers)), layout="constrained"
         )
-        axes, table = figure.subplots(), np.full((len(self.layers), max_experts), np.nan)
+        axes = figure.subplots()
+        table = np.full((len(self.layers), max_experts), np.nan)
         for row, load in enumerate(self.layers):
             mean = max(sum(load.taken), 1) / len(load.taken)
             table[row, : len(load.taken)] = np.asarray(load.taken) / mean
@@ -128,9 +131,11 @@ def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
         stream_shape: Shape (b, s, h) of the residual stream.
     """
     batch, length, features = stream_shape
-    config, shards = layer.config, axis_size(mesh_axis("batch"))
+    config = layer.config
+    shards = axis_size(mesh_axis("batch"))
     if config.expert_group_size is None:
-        groups, size = 1, batch * length // shards
+        groups = 1
+        size = batch * length // shards
         max_tokens = capacity(batch * length, config)
     else:
         size = min(config.expert_group_size, length)
@@ -171,7 +176,8 @@ def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes:
         stream_shape: Shape (b, s, h) of the residual stream.
         recomputes: Boolean, whether the layer is recomputed.
     """
-    shards, item_bytes = axis_size(mesh_axis("expert")), tf.as_dtype(layer.compute_dtype).size
+    shards = axis_size(mesh_axis("expert"))
+    item_bytes = tf.as_dtype(layer.compute_dtype).size
     bytes_per_call = buffer_elements(layer, stream_shape) * item_bytes * (shards - 1) / shards
     return round(bytes_per_call * (6 if recomputes else 4))
 

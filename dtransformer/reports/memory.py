@@ -68,7 +68,10 @@ class MemoryReport:
         return next(row for row in self.rows if row.what == what)
 
     def __str__(self):
-        number = lambda value: "–" if value is None else f"{value:,}"
+
+        def number(value):
+            return "–" if value is None else f"{value:,}"
+
         lines = [("bytes of this rank", "planned", "measured")]
         lines += [(row.what, number(row.planned), number(row.measured)) for row in self.rows]
         lines.append(("all", number(sum(row.planned for row in self.rows)), "–"))
@@ -91,7 +94,8 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     Returns:
         A `MemoryReport`.
     """
-    plan, level = update.partition, update.partition.level
+    plan = update.partition
+    level = update.partition.level
     trained = network.trainable_variables
     sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
@@ -103,7 +107,8 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
     states += own_shards(master_weights)
-    planned_weights, planned_gradients = _bytes(other_weights), 0
+    planned_weights = _bytes(other_weights)
+    planned_gradients = 0
     for row in plan.parameters:
         kind = sharded_weights.get(row.path)
         planned_weights += _weight_bytes(row, kind)
@@ -137,7 +142,9 @@ def _state_bytes(optimizer, states, update):
     States in the shape of a parameter count per updated element. Others, such as Adafactor's row
     statistics, count with their actual size.
     """
-    plan, remaining, planned = update.partition, _bytes(states), 0
+    plan = update.partition
+    remaining = _bytes(states)
+    planned = 0
     lists = _compat.optimizer_states(getattr(optimizer, "inner_optimizer", optimizer)).values()
     lists = [x for x in lists if isinstance(x, list) and len(x) == len(update.units)]
     for unit_index, unit in enumerate(update.units):
@@ -177,7 +184,8 @@ def activation_bytes(network, input_shapes, num_kept=1):
         input_shapes: Nested shapes of the inputs that the mesh computes in one call.
         num_kept: Number of such inputs whose activations are stored simultaneously.
     """
-    config, total = get_parallel_config(), 0
+    config = get_parallel_config()
+    total = 0
     batch_fraction = (
         num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
     )
@@ -225,14 +233,10 @@ def _implementation(stack, num_queries, num_keys):
     if mesh_axis("length_shards") is not None:
         return "blockwise"
     arguments = stack.blocks[0].arguments | stack.arguments
-    n, bias = (
-        arguments["num_heads"],
-        arguments.get("alibi") or arguments["relative_ranges"] is not None,
-    )
-    d, dropout = (
-        arguments.get("head_dim") or arguments["hidden_size"] // n,
-        arguments["attention_dropout_rate"],
-    )
+    n = arguments["num_heads"]
+    bias = arguments.get("alibi") or arguments["relative_ranges"] is not None
+    d = arguments.get("head_dim") or arguments["hidden_size"] // n
+    dropout = arguments["attention_dropout_rate"]
     sizes = [(n, num_queries), (arguments.get("num_kv_heads") or n, num_keys)]
     q, k = (tf.TensorSpec([1, m, length, d], stack.compute_dtype) for m, length in sizes)
     options = {"bias": bias, "soft_cap": arguments.get("soft_cap"), "dropout": dropout or None}
@@ -251,7 +255,8 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         item: Bytes of an activation element.
         config: The parallel config.
     """
-    recompute, options = block.recompute_config, block.arguments
+    recompute = block.recompute_config
+    options = block.arguments
     _, s, h = shape
     experts = {}
     if isinstance(feed_forward := getattr(block, "feed_forward", None), MoE):
@@ -259,7 +264,8 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         experts["experts_chosen"] = feed_forward.config.num_experts_chosen
         experts["shared_experts"] = feed_forward.config.shared_experts
     inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
-    n, latent = options["num_heads"], Latent.of(options.get("latent"))
+    n = options["num_heads"]
+    latent = Latent.of(options.get("latent"))
     return kept_bytes(
         length=s,
         attended=lengths,

@@ -95,13 +95,16 @@ class WeightPlan:
         return sum(row.bytes_per_device for row in self.rows)
 
     def __str__(self):
-        names = lambda axes: "(" + ", ".join(axis or "–" for axis in axes) + ")"
+
+        def axis_names(axes):
+            return "(" + ", ".join(axis or "–" for axis in axes) + ")"
+
         header = ("weight", "shape", "type", "dimensions", "sharded over", "bytes per rank")
         table = [header]
         for row in self.rows:
             num_bytes = row.bytes_per_device * self.num_local_devices
             shape = "×".join(map(str, row.shape)) or "scalar"
-            axes = names(row.axes), names(row.sharded_over)
+            axes = axis_names(row.axes), axis_names(row.sharded_over)
             table.append((row.path, shape, row.dtype, *axes, f"{num_bytes:,}"))
         lines = columns(table, right=(len(header) - 1,))
         elements = sum(math.prod(row.shape) for row in self.rows)
@@ -115,7 +118,9 @@ class WeightPlan:
         ]
         for i, names in enumerate(self.stages):
             lines.append(f"Stage {i}: {', '.join(names) or 'no layers'}")
-        return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])
+        if self.shard is not None:
+            lines += ["", str(self.shard)]
+        return "\n".join(lines)
 
 
 def _shards(variable):

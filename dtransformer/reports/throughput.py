@@ -36,7 +36,8 @@ def measured_peak(dtype="float32", size=None, seconds=0.1):
         lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(num_products), x)[0, 0]
     )
     products(matrix).numpy()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best = float("inf")
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
         products(matrix).numpy()
