@@ -1,10 +1,10 @@
-"""Sdist and wheel of the package, built without network, and what a release asks for.
+"""Build the sdist and the wheel without network access, and check a release.
 
-    python -m harness.dist --out dist              # builds both
-    python -m harness.dist --out dist --release    # refuses what is not fit to be published
+    python -m harness.dist --out dist              # build both
+    python -m harness.dist --out dist --release    # stop if the clone is not ready for a release
 
-The wheel is built from the sdist that was unpacked, in a temporary folder: what the sdist lacks, the
-wheel lacks, and nothing of an earlier build gets in. The clone is left as it is.
+The wheel is built from the unpacked sdist in a temporary folder. So it contains exactly the files
+of the sdist and none from an earlier build. The clone is not changed.
 """
 
 import argparse
@@ -17,20 +17,20 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Folders of the clone that are no source.
+# Folders of the clone without source code.
 MADE = (".git", ".venv", ".venv-jax", "build", "data", "dist", "runs", "site")
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 HEADING = re.compile(r"^## (Unreleased|\S+)(?: – (\d{4}-\d\d-\d\d))?$", re.MULTILINE)
 
 
 def changelog_version(text: str) -> str:
-    """Return the version that a changelog's headings ask for.
+    """Return the version that follows from a changelog's headings.
 
-    With changes under "Unreleased", it is a development version of the minor version that follows the
-    newest one; else the newest one.
+    If there are changes under "Unreleased", this is the development version of the next minor
+    version. Otherwise it is the newest version.
 
     Raises:
-        ValueError: the changelog has no version, or the newest one has no date.
+        ValueError: If the changelog has no version, or if the newest one has no date.
     """
     headings = HEADING.findall(text)
     newest, date = next((x for x in headings if x[0] != "Unreleased"), ("", ""))
@@ -49,7 +49,7 @@ def package_version() -> str:
 
 
 def build(out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Build both into a folder; return the paths (sdist, wheel)."""
+    """Build both archives into a folder and return their paths as `(sdist, wheel)`."""
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def _build(source, kind, out):
 
 
 def obstacles() -> list[str]:
-    """Return what speaks against publishing the clone as it is, a line each."""
+    """Return the reasons against releasing the clone, one line each."""
     version = package_version()
     expected = changelog_version((ROOT / "CHANGELOG.md").read_text("utf-8"))
     found = []
@@ -98,7 +98,7 @@ def obstacles() -> list[str]:
 
 
 def main() -> None:
-    """Build, and with `--release` refuse what is not fit."""
+    """Build the archives. With `--release`, exit if the clone is not ready for a release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
     parser.add_argument("--release", action="store_true", help="refuse what is not to be published")

@@ -1,4 +1,4 @@
-"""A rank of a job that is let to fail: the program that benchmarks/drills.py launches.
+"""Rank of a job for drills with faults. benchmarks/drills.py launches this program.
 
 dtransformer launch -np 2 -- python -m harness.drill_rank FOLDER dp2@2x1 STEPS
 """
@@ -25,7 +25,7 @@ STEPS_OF_AN_EPOCH = 7
 
 
 def tell_process(folder, name):
-    """Write which process this rank is, to a file of a name."""
+    """Write this rank's process id to the file FOLDER/NAME/RANK."""
     rank = os.environ.get("HOROVOD_RANK", "0")
     path = pathlib.Path(folder) / name / rank
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def tell_process(folder, name):
 
 
 class Tell(keras.callbacks.Callback):
-    """Tells which process each rank is, and each step; does what is ordered in a file."""
+    """Callback that reports each rank's process id and each step, and executes orders from a file."""
 
     def __init__(self, folder, pause):
         super().__init__()
@@ -63,7 +63,7 @@ class Tell(keras.callbacks.Callback):
 
 
 class EndAt(keras.callbacks.Callback):
-    """Ends training after a step."""
+    """Callback that ends training after a number of steps."""
 
     def __init__(self, steps):
         super().__init__()
@@ -75,7 +75,7 @@ class EndAt(keras.callbacks.Callback):
 
 
 def digest_of(trainer, folder):
-    """Return a checksum of all weights; on rank 0."""
+    """Return a checksum of all weights on rank 0, and `None` on other ranks."""
     path = folder / "last.weights.h5"
     trainer.save_weights(path)
     if not dtransformer.is_chief():

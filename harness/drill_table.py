@@ -1,15 +1,15 @@
-"""What benchmarks/drills.py has printed, as tables for docs."""
+"""Tables for the docs from the output of benchmarks/drills.py."""
 
 import collections
 import json
 import pathlib
 
-ASKED = "was asked to end"  # where a drill is stopped by us
+ASKED = "was asked to end"  # End of the error if the user stopped the drill.
 ENDS, NEXT, LOST = "seconds_to_end", "seconds_to_next_step", "steps_lost"
 
 
 def table(files):
-    """Return tables of the faults by kind and by layout."""
+    """Return Markdown tables of the faults by kind and by layout."""
     runs = [json.loads(pathlib.Path(file).read_text()) for file in files]
     failed = [run for run in runs if run["failed"] and not run["failed"].endswith(ASKED)]
     counted = [run for run in runs if run not in failed]
@@ -24,7 +24,7 @@ def table(files):
 
 
 def _by_kind(runs):
-    """Return a row for each kind of fault that ends in a restart."""
+    """Return a table with a row per kind of fault that ended in a restart."""
     settings = sorted({run["stall_seconds"] for run in runs}, reverse=True)
     kinds = collections.defaultdict(list)
     for run in runs:
@@ -47,7 +47,7 @@ def _by_kind(runs):
 
 
 def _by_layout(runs):
-    """Return a row for each layout, and whether the same number of ranks went on."""
+    """Return a table with a row per layout, separately for jobs that may resume with fewer ranks."""
     groups = collections.defaultdict(list)
     for run in runs:
         groups[run["layout"], bool(run["min_ranks"])].append(run)

@@ -1,4 +1,4 @@
-"""The planner beside what was published: each row of theirs, ours, and the errors."""
+"""Comparison of the planner with published tables: each row with both values and the error."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,13 +25,13 @@ _HELD_OUT_NOTE = "No constant is fitted to this table."
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a published table.
+    """Row of a published table.
 
     Args:
-        what: what was measured.
-        published, ours: the numbers.
-        digits: decimals as printed, where ours has to be theirs to the printed digit; None where
-            it is a measured time.
+        what: Description of the measurement.
+        published, ours: The published value and the planner's.
+        digits: Number of printed decimals if both values must agree exactly, or `None` for
+            measured times.
     """
 
     what: str
@@ -41,27 +41,27 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Ours over theirs, less 1."""
+        """Relative error of the planner: `ours / published - 1`."""
         return self.ours / self.published - 1
 
     @property
     def is_same(self) -> bool:
-        """Whether ours is theirs, as printed."""
+        """True if both values agree in all printed digits."""
         places = 0 if self.digits is None else self.digits
         return abs(self.ours - self.published) <= 0.5000001 * 10**-places
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A published table beside ours.
+    """Published table next to the planner's values.
 
     Args:
-        title: what it is, and where it is published.
-        unit: of its numbers.
-        rows: tuple of `Row`s.
-        note: what holds of it, in a sentence.
-        regret: where its rows are layouts of one job: by how much the layout that the planner
-            would choose is slower than the best; None elsewhere.
+        title: Content and source of the table.
+        unit: Unit of its values.
+        rows: Tuple of `Row`s.
+        note: A sentence about the table.
+        regret: If the rows are layouts of one job, the relative slowdown of the planner's choice
+            compared to the fastest layout. Otherwise `None`.
     """
 
     title: str
@@ -72,24 +72,24 @@ class Table:
 
     @property
     def mean_error(self) -> float:
-        """The mean of the rows' errors without sign."""
+        """Mean of the rows' absolute errors."""
         return float(np.mean([abs(row.error) for row in self.rows]))
 
     @property
     def worst_error(self) -> float:
-        """The largest of them."""
+        """Largest absolute error of a row."""
         return max(abs(row.error) for row in self.rows)
 
 
 def tables() -> list[Table]:
-    """Return every published table beside ours."""
+    """Return all published tables with the planner's values."""
     found = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
     found += table_2()
     return found + [layouts_of(model) for model in published.LAYOUT_MODELS]
 
 
 def sizes() -> Table:
-    """Return the parameters of table 1's models."""
+    """Return the parameter counts of the models in table 1."""
     rows = [
         Row(row.step.model, row.billions, named(row.step.model).parameters() / 1e9, digits=1)
         for row in published.table_1()
@@ -98,11 +98,11 @@ def sizes() -> Table:
 
 
 def step_seconds() -> Table:
-    """Return the FLOP of table 1's steps: the formula beside a count of the products."""
+    """Return the FLOPs of the steps in table 1: the published formula and the planner's count."""
     rows = []
     for row in published.table_1():
         model = named(row.step.model)
-        # With full recompute the blocks' forward passes are computed twice: 4/3 of them.
+        # Full recomputation runs the blocks' forward passes twice, a factor of 4/3.
         head = 6.0 * model.sequence_length * model.hidden_size * model.vocab_size
         counted = (model.flops_per_sequence() - head) * 4 / 3 + head
         formula = published.flop_of_step(row.step.model, row.step.global_batch)
@@ -112,7 +112,7 @@ def step_seconds() -> Table:
 
 
 def model_states() -> Table:
-    """Return the ZeRO paper's model states a device."""
+    """Return the model states per device of the ZeRO paper."""
     rows = []
     for billions, devices in published.ZERO_STATES.items():
         for count, levels in devices.items():
@@ -127,7 +127,7 @@ def model_states() -> Table:
 
 
 def activations() -> Table:
-    """Return the bytes a device of Korthikanti et al.'s figure 1."""
+    """Return the bytes per device of Korthikanti et al.'s figure 1."""
     rows, steps = [], {step.model: step for step in published.table_5("full")}
     choices = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     names = ("nothing recomputed", "sequence parallel", "attention recomputed", "both", "full")
@@ -156,7 +156,7 @@ def activations() -> Table:
 
 
 def table_1() -> Table:
-    """Return the steps of Narayanan et al.'s table 1."""
+    """Return the step times of Narayanan et al.'s table 1."""
     rows = [
         _row(row.step, OVERLAPPING if row.step.overlaps else MEGATRON)
         for row in published.table_1()
@@ -167,7 +167,7 @@ def table_1() -> Table:
 
 
 def table_5() -> list[Table]:
-    """Return the steps of Korthikanti et al.'s table 5, of both columns."""
+    """Return the step times of Korthikanti et al.'s table 5, one table per column."""
     titles = {
         "full": "Step time with full recompute, Korthikanti et al., 2022, table 5",
         "attention": "Step time with attention recompute and sequence parallelism, the same table",
@@ -184,7 +184,7 @@ def table_5() -> list[Table]:
 
 
 def table_2() -> list[Table]:
-    """Return Narayanan et al.'s table 2: tensor × pipeline, and ZeRO-3 without."""
+    """Return the step times of Narayanan et al.'s table 2, for tensor × pipeline and for ZeRO-3."""
     found = []
     for scheme, system, level in (("PTD", MEGATRON, 0), ("ZeRO-3", ZERO_3, 3)):
         rows = [_row(step, system, level) for step, _ in published.table_2(scheme)]
@@ -195,7 +195,7 @@ def table_2() -> list[Table]:
 
 
 def layouts_of(model: str) -> Table:
-    """Return the measured layouts of a model."""
+    """Return the step times of a model's measured layouts."""
     steps = published.layouts_of(model)
     ours = predicted_seconds(steps, DEEPSPEED)
     rows = tuple(
@@ -209,7 +209,7 @@ def layouts_of(model: str) -> Table:
 
 
 def held_out_error(models=published.HELD_OUT_MODELS) -> float:
-    """Return the mean error on the measured layouts of models; of those held out by default."""
+    """Return the mean error on the measured layouts of models, by default of all held-out models."""
     errors = [abs(row.error) for model in models for row in layouts_of(model).rows]
     return float(np.mean(errors))
 
@@ -228,11 +228,11 @@ def _describe(step) -> str:
 
 
 def lines_of(found: list[Table], form: Callable) -> list[str]:
-    """Return all tables as lines.
+    """Return all tables as lines of Markdown.
 
     Args:
-        found: list of `Table`s.
-        form: a function of a list of rows of cells, the header first, that returns lines.
+        found: List of `Table`s.
+        form: Function from a list of rows of cells, the header first, to lines.
     """
     lines = []
     for table in found:
@@ -256,7 +256,7 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
 
 
 def summary(found: list[Table]) -> list[tuple]:
-    """Return the rows of the table of all tables, header first: errors and the planner's choice."""
+    """Return the rows of a summary table, the header first: errors and regret of each table."""
     rows = [("table", "rows", "mean error", "largest error", "choice slower by")]
     for table in found:
         if table.rows[0].digits is not None:
@@ -271,13 +271,13 @@ def summary(found: list[Table]) -> list[tuple]:
     return rows
 
 
-# Both pages have a part between these marks.
+# Both pages have a generated part between these marks.
 BEGIN = "<!-- Written by benchmarks/planner_page.py. -->"
 END = "<!-- End of the written part. -->"
 
 
 def pages() -> dict[str, str]:
-    """Return the written part of each page, by the file name of the page in docs/."""
+    """Return the generated part of each page as a dict by file name in docs/."""
     all_tables = tables()
     rows = "\n".join(lines_of(all_tables, _markdown)).strip()
     return {
@@ -287,7 +287,7 @@ def pages() -> dict[str, str]:
 
 
 def with_written_part(page: str, part: str) -> str:
-    """Return a page with a new written part."""
+    """Return a page with its generated part replaced."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
