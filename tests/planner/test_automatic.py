@@ -1,4 +1,4 @@
-"""The automatic mode: the planner's layout for this job, on this machine, with its reason."""
+"""The automatic mode plans a layout for the running job on this machine."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ from dtransformer.runs.config import load_config
 FOUR_RANKS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3"}
 
 
-def test_as_many_devices_as_the_job_has_ranks(monkeypatch):
+def test_cluster_has_all_devices_of_the_job(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     found = this_cluster(local_devices=2)
@@ -26,7 +26,7 @@ def test_as_many_devices_as_the_job_has_ranks(monkeypatch):
     check_supported(config)
 
 
-def test_every_rank_gets_the_same_and_the_first_prints_it(monkeypatch, capsys):
+def test_all_ranks_get_the_same_layout_and_rank_0_prints_it(monkeypatch, capsys):
     configs = []
     for rank in "0123":
         for name, value in {**FOUR_RANKS, "HOROVOD_RANK": rank}.items():
@@ -38,7 +38,7 @@ def test_every_rank_gets_the_same_and_the_first_prints_it(monkeypatch, capsys):
 
 
 @pytest.mark.tensorflow
-def test_a_network_that_is_not_built():
+def test_plans_for_an_unbuilt_network():
     from dtransformer.models import CausalLM
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=2, max_length=16)
@@ -46,7 +46,7 @@ def test_a_network_that_is_not_built():
     assert not network.weights
 
 
-def test_fields_that_are_given_are_kept(monkeypatch):
+def test_keeps_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     options = {"device": "a100", "fixed": {"pipeline_stage": 2, "pipeline_schedule": "gpipe"}}
@@ -54,13 +54,13 @@ def test_fields_that_are_given_are_kept(monkeypatch):
     assert (config.pipeline_stage, config.pipeline_schedule) == (2, "gpipe")
 
 
-def test_what_does_not_fit_is_told_in_one_line():
+def test_error_is_one_line_if_nothing_fits():
     with pytest.raises(InputError) as error:
         automatic_plan("gpt_175b", 8, device="a100")
     assert "bytes more than" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_gpus_by_the_name_that_their_driver_says():
+def test_finds_gpus_by_driver_name():
     names = {"NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA H100 80GB HBM3": "h100-80"}
     names |= {"Tesla V100-SXM2-16GB": "v100-16", "NVIDIA H200": "h200-141"}
     for name, expected in names.items():
@@ -70,7 +70,7 @@ def test_gpus_by_the_name_that_their_driver_says():
             find_gpu(name)
 
 
-def test_ranks_of_a_host_share_its_cores_and_memory():
+def test_ranks_share_cores_and_memory_of_a_host():
     alone, four = (cpu_device(8, 64, ranks) for ranks in (1, 4))
     for field in ("tflops_32_bit", "memory_gb", "memory_gb_per_second"):
         assert getattr(alone, field) == 4 * getattr(four, field)
@@ -78,7 +78,7 @@ def test_ranks_of_a_host_share_its_cores_and_memory():
 
 
 @pytest.mark.parametrize("text", ["parallel: auto", "training: {layout: auto}"])
-def test_a_config_that_leaves_the_layout_to_the_planner(tmp_path, text):
+def test_config_selects_automatic_layout(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     config = load_config(path)
@@ -88,7 +88,7 @@ def test_a_config_that_leaves_the_layout_to_the_planner(tmp_path, text):
     assert found.best.config.resolve(1).data_parallel == 1
 
 
-def test_a_config_with_both(monkeypatch):
+def test_config_combines_automatic_layout_and_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     config = load_config(None, ["parallel=auto", "parallel.optimizer_shard=2"])

@@ -1,4 +1,4 @@
-"""The theory's formulas agree with what is counted: from schedules, simulators and networks."""
+"""Formulas agree with counts from schedules, the simulator and networks."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ PIPELINES = [(2, 4, 1), (4, 8, 1), (4, 16, 1), (2, 4, 2), (4, 8, 2), (4, 16, 3),
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_micro_batches_alive_and_bubbles_are_those_of_the_schedule(name):
+def test_micro_batches_alive_and_bubbles_match_the_schedule(name):
     schedule = SCHEDULES[name]
     for p, m, v in PIPELINES:
         if not schedule.allows(v):
@@ -27,12 +27,13 @@ def test_micro_batches_alive_and_bubbles_are_those_of_the_schedule(name):
             change = [(one.kind == FORWARD) - (one.kind == BACKWARD) for one in stage]
             most = max(np.cumsum(change)) / v
             assert micro_batches_alive(name, p, number, m, v) == pytest.approx(most)
-        # Forward, gradients of inputs and those of weights take 1 each.
+        # A forward pass, input gradients and weight gradients take one unit of time each.
         backward = (1 if schedule.divides_backward else 2) / v
         timeline = simulate(stages, placement, 1 / v, backward, weight_gradients=1 / v)
         end = max(event.end for event in timeline.events)
         exact = (end - 3 * m) / 3
-        most = exact + (0.25 if name == "zb_v" else 0)  # of which there is no closed form
+        # zb_v has no closed form, so its formula is an upper bound.
+        most = exact + (0.25 if name == "zb_v" else 0)
         assert exact - 1e-9 <= bubble_passes(name, p, v) <= most + 1e-9
 
 
@@ -49,7 +50,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize("expected, choice", PUBLISHED)
-def test_activations_of_a_layer(expected, choice):
+def test_activation_bytes_match_published_values(expected, choice):
     s, h = 2048, 6144
     kept = kept_bytes(
         length=s, attended=[s], hidden_size=h, num_heads=64, head_dim=96, num_kv_heads=64,
@@ -59,7 +60,7 @@ def test_activations_of_a_layer(expected, choice):
 
 
 @pytest.mark.tensorflow
-def test_attention_by_blocks_begins_where_the_layers_begin_it():
+def test_blockwise_attention_has_the_same_threshold_as_layers():
     from dtransformer.layers import attention_core
 
     below = attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES - 1)
@@ -67,7 +68,7 @@ def test_attention_by_blocks_begins_where_the_layers_begin_it():
     assert attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES) == "blockwise"
 
 
-def test_stages_have_all_blocks():
+def test_stages_contain_all_blocks():
     for name, p, v in (("gpt_530b", 35, 3), ("gpt_530b", 8, 1), ("transformer_big", 4, 1)):
         model = named(name)
         stages = stage_kinds(model, Placement.looped(p, v))

@@ -1,4 +1,4 @@
-"""A plan answers: does it fit, how long does it take, which layout is best; and what is wrong to ask."""
+"""Plans report memory, step time and the best layout, and reject invalid input."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def found():
     return plan(named("gpt_175b"), cluster(1024), Job(1536))
 
 
-def test_it_needs_no_tensorflow():
+def test_does_not_import_tensorflow():
     code = (
         "import sys, dtransformer.planner as p;"
         "p.plan(p.named('llama2_7b'), p.Cluster(p.device_named('a100'), 8), p.Job(64));"
@@ -67,7 +67,7 @@ def test_it_needs_no_tensorflow():
 
 
 def test_4096_devices_and_a_trillion_parameters():
-    """All at once: fewer than 200,000 layouts, in arrays. docs/planner.md says how long it takes."""
+    """All layouts are evaluated in arrays. docs/planner.md states the duration."""
     model, many, job = named("gpt_1t"), cluster(4096), Job(4096)
     assert 1000 < len(enumerate_layouts(model, many, job)) < 200_000
     assert plan(model, many, job).fits
@@ -77,8 +77,8 @@ ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
 
 
 @pytest.mark.parametrize("name, devices, device, batch", ASKED)
-def test_nothing_that_fits_is_faster(name, devices, device, batch):
-    """But for what leaves a tenth more of the memory, or is simpler, and within 2 % of the fastest."""
+def test_no_fitting_layout_is_faster(name, devices, device, batch):
+    """Only a layout with much more free memory or fewer techniques may be 2% slower."""
     found = plan(named(name), cluster(devices, device), Job(batch))
     layouts = enumerate_layouts(found.model, found.cluster, found.job)
     memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
@@ -103,26 +103,26 @@ def test_parts_add_up(found):
         assert one.tokens_per_second == pytest.approx(1536 * 2048 / one.step_seconds)
 
 
-def test_the_trainer_takes_what_is_proposed(found):
+def test_trainer_supports_proposed_layouts(found):
     for one in found.costs:
         check_supported(one.config)
         degrees = one.config.data_parallel * one.config.model_parallel * one.config.pipeline_stage
         assert degrees == 1024
 
 
-def test_every_layout_of_the_grid_is_one_that_the_trainer_takes():
-    """The mask asks for one layout of each meeting of techniques; here all are asked."""
+def test_trainer_supports_every_layout_of_the_grid():
+    """The grid checks one layout per combination of techniques, this test every seventh."""
     layouts = enumerate_layouts(named(SMALL), cluster(8), Job(16))
     for number in range(0, len(layouts), 7):
         check_supported(layouts.config(number))
 
 
-def test_cost_of_a_config_is_that_of_the_plan(found):
+def test_cost_of_a_config_equals_the_plan(found):
     again = cost(found.model, found.cluster, found.job, found.best.config)
     assert again == found.best
 
 
-def test_what_does_not_fit_is_told_in_bytes_with_a_change_that_makes_it_fit():
+def test_reports_missing_bytes_and_a_change_that_fits():
     model, some, job = named("llama2_7b"), cluster(8), Job(64)
     whole = cost(model, some, job, TransformerOpParallelConfig(micro_batch_num=8))
     assert not whole.fits
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_told_in_bytes_with_a_change_that_makes_it_fit():
     assert cost(model, some, job, changed).fits
 
 
-def test_what_cannot_fit_is_told_with_the_number_of_devices_that_would():
+def test_reports_the_number_of_devices_that_would_fit():
     found = plan(named("gpt_175b"), cluster(8), Job(64))
     assert not found.fits and found.best.missing_bytes > 0
     assert "64 devices are enough" in found.why
@@ -151,7 +151,7 @@ def test_more_memory_or_faster_links_are_never_worse():
     assert times[2] < times[0]
 
 
-def test_fixed_fields_are_kept():
+def test_keeps_fixed_fields():
     job = Job(
         512, fixed={"model_parallel": 4, "optimizer_shard": 1, "gradient_aggregation_group": 2}
     )
@@ -160,7 +160,7 @@ def test_fixed_fields_are_kept():
         assert one.config.gradient_aggregation_group == 2
 
 
-def test_what_is_fixed_is_in_the_config_as_it_is_given():
+def test_config_contains_fixed_fields_unchanged():
     fixed = {"recompute": {"select": ["attention", "norm"]}, "vocab_emb_dp": True}
     job = Job(64, fixed={**fixed, "gradient_dtype": "float16", "model_parallel": 2})
     best = plan(named(SMALL), cluster(8), job).best
@@ -170,8 +170,8 @@ def test_what_is_fixed_is_in_the_config_as_it_is_given():
     assert best.seconds_by_kind["reduction"] < wide.seconds_by_kind["reduction"]
 
 
-def test_placement_matters():
-    """Sums over the model axis are many times slower where it spans nodes."""
+def test_model_axis_is_slower_across_nodes():
+    """Sums over the model axis are several times slower if it spans nodes."""
     model = named("gpt_18b")
     configs = [TransformerOpParallelConfig(model_parallel=t, micro_batch_num=8) for t in (8, 16)]
     inside, across = (cost(model, cluster(16), Job(16), one) for one in configs)
@@ -181,8 +181,8 @@ def test_placement_matters():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.tensorflow
-def test_published_models_have_as_many_parameters_as_their_networks(name):
-    """Each network counts its weights, by their shapes; test_published.py has the papers' numbers."""
+def test_published_models_have_the_parameters_of_their_networks(name):
+    """Networks count their weights by shapes. test_published.py checks the papers' numbers."""
     from dtransformer import models
 
     architecture = ARCHITECTURES[name]
@@ -190,7 +190,7 @@ def test_published_models_have_as_many_parameters_as_their_networks(name):
     assert named(name).parameters() == network.num_parameters()
 
 
-# Arguments of a network whose blocks have experts, and of which kind each block is.
+# Arguments of networks with experts, and the kind of each block.
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2}
 WITH_EXPERTS = [
     ({"moe_config": EXPERTS}, (0, 0, 0, 0, 0)),
@@ -204,7 +204,7 @@ WITH_EXPERTS = [
 
 
 def _products(network):
-    """Count the products of a position among 16: of its kernels, its scores, and the head."""
+    """Return the multiplications per position of a 16-token sequence: kernels, scores and the head."""
     from dtransformer.models.base import active_share
 
     given = network.arguments
@@ -220,7 +220,7 @@ def _products(network):
 
 
 @pytest.mark.tensorflow
-def test_latents_are_counted_as_the_network_counts_them():
+def test_latent_attention_matches_network_counts():
     from harness.block_networks import deepseek, gpt_oss
 
     for make in (deepseek, gpt_oss):
@@ -232,7 +232,7 @@ def test_latents_are_counted_as_the_network_counts_them():
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
+def test_latent_adapters_match_network_counts(kind):
     from dtransformer.models import add_lora
     from harness.block_networks import deepseek
 
@@ -244,7 +244,7 @@ def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
     assert from_network(network, **asked).trained_parameters() == count
 
 
-def test_latents_take_less_time_and_more_memory_than_plain_projections():
+def test_latent_attention_takes_less_time_and_more_memory():
     latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
     plain, layouts = (
         dataclasses.replace(latents, latent=None),
@@ -260,7 +260,7 @@ def test_latents_take_less_time_and_more_memory_than_plain_projections():
 
 @pytest.mark.parametrize("arguments, order", WITH_EXPERTS)
 @pytest.mark.tensorflow
-def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
+def test_experts_match_network_counts(arguments, order):
     from dtransformer.models import CausalLM
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=5, max_length=16, **arguments)
@@ -271,8 +271,8 @@ def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
 
 
 @pytest.mark.tensorflow
-def test_experts_of_an_encoder_and_a_decoder():
-    """Every second block of each has them, counted from its first."""
+def test_experts_in_encoder_and_decoder():
+    """Every second block of each stack has experts, counted from its first block."""
     from dtransformer.models import TranslationTransformer
 
     sizes = dict(hidden_size=32, num_heads=4, encoder_layers=3, decoder_layers=4)
@@ -283,8 +283,8 @@ def test_experts_of_an_encoder_and_a_decoder():
     assert model.parameters() == network.num_parameters()
 
 
-def test_stages_with_experts_are_the_fullest():
-    """Four blocks on four stages, the second and the fourth with experts."""
+def test_stages_with_experts_need_the_most_memory():
+    """Of four blocks on four stages, the second and the fourth have experts."""
     sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100, sequence_length=64)
     model = ModelShape("sparse", num_experts=8, experts_every=2, **sizes)
     assert [stage.blocks for stage in stage_kinds(model, Placement.looped(4))] == [
@@ -298,7 +298,7 @@ def test_stages_with_experts_are_the_fullest():
     assert memory.weights[0] == 4 * model.block_parameters(model.kinds[1])
 
 
-def test_a_plan_with_experts_in_some_blocks(capsys, tmp_path):
+def test_plan_with_experts_in_some_blocks(capsys, tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("base: gpt-7.5b\nnum_experts: 8\nexperts_chosen: 2\nexperts_every: 4\n")
     ask = ["plan", "--model", str(path), "--devices", "64", "--global-batch", "512", "--json"]
@@ -308,18 +308,18 @@ def test_a_plan_with_experts_in_some_blocks(capsys, tmp_path):
     assert first["seconds_by_kind"]["expert_parallel"] > 0
 
 
-def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
-    """Whatever the trainer takes today: the formulas know context and expert parallelism."""
+def test_context_parallelism_trades_memory_for_collectives():
+    """The formulas do not depend on the layouts that the trainer supports."""
     model = named("llama2_7b", sequence_length=32768)
     found = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
     memory, seconds = evaluate(model, cluster(4), Job(4), found)
     assert memory.activations[0] > memory.activations[1] > memory.activations[2]
     assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
-    np.testing.assert_allclose(memory.states, memory.states[0])  # four share them in any case
+    np.testing.assert_allclose(memory.states, memory.states[0])  # Four devices always share them.
 
 
-def test_sequences_that_are_sharded_keep_no_scores():
-    """Their attention is computed by blocks whatever the length: twice the length, twice the memory."""
+def test_context_parallelism_stores_no_scores():
+    """Context-parallel attention is blockwise, so memory is linear in the sequence length."""
 
     def activations(length, **layout):
         model = named(SMALL, sequence_length=length)
@@ -329,7 +329,7 @@ def test_sequences_that_are_sharded_keep_no_scores():
     assert activations(512, data=2) > 2.2 * activations(256, data=2)
 
 
-def test_experts_that_are_sharded():
+def test_expert_parallelism_shards_weights():
     sizes = dict(
         hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
     )
@@ -339,13 +339,15 @@ def test_experts_that_are_sharded():
     sharded, gathered = evaluate(
         model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3)
     )
-    np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])  # all share them, either way
+    # All devices share the weights under level 3, with and without expert parallelism.
+    np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])
     assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
-    assert gathered.unsharding[1] < gathered.unsharding[0] / 2  # who has an expert keeps it
+    # Sharded experts are not gathered from other ranks.
+    assert gathered.unsharding[1] < gathered.unsharding[0] / 2
 
 
-def test_a_mesh_adds_up_gradients_in_every_micro_batch():
-    """Replicas of other ranks do once a step; experts' are added up by those alone who have them."""
+def test_mesh_reduces_gradients_in_every_micro_batch():
+    """Replicas on other ranks reduce once per step. Only ranks with the same experts reduce them."""
     model = named("llama2_7b")
     reduction = lambda **layout: (
         evaluate(model, cluster(2), Job(8), Layouts.of(**layout))[1].reduction
@@ -362,7 +364,7 @@ def test_a_mesh_adds_up_gradients_in_every_micro_batch():
 
 
 def ask(batch, **fixed):
-    """Ask for a plan of a small model on eight devices with fixed fields."""
+    """Plan a small model on eight devices with fixed fields."""
     return plan(named(SMALL), cluster(8), Job(batch, fixed=fixed))
 
 
@@ -435,25 +437,22 @@ WRONG = [
 
 
 @pytest.mark.parametrize("ask, told", WRONG)
-def test_a_wrong_question_gets_one_clear_line(ask, told):
+def test_invalid_input_raises_a_one_line_error(ask, told):
     with pytest.raises(InputError) as error:
         ask()
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-# What is frozen.
-
-
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
-def test_what_is_frozen_has_no_gradients_and_no_states(level, precision):
+def test_frozen_weights_have_no_gradients_and_states(level, precision):
     job, some = Job(64, precision), cluster(8)
     config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
     whole = cost(named("llama3_8b"), some, job, config)
     adapters = cost(named("llama3_8b", adapter_rank=8), some, job, config)
     half = cost(named("llama3_8b", frozen_blocks=16), some, job, config)
     taken = lambda one: one.bytes_by_kind["gradients"] + one.bytes_by_kind["states"]
-    # At levels 1 and 2 in mixed precision float32 shards of frozen weights stay.
+    # Levels 1 and 2 in mixed precision keep float32 shards of frozen weights.
     kept = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
     assert taken(adapters) == pytest.approx(kept, abs=0.1e9)
     assert taken(adapters) < taken(half) < 0.75 * taken(whole) + kept
@@ -467,7 +466,7 @@ def test_what_is_frozen_has_no_gradients_and_no_states(level, precision):
 
 
 @pytest.mark.tensorflow
-def test_adapters_are_counted_as_networks_count_them():
+def test_adapters_match_network_counts():
     from dtransformer.models import CausalLM, add_lora, freeze
 
     sizes = dict(hidden_size=32, num_heads=4, num_kv_heads=2, gated=True, use_bias=False)
@@ -490,12 +489,10 @@ def test_adapters_are_counted_as_networks_count_them():
     assert model.trained_parameters() == count
 
 
-# The command.
-
 ASK = ["plan", "--model", "llama2-13b", "--nodes", "4", "--device", "h100", "--global-batch", "256"]
 
 
-def test_a_new_user_gets_a_table_and_a_config_to_train_with(capsys, tmp_path):
+def test_command_prints_a_table_and_writes_a_config(capsys, tmp_path):
     assert main([*ASK, "--yaml", str(tmp_path / "plan.yaml")]) == 0
     told = capsys.readouterr().out
     assert "32 × h100-80 (4 nodes of 8)" in told and "Recommended: layout 1. " in told
@@ -505,12 +502,12 @@ def test_a_new_user_gets_a_table_and_a_config_to_train_with(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("example", EXAMPLE.findall(PAGE))
-def test_examples_of_the_page_are_what_is_printed(capsys, example):
+def test_docs_show_the_printed_output(capsys, example):
     assert main(example[0].split()) == 0
     assert capsys.readouterr().out.strip() == example[1].strip()
 
 
-def test_json_has_units_in_its_names(capsys):
+def test_json_names_contain_units(capsys):
     assert main([*ASK, "--json", "--top", "2", "--fix", "model_parallel=2"]) == 0
     told = json.loads(capsys.readouterr().out)
     first, _ = told["layouts"]
@@ -519,7 +516,7 @@ def test_json_has_units_in_its_names(capsys):
     assert sum(first["seconds_by_kind"].values()) == pytest.approx(first["step_seconds"])
 
 
-def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
+def test_custom_model_and_device(capsys, tmp_path):
     model = {"hidden_size": 512, "num_heads": 8, "num_layers": 4, "vocab_size": 1000}
     model |= {"sequence_length": 128}
     device = {"name": "mine", "tflops_16_bit": 1, "tflops_32_bit": 1, "memory_gb": 4}
@@ -538,7 +535,7 @@ def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
 
 
-def test_a_named_device_with_other_links(capsys, tmp_path):
+def test_named_device_with_changed_links(capsys, tmp_path):
     path = tmp_path / "slow.yaml"
     path.write_text("base: a100\nbetween_gb_per_second: 1\nconstants: {hop_us: 50}\n")
     ask = ["plan", "--model", "gpt-7.5b", "--devices", "64", "--global-batch", "512", "--json"]
@@ -551,7 +548,7 @@ def test_a_named_device_with_other_links(capsys, tmp_path):
     assert "Device has no field 'network'. Its fields are name, " in capsys.readouterr().err
 
 
-def test_a_named_model_with_other_fields_is_titled_by_its_name(capsys, tmp_path):
+def test_changed_model_is_titled_by_its_name(capsys, tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text("base: llama2_7b\nname: mine\nnum_layers: 4\n")
     ask = ["plan", "--model", str(path), "--devices", "8", "--global-batch", "64"]
@@ -562,8 +559,8 @@ def test_a_named_model_with_other_fields_is_titled_by_its_name(capsys, tmp_path)
 
 
 @pytest.mark.tensorflow
-def test_a_published_folder(capsys, tmp_path):
-    """Of which the config alone is read: weights need not be there."""
+def test_published_folder(capsys, tmp_path):
+    """The planner reads only the config, so the folder does not need weights."""
     config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
     config |= {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
@@ -585,14 +582,14 @@ def test_a_published_folder(capsys, tmp_path):
         assert json.loads(capsys.readouterr().out)["model"]["sequence_length"] == length
 
 
-def test_the_yaml_of_any_layout_makes_its_config(found):
+def test_yaml_recreates_the_config(found):
     job = Job(64, fixed={"recompute": {"select": ["attention"]}})
     for one in (found, plan(named(SMALL), cluster(8), job)):
         fields = yaml.safe_load(yaml_of(one))["parallel"]
         assert TransformerOpParallelConfig(**fields) == one.best.config
 
 
-# Families of which no preset is counted yet.
+# Families without a preset.
 NO_PRESETS = {
     *("seed_oss", "granite", "olmo3", "olmoe", "glm4_moe", "camembert", "mbart", "pegasus", "mt5"),
     "hunyuan_v1_dense",
@@ -600,7 +597,7 @@ NO_PRESETS = {
 
 
 @pytest.mark.tensorflow
-def test_every_family_that_is_read_has_presets():
+def test_every_supported_family_has_a_preset():
     from dtransformer.models.pretrained.families import FAMILIES
 
     for family in FAMILIES.keys() - NO_PRESETS:
@@ -608,30 +605,27 @@ def test_every_family_that_is_read_has_presets():
         assert any(re.match(name, preset) for preset in ARCHITECTURES), family
 
 
-def test_a_picture(tmp_path):
+def test_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     assert main([*ASK, "--json", "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_without_matplotlib_a_picture_is_refused_in_one_line(capsys, monkeypatch):
+def test_picture_without_matplotlib_is_a_one_line_error(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*ASK, "--plot", "plan.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-# What is measured of ranks that share cores, and of Horovod's calls.
-
-
 def of_cpus(model, ranks, fields, **config):
-    """Return the cost of a small job on CPUs that a device's fields describe."""
+    """Return the cost of a small job on CPUs whose device has the given fields."""
     device = dataclasses.replace(cpu_device(ranks, 16, ranks), **fields)
     job = Job(16, "float32", "adam")
     return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
 
 
-def test_ranks_that_share_a_core_compute_while_others_wait():
-    """Four stages on two cores: each core waits as one of two stages, and a third of a pass more."""
+def test_ranks_on_a_shared_core_compute_while_others_wait():
+    """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
         of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
@@ -639,15 +633,16 @@ def test_ranks_that_share_a_core_compute_while_others_wait():
     )
     waits = [cost.seconds_by_kind["bubble"] for cost in (alone, shared)]
     assert waits[0] / waits[1] == pytest.approx(3 / (4 / 3))
+    # Each core has one stage of both replicas.
     of_replicas = of_cpus(
         model, 4, {"sharing": 2.0}, data_parallel=2, pipeline_stage=2, micro_batch_num=4
-    )  # a core has one stage of both
+    )
     assert of_replicas.seconds_by_kind["bubble"] > 0
     assert cpu_device(2, 16, 4).sharing == 2 and cpu_device(4, 16, 2).sharing == 1
 
 
-def test_each_collective_that_waits_takes_a_call():
-    """With sharded states sizes, norms and new weights besides: three calls of 5 ms more."""
+def test_every_waiting_collective_costs_a_call():
+    """Sharded states also exchange sizes, norms and new weights: three more calls of 5 ms."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 5000.0)}
     none, one = (of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1))
@@ -655,7 +650,7 @@ def test_each_collective_that_waits_takes_a_call():
     assert more == pytest.approx(3 * 0.005)
 
 
-def test_stages_of_a_tied_table_add_its_gradients():
+def test_pipeline_all_reduces_a_tied_table():
     links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
     tied, untied = (
         of_cpus(named(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
@@ -666,8 +661,8 @@ def test_stages_of_a_tied_table_add_its_gradients():
     assert more == pytest.approx(model.vocab_size * model.hidden_size * 4 / 1e9)
 
 
-def test_a_mesh_sums_at_both_ends_of_a_network():
-    """Beside the blocks': looked-up rows, the head's gradient, and numbers of tokens."""
+def test_mesh_sums_embeddings_and_head():
+    """In addition to blocks, the mesh sums looked-up rows, the head's gradient and token counts."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
     found = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
@@ -675,7 +670,7 @@ def test_a_mesh_sums_at_both_ends_of_a_network():
     assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
 
 
-def test_a_mesh_sends_bfloat16_as_float32():
+def test_mesh_sends_bfloat16_as_float32():
     model, layouts = named("llama2_7b"), Layouts.of(model=[2])
     seconds = {
         precision: evaluate(model, cluster(2), Job(8, precision), layouts)[1].model_parallel[0]
@@ -684,8 +679,8 @@ def test_a_mesh_sends_bfloat16_as_float32():
     assert seconds["mixed_bfloat16"] == seconds["float32"] > 1.5 * seconds["mixed_float16"]
 
 
-def test_precision_is_a_property_of_the_device():
-    """A V100 has no bfloat16: its mixed precision is float16, and bfloat16 is refused."""
+def test_default_precision_depends_on_the_device():
+    """A V100 lacks bfloat16, so its mixed precision is float16 and bfloat16 raises an error."""
     model, job = named("gpt2_small"), Job(global_batch=8)
     for device, precision in (("v100", "mixed_float16"), ("a100", "mixed_bfloat16")):
         found = plan(model, Cluster(device_named(device), 2), job)
@@ -703,7 +698,7 @@ def test_precision_is_a_property_of_the_device():
             refused()
 
 
-def test_states_are_sharded_over_ranks_of_different_meshes():
+def test_states_are_sharded_over_different_meshes_only():
     model, job = named("llama2_7b", sequence_length=32768), Job(1)
     kept = lambda **fields: cost(
         model, cluster(8, "h100"), job, TransformerOpParallelConfig(**fields)
@@ -714,7 +709,7 @@ def test_states_are_sharded_over_ranks_of_different_meshes():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layouts_are_those_that_ranks_of_several_devices_take(ranks):
+def test_layouts_suit_ranks_with_several_devices(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
     layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
     for number in range(0, len(layouts), 97):
@@ -724,7 +719,7 @@ def test_layouts_are_those_that_ranks_of_several_devices_take(ranks):
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lamb", "muon"])
-def test_optimizers_of_full_weights_are_given_whole_ones(optimizer):
+def test_full_weight_optimizers_get_whole_partitions(optimizer):
     found = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
     for config in (one.config for one in found.costs):
         is_whole = config.optimizer_shard in (1, 2)
@@ -732,5 +727,5 @@ def test_optimizers_of_full_weights_are_given_whole_ones(optimizer):
         assert config.optimizer_shard != 3 and (is_whole or config.model_parallel == 1)
 
 
-def test_no_layout_of_a_part_of_a_node():
+def test_no_layout_fits_on_part_of_a_node():
     assert "No layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why
