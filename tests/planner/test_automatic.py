@@ -19,8 +19,8 @@ FOUR_RANKS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3
 def test_cluster_has_all_devices_of_the_job(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
-    found = this_cluster(local_devices=2)
-    assert (found.num_devices, found.devices_per_node) == (8, 4)
+    detected = this_cluster(local_devices=2)
+    assert (detected.num_devices, detected.devices_per_node) == (8, 4)
     config = TransformerOpParallelConfig.auto("gpt2_small", 16)
     assert config.resolve(4) == config
     check_supported(config)
@@ -33,8 +33,8 @@ def test_all_ranks_get_the_same_layout_and_rank_0_prints_it(monkeypatch, capsys)
             monkeypatch.setenv(name, value)
         configs.append(TransformerOpParallelConfig.auto("gpt2_small", 16, device="a100"))
     assert all(config == configs[0] for config in configs)
-    told = capsys.readouterr().out
-    assert told.count("Layout: ") == 1 and "Chosen by the planner: " in told
+    printed = capsys.readouterr().out
+    assert printed.count("Layout: ") == 1 and "Chosen by the planner: " in printed
 
 
 @pytest.mark.tensorflow
@@ -84,8 +84,8 @@ def test_config_selects_automatic_layout(tmp_path, text):
     config = load_config(path)
     assert config == load_config(None, ["parallel=auto"])
     assert config.training.layout == "auto"
-    found = plan_of_run(config)
-    assert found.best.config.resolve(1).data_parallel == 1
+    result = plan_of_run(config)
+    assert result.best.config.resolve(1).data_parallel == 1
 
 
 def test_config_combines_automatic_layout_and_fixed_fields(monkeypatch):

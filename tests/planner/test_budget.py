@@ -99,7 +99,7 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
     path = tmp_path / "device.yaml"
     path.write_text("base: a100\nbetween_gb_per_second: 1\n")
     ask = ["plan", "--model", "gpt2-small", "--devices", "1", "--global-batch", "8"]
-    for device, told in {
+    for device, statement in {
         "a100": "On A100, 68 measured steps",
         "v100": "No step on this GPU was compared with a measured one.",
         "h100": "No step on this GPU was compared with a measured one.",
@@ -107,7 +107,7 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
     }.items():
         assert main([*ask, "--device", device]) == 0
         printed = capsys.readouterr().out
-        assert f"\n{told}" in printed and "\nAssumptions: " in printed
+        assert f"\n{statement}" in printed and "\nAssumptions: " in printed
     assert "another CPU" in cpu_device(2, 16, 1).accuracy()
 
 
@@ -135,9 +135,9 @@ def test_hints_at_a_simpler_layout_in_bfloat16(name, devices, device, batch, lay
 
 def test_hints_at_bfloat16_if_nothing_else_fits():
     model, cluster = named("llama3_8b", adapter_rank=16), Cluster(device_named("a100-40"), 1)
-    found = plan(model, cluster, Job(32))
-    assert not found.fits
-    assert bfloat16_hint(found).startswith("It fits with --precision bfloat16")
+    result = plan(model, cluster, Job(32))
+    assert not result.fits
+    assert bfloat16_hint(result).startswith("It fits with --precision bfloat16")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32", "mixed_bfloat16"])
@@ -147,6 +147,6 @@ def test_no_hint_without_a_simpler_layout(precision):
 
 
 def test_training_hours():
-    found = plan(named("gpt2_small"), Cluster(device_named("a100"), 8), Job(64))
-    seconds = 1e9 / (64 * 1024) * found.best.step_seconds
-    assert training_hours(found.best, 1e9) == pytest.approx(seconds / 3600)
+    result = plan(named("gpt2_small"), Cluster(device_named("a100"), 8), Job(64))
+    seconds = 1e9 / (64 * 1024) * result.best.step_seconds
+    assert training_hours(result.best, 1e9) == pytest.approx(seconds / 3600)

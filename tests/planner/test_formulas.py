@@ -23,18 +23,21 @@ def test_micro_batches_alive_and_bubbles_match_the_schedule(name):
             continue
         placement = schedule.place(p, v)
         stages = instructions(name, placement, m)
-        for number, stage in enumerate(stages):
-            change = [(one.kind == FORWARD) - (one.kind == BACKWARD) for one in stage]
-            most = max(np.cumsum(change)) / v
-            assert micro_batches_alive(name, p, number, m, v) == pytest.approx(most)
+        for index, stage in enumerate(stages):
+            change = [
+                (instruction.kind == FORWARD) - (instruction.kind == BACKWARD)
+                for instruction in stage
+            ]
+            maximum = max(np.cumsum(change)) / v
+            assert micro_batches_alive(name, p, index, m, v) == pytest.approx(maximum)
         # A forward pass, input gradients and weight gradients take one unit of time each.
         backward = (1 if schedule.divides_backward else 2) / v
         timeline = simulate(stages, placement, 1 / v, backward, weight_gradients=1 / v)
         end = max(event.end for event in timeline.events)
         exact = (end - 3 * m) / 3
         # zb_v has no closed form, so its formula is an upper bound.
-        most = exact + (0.25 if name == "zb_v" else 0)
-        assert exact - 1e-9 <= bubble_passes(name, p, v) <= most + 1e-9
+        maximum = exact + (0.25 if name == "zb_v" else 0)
+        assert exact - 1e-9 <= bubble_passes(name, p, v) <= maximum + 1e-9
 
 
 # Korthikanti et al., 2022, table 2, at the sizes of the 22 B model, in units of s·b·h.
@@ -73,5 +76,5 @@ def test_stages_contain_all_blocks():
         model = named(name)
         stages = stage_kinds(model, Placement.looped(p, v))
         assert stages[0].has_embedding and any(stage.has_head for stage in stages)
-        most = max(sum(stage.blocks) for stage in stages)
-        assert most <= v * -(-model.num_blocks // (p * v))
+        maximum = max(sum(stage.blocks) for stage in stages)
+        assert maximum <= v * -(-model.num_blocks // (p * v))

@@ -53,7 +53,7 @@ def cluster(devices, device="a100"):
 
 
 @pytest.fixture(scope="module")
-def found():
+def gpt3_plan():
     return plan(named("gpt_175b"), cluster(1024), Job(1536))
 
 
@@ -79,64 +79,70 @@ ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
 @pytest.mark.parametrize("name, devices, device, batch", ASKED)
 def test_no_fitting_layout_is_faster(name, devices, device, batch):
     """Only a layout with much more free memory or fewer techniques may be 2% slower."""
-    found = plan(named(name), cluster(devices, device), Job(batch))
-    layouts = enumerate_layouts(found.model, found.cluster, found.job)
-    memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
-    fits = memory.total <= found.cluster.memory_bytes
-    assert found.num_fitting == fits.sum()
+    result = plan(named(name), cluster(devices, device), Job(batch))
+    layouts = enumerate_layouts(result.model, result.cluster, result.job)
+    memory, seconds = evaluate(result.model, result.cluster, result.job, layouts)
+    fits = memory.total <= result.cluster.memory_bytes
+    assert result.num_fitting == fits.sum()
     fastest = seconds.total[fits].min()
-    assert fastest <= found.best.step_seconds <= fastest * (1 + TIE_SHARE)
+    assert fastest <= result.best.step_seconds <= fastest * (1 + TIE_SHARE)
     near = fits & (seconds.total <= fastest * (1 + TIE_SHARE))
-    near &= memory.total <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
+    near &= memory.total <= memory.total[near].min() + ROOM_SHARE * result.cluster.memory_bytes
     simplest = layouts.techniques[near].min()
     assert simplest == min(
-        layouts.techniques[near & np.isclose(seconds.total, found.best.step_seconds)]
+        layouts.techniques[near & np.isclose(seconds.total, result.best.step_seconds)]
     )
-    fullest = found.best.memory_bytes
-    assert fullest <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
+    fullest = result.best.memory_bytes
+    assert fullest <= memory.total[near].min() + ROOM_SHARE * result.cluster.memory_bytes
 
 
-def test_parts_add_up(found):
-    for one in found.costs:
-        assert sum(one.seconds_by_kind.values()) == pytest.approx(one.step_seconds)
-        assert sum(one.bytes_by_kind.values()) == one.memory_bytes <= one.available_bytes
-        assert one.tokens_per_second == pytest.approx(1536 * 2048 / one.step_seconds)
+def test_parts_add_up(gpt3_plan):
+    for planned in gpt3_plan.costs:
+        assert sum(planned.seconds_by_kind.values()) == pytest.approx(planned.step_seconds)
+        assert (
+            sum(planned.bytes_by_kind.values()) == planned.memory_bytes <= planned.available_bytes
+        )
+        assert planned.tokens_per_second == pytest.approx(1536 * 2048 / planned.step_seconds)
 
 
-def test_trainer_supports_proposed_layouts(found):
-    for one in found.costs:
-        check_supported(one.config)
-        degrees = one.config.data_parallel * one.config.model_parallel * one.config.pipeline_stage
+def test_trainer_supports_proposed_layouts(gpt3_plan):
+    for planned in gpt3_plan.costs:
+        check_supported(planned.config)
+        degrees = (
+            planned.config.data_parallel
+            * planned.config.model_parallel
+            * planned.config.pipeline_stage
+        )
         assert degrees == 1024
 
 
 def test_trainer_supports_every_layout_of_the_grid():
     """The grid checks one layout per combination of techniques, this test every seventh."""
     layouts = enumerate_layouts(named(SMALL), cluster(8), Job(16))
-    for number in range(0, len(layouts), 7):
-        check_supported(layouts.config(number))
+    for index in range(0, len(layouts), 7):
+        check_supported(layouts.config(index))
 
 
-def test_cost_of_a_config_equals_the_plan(found):
-    again = cost(found.model, found.cluster, found.job, found.best.config)
-    assert again == found.best
+def test_cost_of_a_config_equals_the_plan(gpt3_plan):
+    expected = cost(gpt3_plan.model, gpt3_plan.cluster, gpt3_plan.job, gpt3_plan.best.config)
+    assert expected == gpt3_plan.best
 
 
 def test_reports_missing_bytes_and_a_change_that_fits():
-    model, some, job = named("llama2_7b"), cluster(8), Job(64)
-    whole = cost(model, some, job, TransformerOpParallelConfig(micro_batch_num=8))
-    assert not whole.fits
-    assert whole.missing_bytes == whole.memory_bytes - int(some.memory_bytes) > 0
-    assert f"{whole.missing_bytes:,} bytes more" in report.fit_line(whole)
-    assert whole.change.startswith("The cheapest change: data 8 · 8 micro-batches of 1 · ")
+    model, devices, job = named("llama2_7b"), cluster(8), Job(64)
+    unsharded = cost(model, devices, job, TransformerOpParallelConfig(micro_batch_num=8))
+    assert not unsharded.fits
+    assert unsharded.missing_bytes == unsharded.memory_bytes - int(devices.memory_bytes) > 0
+    assert f"{unsharded.missing_bytes:,} bytes more" in report.fit_line(unsharded)
+    assert unsharded.change.startswith("The cheapest change: data 8 · 8 micro-batches of 1 · ")
     changed = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=2)
-    assert cost(model, some, job, changed).fits
+    assert cost(model, devices, job, changed).fits
 
 
 def test_reports_the_number_of_devices_that_would_fit():
-    found = plan(named("gpt_175b"), cluster(8), Job(64))
-    assert not found.fits and found.best.missing_bytes > 0
-    assert "64 devices are enough" in found.why
+    result = plan(named("gpt_175b"), cluster(8), Job(64))
+    assert not result.fits and result.best.missing_bytes > 0
+    assert "64 devices are enough" in result.why
     assert plan(named("gpt_175b"), cluster(64), Job(64)).fits
 
 
@@ -155,9 +161,9 @@ def test_keeps_fixed_fields():
     job = Job(
         512, fixed={"model_parallel": 4, "optimizer_shard": 1, "gradient_aggregation_group": 2}
     )
-    for one in plan(named("gpt_7.5b"), cluster(32), job).costs:
-        assert one.config.model_parallel == 4 and one.config.optimizer_shard == 1
-        assert one.config.gradient_aggregation_group == 2
+    for planned in plan(named("gpt_7.5b"), cluster(32), job).costs:
+        assert planned.config.model_parallel == 4 and planned.config.optimizer_shard == 1
+        assert planned.config.gradient_aggregation_group == 2
 
 
 def test_config_contains_fixed_fields_unchanged():
@@ -174,8 +180,8 @@ def test_model_axis_is_slower_across_nodes():
     """Sums over the model axis are several times slower if it spans nodes."""
     model = named("gpt_18b")
     configs = [TransformerOpParallelConfig(model_parallel=t, micro_batch_num=8) for t in (8, 16)]
-    inside, across = (cost(model, cluster(16), Job(16), one) for one in configs)
-    times = [one.seconds_by_kind["model_parallel"] for one in (inside, across)]
+    inside, across = (cost(model, cluster(16), Job(16), config) for config in configs)
+    times = [config.seconds_by_kind["model_parallel"] for config in (inside, across)]
     assert times[1] > 2 * times[0]
 
 
@@ -207,12 +213,12 @@ def _products(network):
     """Return the multiplications per position of a 16-token sequence: kernels, scores and the head."""
     from dtransformer.models.base import active_share
 
-    given = network.arguments
-    width = given.get("head_dim") or given["hidden_size"] // given["num_heads"]
-    scores = given["num_layers"] * 2 * 16 * given["num_heads"] * width
-    table = given.get("tied_head", True) * given["hidden_size"] * network.vocab_size
+    arguments = network.arguments
+    width = arguments.get("head_dim") or arguments["hidden_size"] // arguments["num_heads"]
+    scores = arguments["num_layers"] * 2 * 16 * arguments["num_heads"] * width
+    table = arguments.get("tied_head", True) * arguments["hidden_size"] * network.vocab_size
     kernels = (
-        math.prod(shape) * active_share(path, shape, given)
+        math.prod(shape) * active_share(path, shape, arguments)
         for path, shape in network.weight_shapes().items()
         if path.endswith("kernel")
     )
@@ -239,9 +245,9 @@ def test_latent_adapters_match_network_counts(kind):
     network, targets = deepseek(100, 2), ("latent", "query_up", "key_value", "output")
     network.build()
     add_lora(network, 4, targets=[f"*attention/{x}_kernel" for x in targets], kind=kind)
-    asked = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
+    fields = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
     count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
-    assert from_network(network, **asked).trained_parameters() == count
+    assert from_network(network, **fields).trained_parameters() == count
 
 
 def test_latent_attention_takes_less_time_and_more_memory():
@@ -250,12 +256,12 @@ def test_latent_attention_takes_less_time_and_more_memory():
         dataclasses.replace(latents, latent=None),
         enumerate_layouts(latents, many, Job(8)),
     )
-    both = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
-    assert (both[0] < both[1]).all()
-    kept = [block_activation_bytes(x, x.kinds[0], layouts) for x in (latents, plain)]
+    seconds = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
+    assert (seconds[0] < seconds[1]).all()
+    saved_bytes = [block_activation_bytes(x, x.kinds[0], layouts) for x in (latents, plain)]
     length = layouts.micro_batch * 4096 / layouts.context
-    own = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
-    np.testing.assert_allclose(kept[0] - kept[1], own)
+    expected = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
+    np.testing.assert_allclose(saved_bytes[0] - saved_bytes[1], expected)
 
 
 @pytest.mark.parametrize("arguments, order", WITH_EXPERTS)
@@ -311,8 +317,8 @@ def test_plan_with_experts_in_some_blocks(capsys, tmp_path):
 def test_context_parallelism_trades_memory_for_collectives():
     """The formulas do not depend on the layouts that the trainer supports."""
     model = named("llama2_7b", sequence_length=32768)
-    found = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
-    memory, seconds = evaluate(model, cluster(4), Job(4), found)
+    layouts = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
+    memory, seconds = evaluate(model, cluster(4), Job(4), layouts)
     assert memory.activations[0] > memory.activations[1] > memory.activations[2]
     assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
     np.testing.assert_allclose(memory.states, memory.states[0])  # Four devices always share them.
@@ -359,8 +365,8 @@ def test_mesh_reduces_gradients_in_every_micro_batch():
     one, four = reduction(data=2, level=1, micro_batches=[1, 4])
     assert four < 1.5 * one
     model = named("mixtral_8x7b")
-    whole, apart = reduction(data=2, local=2, expert=[1, 2])
-    assert apart < whole / 10
+    unsharded, sharded = reduction(data=2, local=2, expert=[1, 2])
+    assert sharded < unsharded / 10
 
 
 def ask(batch, **fixed):
@@ -437,32 +443,34 @@ WRONG = [
 
 
 @pytest.mark.parametrize("ask, told", WRONG)
-def test_invalid_input_raises_a_one_line_error(ask, told):
+def test_invalid_input_raises_a_one_line_error(ask, message):
     with pytest.raises(InputError) as error:
         ask()
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
 def test_frozen_weights_have_no_gradients_and_states(level, precision):
-    job, some = Job(64, precision), cluster(8)
+    job, devices = Job(64, precision), cluster(8)
     config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
-    whole = cost(named("llama3_8b"), some, job, config)
-    adapters = cost(named("llama3_8b", adapter_rank=8), some, job, config)
-    half = cost(named("llama3_8b", frozen_blocks=16), some, job, config)
-    taken = lambda one: one.bytes_by_kind["gradients"] + one.bytes_by_kind["states"]
-    # Levels 1 and 2 in mixed precision keep float32 shards of frozen weights.
-    kept = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
-    assert taken(adapters) == pytest.approx(kept, abs=0.1e9)
-    assert taken(adapters) < taken(half) < 0.75 * taken(whole) + kept
-    assert adapters.bytes_by_kind["weights"] == pytest.approx(
-        whole.bytes_by_kind["weights"], rel=0.01
+    full = cost(named("llama3_8b"), devices, job, config)
+    adapters = cost(named("llama3_8b", adapter_rank=8), devices, job, config)
+    half = cost(named("llama3_8b", frozen_blocks=16), devices, job, config)
+    trained_bytes = lambda planned: (
+        planned.bytes_by_kind["gradients"] + planned.bytes_by_kind["states"]
     )
-    assert half.bytes_by_kind["activations"] < 0.6 * whole.bytes_by_kind["activations"]
-    for one in (adapters, half):
-        assert one.step_seconds < 0.9 * whole.step_seconds
-        assert one.flops_share < 0.7
+    # Levels 1 and 2 in mixed precision keep float32 shards of frozen weights.
+    frozen_bytes = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
+    assert trained_bytes(adapters) == pytest.approx(frozen_bytes, abs=0.1e9)
+    assert trained_bytes(adapters) < trained_bytes(half) < 0.75 * trained_bytes(full) + frozen_bytes
+    assert adapters.bytes_by_kind["weights"] == pytest.approx(
+        full.bytes_by_kind["weights"], rel=0.01
+    )
+    assert half.bytes_by_kind["activations"] < 0.6 * full.bytes_by_kind["activations"]
+    for planned in (adapters, half):
+        assert planned.step_seconds < 0.9 * full.step_seconds
+        assert planned.flops_share < 0.7
 
 
 @pytest.mark.tensorflow
@@ -477,8 +485,8 @@ def test_adapters_match_network_counts():
         kind = "lora" if "query" in targets else "dora"
         patterns = [f"*{x}_kernel" if x != "head" else "head/kernel" for x in targets]
         add_lora(network, 4, targets=patterns, kind=kind)
-        asked = {"adapter_rank": 4, "adapter_targets": targets, "adapter_kind": kind}
-        model = from_network(network, **asked)
+        fields = {"adapter_rank": 4, "adapter_targets": targets, "adapter_kind": kind}
+        model = from_network(network, **fields)
         count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
         assert model.trained_parameters() == count
     network = CausalLM(100, num_layers=3, max_length=16, **sizes)
@@ -494,8 +502,8 @@ ASK = ["plan", "--model", "llama2-13b", "--nodes", "4", "--device", "h100", "--g
 
 def test_command_prints_a_table_and_writes_a_config(capsys, tmp_path):
     assert main([*ASK, "--yaml", str(tmp_path / "plan.yaml")]) == 0
-    told = capsys.readouterr().out
-    assert "32 × h100-80 (4 nodes of 8)" in told and "Recommended: layout 1. " in told
+    printed = capsys.readouterr().out
+    assert "32 × h100-80 (4 nodes of 8)" in printed and "Recommended: layout 1. " in printed
     config = load_config(tmp_path / "plan.yaml").parallel
     assert config.resolve(32) == config
     check_supported(config)
@@ -509,9 +517,9 @@ def test_docs_show_the_printed_output(capsys, example):
 
 def test_json_names_contain_units(capsys):
     assert main([*ASK, "--json", "--top", "2", "--fix", "model_parallel=2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    first, _ = told["layouts"]
-    assert told["fits"] and first["config"]["model_parallel"] == 2
+    content = json.loads(capsys.readouterr().out)
+    first, _ = content["layouts"]
+    assert content["fits"] and first["config"]["model_parallel"] == 2
     assert first["memory_bytes"] <= first["available_bytes"]
     assert sum(first["seconds_by_kind"].values()) == pytest.approx(first["step_seconds"])
 
@@ -571,22 +579,22 @@ def test_published_folder(capsys, tmp_path):
     assert "config.json does not exist" in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps(config))
     assert main(ask) == 0
-    own = json.loads(capsys.readouterr().out)
-    assert own["model"]["name"] == "my-llama"
+    from_folder = json.loads(capsys.readouterr().out)
+    assert from_folder["model"]["name"] == "my-llama"
     assert main([*ask[:2], "llama2-7b", *ask[3:]]) == 0
     preset = json.loads(capsys.readouterr().out)
-    assert own["layouts"] == preset["layouts"]
+    assert from_folder["layouts"] == preset["layouts"]
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
     for option, length in (([], 8192), (["--sequence", "16384"], 16384)):
         assert main([*ask, *option]) == 0
         assert json.loads(capsys.readouterr().out)["model"]["sequence_length"] == length
 
 
-def test_yaml_recreates_the_config(found):
+def test_yaml_recreates_the_config(gpt3_plan):
     job = Job(64, fixed={"recompute": {"select": ["attention"]}})
-    for one in (found, plan(named(SMALL), cluster(8), job)):
-        fields = yaml.safe_load(yaml_of(one))["parallel"]
-        assert TransformerOpParallelConfig(**fields) == one.best.config
+    for result in (gpt3_plan, plan(named(SMALL), cluster(8), job)):
+        fields = yaml.safe_load(yaml_of(result))["parallel"]
+        assert TransformerOpParallelConfig(**fields) == result.best.config
 
 
 # Families without a preset.
@@ -645,8 +653,10 @@ def test_every_waiting_collective_costs_a_call():
     """Sharded states also exchange sizes, norms and new weights: three more calls of 5 ms."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 5000.0)}
-    none, one = (of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1))
-    more = one.seconds_by_kind["reduction"] - none.seconds_by_kind["reduction"]
+    unsharded, sharded = (
+        of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1)
+    )
+    more = sharded.seconds_by_kind["reduction"] - unsharded.seconds_by_kind["reduction"]
     assert more == pytest.approx(3 * 0.005)
 
 
@@ -665,9 +675,9 @@ def test_mesh_sums_embeddings_and_head():
     """In addition to blocks, the mesh sums looked-up rows, the head's gradient and token counts."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
-    found = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
+    result = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
     calls = 4 * 4 + 1 + 1 + 5
-    assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
+    assert result.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
 
 
 def test_mesh_sends_bfloat16_as_float32():
@@ -683,45 +693,51 @@ def test_default_precision_depends_on_the_device():
     """A V100 lacks bfloat16, so its mixed precision is float16 and bfloat16 raises an error."""
     model, job = named("gpt2_small"), Job(global_batch=8)
     for device, precision in (("v100", "mixed_float16"), ("a100", "mixed_bfloat16")):
-        found = plan(model, Cluster(device_named(device), 2), job)
-        assert found.job.precision == precision and precision in report.text_of(found)
-    given = Job(global_batch=8, precision="mixed_bfloat16")
+        result = plan(model, Cluster(device_named(device), 2), job)
+        assert result.job.precision == precision and precision in report.text_of(result)
+    unsupported = Job(global_batch=8, precision="mixed_bfloat16")
     cluster = Cluster(device_named("v100"), 2)
-    for refused in (
-        lambda: plan(model, cluster, given),
-        lambda: cost(model, cluster, given, TransformerOpParallelConfig()),
+    for call in (
+        lambda: plan(model, cluster, unsupported),
+        lambda: cost(model, cluster, unsupported, TransformerOpParallelConfig()),
     ):
         with pytest.raises(
             InputError,
             match="v100-32 does not support the precision mixed_bfloat16. Use mixed_float16",
         ):
-            refused()
+            call()
 
 
 def test_states_are_sharded_over_different_meshes_only():
     model, job = named("llama2_7b", sequence_length=32768), Job(1)
-    kept = lambda **fields: cost(
+    cost_with = lambda **fields: cost(
         model, cluster(8, "h100"), job, TransformerOpParallelConfig(**fields)
     )
-    one = kept(context_parallel=8).bytes_by_kind
-    assert kept(context_parallel=8, optimizer_shard=2).bytes_by_kind["states"] == one["states"]
-    assert kept(context_parallel=8, optimizer_shard=3).bytes_by_kind["states"] < one["states"] / 7
+    unsharded = cost_with(context_parallel=8).bytes_by_kind
+    assert (
+        cost_with(context_parallel=8, optimizer_shard=2).bytes_by_kind["states"]
+        == unsharded["states"]
+    )
+    assert (
+        cost_with(context_parallel=8, optimizer_shard=3).bytes_by_kind["states"]
+        < unsharded["states"] / 7
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layouts_suit_ranks_with_several_devices(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
     layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
-    for number in range(0, len(layouts), 97):
-        topology = Topology.from_config(layouts.config(number), ranks, 8)
-        if layouts.level[number]:
+    for index in range(0, len(layouts), 97):
+        topology = Topology.from_config(layouts.config(index), ranks, 8)
+        if layouts.level[index]:
             assert max(len(topology.data_parallel_group(0)), topology.mesh_spans_data * 2) > 1
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lamb", "muon"])
 def test_full_weight_optimizers_get_whole_partitions(optimizer):
-    found = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
-    for config in (one.config for one in found.costs):
+    result = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
+    for config in (planned.config for planned in result.costs):
         is_whole = config.optimizer_shard in (1, 2)
         assert (config.optimizer_shard_partition == "whole") == is_whole
         assert config.optimizer_shard != 3 and (is_whole or config.model_parallel == 1)

@@ -90,9 +90,7 @@ def test_named_model_with_adapters_asks_for_its_weights(tmp_path, capsys, monkey
 
 
 @pytest.mark.tensorflow
-def test_named_model_with_adapters_needs_its_weights(
-    tmp_path, capsys, monkeypatch
-):
+def test_named_model_with_adapters_needs_its_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("one two\n")
     file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
@@ -117,17 +115,17 @@ def test_layout_alone_is_rejected_with_steps_to_complete_it(tmp_path, capsys):
     assert "Only a layout" in comments and "dtransformer new causal_lm" in comments
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
         assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
-        told = capsys.readouterr().err
-        assert "neither task nor data" in told and "dtransformer new causal_lm" in told
+        printed = capsys.readouterr().err
+        assert "neither task nor data" in printed and "dtransformer new causal_lm" in printed
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
 def test_custom_networks_get_only_a_layout(changes):
     precision = None if changes else "bfloat16"
-    found = plan(
+    result = plan(
         named("llama2_7b", **changes), Cluster(device_named("h100"), 8), Job(64, precision)
     )
-    assert yaml.safe_load(yaml_of(found)).keys() == {"parallel"}
+    assert yaml.safe_load(yaml_of(result)).keys() == {"parallel"}
 
 
 def test_settings_complete_a_layout(tmp_path):

@@ -23,8 +23,8 @@ def test_formulas_match_printed_values(make):
 def test_seconds_of_table_1_follow_from_its_tflops():
     """The formula in section 5.1 converts the printed TFLOP/s to seconds."""
     printed = 3.53, 3.70, 3.70, 9.40, 14.45, 16.06, 24.82, 37.61, 54.08, 102.63
-    ours = [round(row.step.seconds, 2) for row in published.table_1()]
-    assert ours == list(printed)
+    seconds = [round(row.step.seconds, 2) for row in published.table_1()]
+    assert seconds == list(printed)
 
 
 def test_steps_of_table_1():
@@ -73,9 +73,9 @@ def test_two_sets_of_constants_cover_all_gpus():
 
 def test_products_and_copies_of_one_h200():
     """docs/gpus.md has the measured times. Memory bandwidth counts reads and writes."""
-    h200, of_features = DEVICES["h200-141"], 1 + HOPPER.half_features / 8192
-    slower = (1 + HOPPER.half_rows / 8192) * of_features**2
-    assert 690 < h200.tflops_16_bit * HOPPER.product_share / slower < 780
+    h200, feature_slowdown = DEVICES["h200-141"], 1 + HOPPER.half_features / 8192
+    slowdown = (1 + HOPPER.half_rows / 8192) * feature_slowdown**2
+    assert 690 < h200.tflops_16_bit * HOPPER.product_share / slowdown < 780
     assert h200.memory_gb_per_second * HOPPER.memory_share == pytest.approx(3900, rel=0.02)
 
 
