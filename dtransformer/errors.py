@@ -99,14 +99,14 @@ def format_warning(message: object, *details: object) -> str:
     return f"warning: {one_line(message, None)}\n"
 
 
-def check_int(name: str, value: object, minimum: int = 1) -> int:
-    """Return `value` if it is an integer of at least `minimum`.
+def check_int(name: str, value: object, least: int = 1) -> int:
+    """Return `value` if it is an integer of at least `least`.
 
     Raises:
         InputError: If it is smaller or not an integer.
     """
-    if type(value) is not int or value < minimum:
-        raise InputError(f"{name} must be an integer of at least {minimum}, got {shown(value)}.")
+    if type(value) is not int or value < least:
+        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}.")
     return value
 
 

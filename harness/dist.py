@@ -35,7 +35,7 @@ def changelog_version(text: str) -> str:
     headings = HEADING.findall(text)
     newest, date = next((x for x in headings if x[0] != "Unreleased"), ("", ""))
     if not date:
-        raise ValueError(f"CHANGELOG.md: expected '## X.Y.Z – YYYY-MM-DD', got '## {newest}'")
+        raise ValueError(f"CHANGELOG.md: expected '## X.Y.Z – YYYY-MM-DD', got '## {newest}'.")
     if headings[0][0] != "Unreleased":
         return newest
     major, minor, _ = newest.split(".")
@@ -81,15 +81,17 @@ def obstacles() -> list[str]:
     expected = changelog_version((ROOT / "CHANGELOG.md").read_text("utf-8"))
     found = []
     if version != expected:
-        found.append(f"dtransformer/version.py has {version}, CHANGELOG.md asks for {expected}")
+        found.append(
+            f"dtransformer/version.py has {version}, but CHANGELOG.md requires {expected}."
+        )
     if "dev" in version:
         found.append(
-            f"{version} is a development version: give the changes under '## Unreleased' of "
-            "CHANGELOG.md a version and a date, and dtransformer/version.py the same version"
+            f"{version} is a development version. Replace '## Unreleased' in CHANGELOG.md by a "
+            "version and a date, and set the same version in dtransformer/version.py."
         )
     for command, expect, line in (
-        (["status", "--porcelain"], "", "there are changes that are not committed"),
-        (["tag", "--list", f"v{version}"], "", f"the tag v{version} exists"),
+        (["status", "--porcelain"], "", "The clone has uncommitted changes."),
+        (["tag", "--list", f"v{version}"], "", f"The tag v{version} already exists."),
     ):
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
         if done.returncode or done.stdout.strip() != expect:
@@ -101,15 +103,15 @@ def main() -> None:
     """Build the archives. With `--release`, exit if the clone is not ready for a release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
-    parser.add_argument("--release", action="store_true", help="refuse what is not to be published")
+    parser.add_argument("--release", action="store_true", help="exit unless the clone is ready")
     arguments = parser.parse_args()
     if arguments.release and (found := obstacles()):
-        sys.exit("\n".join(["not fit to be published:", *found]))
+        sys.exit("\n".join(["The clone is not ready for a release:", *found]))
     for path in (paths := build(arguments.out)):
         print(f"{path.name}: {path.stat().st_size / 1024:,.0f} KiB")
     if arguments.release:
         version = package_version()
-        print("What is left, by hand:")
+        print("Remaining steps:")
         print(f"  git tag -a v{version} -m 'dtransformer {version}' && git push origin v{version}")
         print(f"  twine upload {' '.join(str(path) for path in paths)}")
 

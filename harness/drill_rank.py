@@ -50,7 +50,7 @@ class Tell(keras.callbacks.Callback):
             order = self.order.read_text()
             self.order.unlink()
             if order == "raise":
-                raise RuntimeError("this rank has had enough")
+                raise RuntimeError("A drill ordered this rank to raise an error.")
             if order == "unequal":
                 job.barrier()
 
@@ -101,7 +101,7 @@ def parse_arguments():
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--predict", type=int, default=0, help="batches, after training")
+    parser.add_argument("--predict", type=int, default=0, help="batches to predict after training")
     return parser.parse_args()
 
 

@@ -91,9 +91,9 @@ class Run:
             try:
                 at, line = self._lines.get(timeout=max(end - time.time(), 0.01))
             except queue.Empty:
-                raise Failed(f"no {pattern!r} within {timeout:.0f} s") from None
+                raise Failed(f"No line matched {pattern!r} within {timeout:.0f} s.") from None
             if line is None:
-                raise Failed(f"ended before {pattern!r}")
+                raise Failed(f"The job ended before a line matched {pattern!r}.")
             self.seen.append(line)
             if found := _RANKS.search(line):
                 self.num_ranks = int(found[1])

@@ -17,8 +17,8 @@ def table(files):
     number = sum(ENDS in one for run in runs for one in run["faults"])
     parts = [_by_kind(runs), _by_layout(runs)]
     last = (
-        f"{number} faults in {len(runs)} jobs, of which {short} were stopped by us before their end, "
-        f"and {len(failed)} did not do what a drill waits for."
+        f"{number} faults in {len(runs)} jobs. {short} jobs were stopped early by the user. "
+        f"{len(failed)} jobs did not react as expected."
     )
     return "\n\n".join([*filter(None, parts), last])
 
@@ -32,7 +32,7 @@ def _by_kind(runs):
             if ENDS in one:
                 of_run = {name: run[name] for name in ("hosts", "stall_seconds")}
                 kinds[one["fault"]].append(one | of_run)
-    heads = ["fault", "on one host", "on two"]
+    heads = ["fault", "on one host", "on two hosts"]
     heads += [f"ended after (s), {one:.0f}" for one in settings]
     rows = []
     for kind, faults in sorted(kinds.items()):
@@ -64,7 +64,7 @@ def _by_layout(runs):
             end = f"losses within {worst:.0e} in {len(ended)}"
         also = ", and with fewer" if is_refitted else ""
         rows.append([f"`{layout}`{also}", on[1] or "", on[2] or "", end])
-    return _rows(["layout", "faults on one host", "on two", "weights in the end"], rows)
+    return _rows(["layout", "faults on one host", "on two hosts", "final weights"], rows)
 
 
 def _rows(heads, rows):

@@ -49,7 +49,7 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         os.killpg(process.pid, signal.SIGKILL)
         texts = process.communicate()
         raise TimeoutError(
-            f"{' '.join(command)} did not end within {timeout} s:\n{tail(*texts)}"
+            f"{' '.join(command)} did not end within {timeout} s.\n{tail(*texts)}"
         ) from None
     return subprocess.CompletedProcess(command, process.returncode, *texts)
 

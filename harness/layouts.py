@@ -129,7 +129,7 @@ def layout_of(name):
     """Return the `Layout` with a given name."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"no layout has the name {name!r}; one is 'dp2mp2@2x2+rows+sp'")
+        raise ValueError(f"Invalid layout name {name!r}. A valid name is 'dp2mp2@2x2+rows+sp'.")
     fields = {field: value for field, value in match.groupdict().items() if value}
     return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 

@@ -83,9 +83,11 @@ def main():
     parser.add_argument("runs", nargs="+", type=Run.of, metavar="TASK/LAYOUT")
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
-    parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS_OF_A_RUN, help="maximum seconds per run"
+    )
     parser.add_argument("--quick", action="store_true", help="compile quickly")
-    parser.add_argument("--short", action="store_true", help="fewer steps, and searches")
+    parser.add_argument("--short", action="store_true", help="fewer steps and searches")
     arguments = parser.parse_args()
     if arguments.quick:
         compile_quickly()

@@ -108,5 +108,5 @@ def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF
             file.write(output)
         if stopped_in := [run for run in left if not run.has_ended(folder)]:
             stopped_in[0].error_file(folder, 0).write_text(
-                f"{stopped_in[0].name}: its ranks have ended without results:\n{output}"
+                f"{stopped_in[0].name}: the ranks ended without results:\n{output}"
             )
