@@ -115,7 +115,7 @@ def check_installed(package: str, what: str) -> None:
 
     Args:
         package: Name of the package.
-        what: Plural noun for the feature that needs it, the subject of the message.
+        what: Plural noun for the feature that needs it. It starts the error text.
 
     Raises:
         InputError: If the package is missing.

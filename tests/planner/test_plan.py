@@ -442,7 +442,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("ask, told", WRONG)
+@pytest.mark.parametrize("ask, message", WRONG)
 def test_invalid_input_raises_a_one_line_error(ask, message):
     with pytest.raises(InputError) as error:
         ask()
