@@ -27,14 +27,14 @@ def batches(num_batches, vocab_size, seed, shapes=(EVEN, UNEVEN)):
         rows = [rng.integers(4, vocab_size, length) for length in lengths]
         return np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype("int32")
 
-    made = []
-    for number in range(num_batches):
-        num_rows, source_width, target_width = shapes[number % len(shapes)]
+    result = []
+    for i in range(num_batches):
+        num_rows, source_width, target_width = shapes[i % len(shapes)]
         source, labels = sentences(num_rows, source_width), sentences(num_rows, target_width)
         target = np.pad(labels, ((0, 0), (1, 0)), constant_values=2)[:, :-1]
         labels[range(num_rows), np.count_nonzero(labels, axis=1)] = 3
-        made.append(({"source": source, "target": target}, labels))
-    return made
+        result.append(({"source": source, "target": target}, labels))
+    return result
 
 
 def replica_share(of_all, num_rows=None):
@@ -47,8 +47,8 @@ def replica_share(of_all, num_rows=None):
     index, count = job.data_shard()
     num_rows = num_rows and num_rows // count
     ids = tf.TensorSpec([num_rows, None], "int32")
-    own = lambda x: x[len(x) * index // count : len(x) * (index + 1) // count]
+    local_rows = lambda x: x[len(x) * index // count : len(x) * (index + 1) // count]
     return tf.data.Dataset.from_generator(
-        lambda: (tf.nest.map_structure(own, batch) for batch in of_all),
+        lambda: (tf.nest.map_structure(local_rows, batch) for batch in of_all),
         output_signature=({"source": ids, "target": ids}, ids),
     )

@@ -9,16 +9,16 @@ import tokenizers
 
 def byte_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     """Return a byte-level BPE tokenizer that is trained on `texts`."""
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=["<unk>", "<s>", "</s>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
-    own.train_from_iterator(texts, trainer)
-    return own
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def write_byte_tokenizer(folder: pathlib.Path, texts: Iterable[str], chat_template: str) -> None:

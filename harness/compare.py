@@ -41,13 +41,15 @@ def differences(results, expected, network):
         A dict with `"loss"`, the largest relative difference of a loss, `"weights"`, the largest
         difference of an element after the last step, and `"where"`, the path of that weight.
     """
-    trained, by_weight = weights(results, "final"), {}
+    trained, errors_by_weight = weights(results, "final"), {}
     for path, value in weights(expected, "final").items():
         errors = np.abs(without_padding(trained[path], value) - value)
         if network != "lion":
-            by_weight[path] = float(errors.max())
+            errors_by_weight[path] = float(errors.max())
         elif not path.endswith("key_bias"):
-            by_weight[path] = float(np.quantile(errors, 0.99))
-    where = max(by_weight, key=lambda name: np.nan_to_num(by_weight[name], nan=np.inf))
+            errors_by_weight[path] = float(np.quantile(errors, 0.99))
+    worst = max(
+        errors_by_weight, key=lambda name: np.nan_to_num(errors_by_weight[name], nan=np.inf)
+    )
     loss = np.abs(results["losses"] / expected["losses"] - 1).max()
-    return {"loss": float(loss), "weights": by_weight[where], "where": where}
+    return {"loss": float(loss), "weights": errors_by_weight[worst], "where": worst}

@@ -63,40 +63,40 @@ def build(out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def _ignored(folder, names):
-    made = MADE if pathlib.Path(folder) == ROOT else ()
-    return [x for x in names if x in made or x == "__pycache__" or x.endswith(".egg-info")]
+    skipped = MADE if pathlib.Path(folder) == ROOT else ()
+    return [x for x in names if x in skipped or x == "__pycache__" or x.endswith(".egg-info")]
 
 
 def _build(source, kind, out):
     command = [sys.executable, "-c", BUILD, kind, str(out)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{kind} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout.splitlines()[-1]
+    process = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"{kind} failed:\n{process.stdout}{process.stderr}")
+    return process.stdout.splitlines()[-1]
 
 
 def obstacles() -> list[str]:
     """Return the reasons against releasing the clone, one line each."""
     version = package_version()
     expected = changelog_version((ROOT / "CHANGELOG.md").read_text("utf-8"))
-    found = []
+    problems = []
     if version != expected:
-        found.append(
+        problems.append(
             f"dtransformer/version.py has {version}, but CHANGELOG.md requires {expected}."
         )
     if "dev" in version:
-        found.append(
+        problems.append(
             f"{version} is a development version. Replace '## Unreleased' in CHANGELOG.md by a "
             "version and a date, and set the same version in dtransformer/version.py."
         )
-    for command, expect, line in (
+    for command, expected_output, problem in (
         (["status", "--porcelain"], "", "The clone has uncommitted changes."),
         (["tag", "--list", f"v{version}"], "", f"The tag v{version} already exists."),
     ):
-        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode or done.stdout.strip() != expect:
-            found.append(line)
-    return found
+        process = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        if process.returncode or process.stdout.strip() != expected_output:
+            problems.append(problem)
+    return problems
 
 
 def main() -> None:
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
     parser.add_argument("--release", action="store_true", help="exit unless the clone is ready")
     arguments = parser.parse_args()
-    if arguments.release and (found := obstacles()):
-        sys.exit("\n".join(["The clone is not ready for a release:", *found]))
+    if arguments.release and (problems := obstacles()):
+        sys.exit("\n".join(["The clone is not ready for a release:", *problems]))
     for path in (paths := build(arguments.out)):
         print(f"{path.name}: {path.stat().st_size / 1024:,.0f} KiB")
     if arguments.release:

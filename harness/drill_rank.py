@@ -85,10 +85,10 @@ def digest_of(trainer, folder):
     content = hashlib.sha256()
     with h5py.File(path) as file:
         arrays = []
-        file.visititems(lambda name, one: arrays.append((name, one)))
-        for name, one in sorted(arrays):
-            if hasattr(one, "shape"):
-                content.update(name.encode() + np.asarray(one).tobytes())
+        file.visititems(lambda name, item: arrays.append((name, item)))
+        for name, item in sorted(arrays):
+            if hasattr(item, "shape"):
+                content.update(name.encode() + np.asarray(item).tobytes())
     return content.hexdigest()
 
 
@@ -134,9 +134,9 @@ def main(args):
         begin = time.perf_counter()
         trainer.predict(data.map(lambda ids, _: ids).repeat(), steps=args.predict, verbose=0)
         print(f"predicted for {time.perf_counter() - begin:.1f} s", flush=True)
-    content, done = digest_of(trainer, args.folder), int(trainer.optimizer.iterations)
+    content, num_steps = digest_of(trainer, args.folder), int(trainer.optimizer.iterations)
     if dtransformer.is_chief():
-        print(f"ended at {done} with {content}", flush=True)
+        print(f"ended at {num_steps} with {content}", flush=True)
     dtransformer.shutdown()
 
 

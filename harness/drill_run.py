@@ -95,10 +95,10 @@ class Run:
             if line is None:
                 raise Failed(f"The job ended before a line matched {pattern!r}.")
             self.seen.append(line)
-            if found := _RANKS.search(line):
-                self.num_ranks = int(found[1])
-            if found := re.search(pattern, line):
-                return at, found
+            if match := _RANKS.search(line):
+                self.num_ranks = int(match[1])
+            if match := re.search(pattern, line):
+                return at, match
 
     def end(self):
         """End the job if it is still running."""
@@ -119,8 +119,8 @@ class Run:
         """
         first = None
         while True:
-            at, found = self.wait_for(STEP, timeout)
-            last = int(found[1])
+            at, match = self.wait_for(STEP, timeout)
+            last = int(match[1])
             first = first or (at, last)
             if last >= first[1] + number - 1:
                 return *first, last
@@ -139,14 +139,14 @@ class Run:
 
     def losses(self):
         """Return a dict from steps to losses. Of repeated steps the last loss counts."""
-        found = [STEP.search(line) for line in self.seen]
-        return {int(one[1]): float(one[2]) for one in found if one}
+        matches = [STEP.search(line) for line in self.seen]
+        return {int(match[1]): float(match[2]) for match in matches if match}
 
     def steps_since(self, mark):
         """Return the steps that were printed from line `mark` on."""
-        return [int(found[1]) for line in self.seen[mark:] if (found := STEP.search(line))]
+        return [int(match[1]) for line in self.seen[mark:] if (match := STEP.search(line))]
 
     def last_words_since(self, mark):
         """Return the first reason for the job's end that was printed from line `mark` on, or `None`."""
-        words = [found[1] for line in self.seen[mark:] if (found := LAST_WORDS.search(line))]
-        return words[0] if words else None
+        reasons = [match[1] for line in self.seen[mark:] if (match := LAST_WORDS.search(line))]
+        return reasons[0] if reasons else None

@@ -42,10 +42,10 @@ def name_bus(text, length, gpu):
 
 def write_bus(folder, cores):
     """Write a fake /sys/bus/pci/devices with one text of nearby cores per GPU."""
-    for gpu, near in enumerate(cores):
+    for gpu, nearby_cores in enumerate(cores):
         path = pathlib.Path(folder, f"0000:{0x3A + gpu:02x}:00.0")
         path.mkdir()
-        (path / "local_cpulist").write_text(near + "\n")
+        (path / "local_cpulist").write_text(nearby_cores + "\n")
 
 
 def libcuda(version=12080, code=0, memory=48 << 30, names=()):

@@ -49,19 +49,19 @@ class Layout:
     @property
     def name(self):
         """Name with all settings, such as `dp2mp2@2x2+rows+sp` on two ranks with two devices each."""
-        axes = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
-        axes += f"mp{self.model}" * (self.model > 1)
+        parts = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
+        parts += f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
-        axes += f"ep{self.experts}" * (self.experts > 1)
-        axes += f"pp{self.stages}" * (self.stages > 1)
-        axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
-        axes += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
+        parts += f"ep{self.experts}" * (self.experts > 1)
+        parts += f"pp{self.stages}" * (self.stages > 1)
+        parts += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
+        parts += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         options += "+recompute" * self.recompute + _POLICIES[self.policy]
         options += "+gpu" * self.as_on_gpus
-        return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
+        return f"{parts or 'alone'}@{self.ranks}x{self.devices}{options}"
 
     @property
     def num_blocks(self):

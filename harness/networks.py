@@ -260,10 +260,10 @@ def _without_decay(optimizer, **options):
 def _of_blocks(make):
     """Return a function that creates a network of `block_networks` and its optimizer."""
 
-    def made(epsilon, encoder_layers, decoder_layers):
+    def make_network(epsilon, encoder_layers, decoder_layers):
         return make(_UNDIVIDED, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
 
-    return made
+    return make_network
 
 
 FORMS = {**block_networks.DECODERS, **block_networks.ENCODERS}

@@ -14,10 +14,10 @@ def json_with(word, output):
 
 def printed_json(name, num_ranks, arguments, word, timeout):
     """Run a Python program and return the JSON in the line with `word`. Exit if the program fails."""
-    done = launch(num_ranks, arguments, timeout)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{tail(done.stdout, done.stderr)}")
-    return json_with(word, done.stdout)
+    process = launch(num_ranks, arguments, timeout)
+    if process.returncode:
+        sys.exit(f"{name} failed:\n{tail(process.stdout, process.stderr)}")
+    return json_with(word, process.stdout)
 
 
 def report_of(options, key, programs, word, timeout):

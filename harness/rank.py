@@ -57,19 +57,19 @@ def do(run, is_quick=False, is_short=False, **options):
     Returns:
         A tuple of two dicts: the results, and the seconds of each part.
     """
-    begin = time.monotonic()
+    begin_time = time.monotonic()
     task = task_of(run.task)
     dtransformer.set_seed(0)
     run.layout.start()
     if is_quick:
         leave_graphs_as_they_are()
     started = time.monotonic()
-    taken = inspect.signature(task).parameters
+    parameters = inspect.signature(task).parameters
     options |= {"layout": run.layout, "is_short": is_short}
-    results = task(**{name: value for name, value in options.items() if name in taken}) or {}
+    results = task(**{name: value for name, value in options.items() if name in parameters}) or {}
     first_step = results.pop("first_step", 0.0)  # Only harness/training.py measures it.
-    rest = time.monotonic() - started - first_step
-    return results, {"start": started - begin, "first_step": first_step, "rest": rest}
+    rest_seconds = time.monotonic() - started - first_step
+    return results, {"start": started - begin_time, "first_step": first_step, "rest": rest_seconds}
 
 
 def cpu_seconds():
@@ -97,19 +97,21 @@ def main():
     # The watchdog uses faulthandler's timer. An alarm also works without a Python thread.
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
-    for number, run in enumerate(arguments.runs, 1):
+    for i, run in enumerate(arguments.runs, 1):
         signal.alarm(arguments.seconds)
-        begin = cpu_seconds()
+        begin_seconds = cpu_seconds()
         try:
             results, seconds = do(run, arguments.quick, arguments.short, **options)
             run.write(arguments.folder, RANK, results)
             if RANK == 0:
-                run.append_times(arguments.folder, {**seconds, "cpu": cpu_seconds() - begin})
+                run.append_times(
+                    arguments.folder, {**seconds, "cpu": cpu_seconds() - begin_seconds}
+                )
         except Exception:  # Usually all ranks raise the same error, so the next run can start.
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
-        collects = number % RUNS_OF_GARBAGE == 0
+        collects = i % RUNS_OF_GARBAGE == 0
         if collects:
             gc.unfreeze()
         keras.backend.clear_session(free_memory=collects)  # Layer names restart at zero.

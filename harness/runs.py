@@ -60,10 +60,10 @@ class Run:
     def write(self, folder, rank, results):
         """Write a rank's results: a dict of arrays and JSON values."""
         arrays = {k: v for k, v in results.items() if isinstance(v, np.ndarray)}
-        others = {k: v for k, v in results.items() if k not in arrays}
+        values = {k: v for k, v in results.items() if k not in arrays}
         path = self.result_file(folder, rank)
         with open(path.with_suffix(".part"), "wb") as file:
-            np.savez(file, json=json.dumps(others), **arrays)
+            np.savez(file, json=json.dumps(values), **arrays)
         path.with_suffix(".part").rename(path)
 
     def append_times(self, folder, seconds):
@@ -96,17 +96,19 @@ def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF
     """
     # `init` rejects a mesh whose ranks have been in smaller meshes before.
     runs = sorted(runs, key=lambda run: -run.layout.ranks_of_mesh)
-    while left := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
-        arguments = ["-m", "harness.rank", folder, *(run.name for run in left)]
+    while remaining := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
+        arguments = ["-m", "harness.rank", folder, *(run.name for run in remaining)]
         arguments += ["--seconds", seconds_of_a_run, *options]
         try:
-            done = launch(num_ranks, arguments, _SECONDS_TO_START + seconds_of_a_run * len(left))
-            output = tail(done.stdout, done.stderr, 20000)
+            process = launch(
+                num_ranks, arguments, _SECONDS_TO_START + seconds_of_a_run * len(remaining)
+            )
+            output = tail(process.stdout, process.stderr, 20000)
         except TimeoutError as error:
             output = str(error)
         with open(pathlib.Path(folder) / f"{num_ranks}-ranks.log", "a") as file:
             file.write(output)
-        if stopped_in := [run for run in left if not run.has_ended(folder)]:
-            stopped_in[0].error_file(folder, 0).write_text(
-                f"{stopped_in[0].name}: the ranks ended without results:\n{output}"
+        if unfinished := [run for run in remaining if not run.has_ended(folder)]:
+            unfinished[0].error_file(folder, 0).write_text(
+                f"{unfinished[0].name}: the ranks ended without results:\n{output}"
             )

@@ -83,7 +83,7 @@ def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_s
     options = {"metrics": [*metrics], "weighted_metrics": [*weighted_metrics]}
     model.compile(keras.optimizers.SGD(0.5), loss, **options)
     data = {"x": IDS, "y": TAGS, "batch_size": batch_size}
-    found = model.fit(
+    history = model.fit(
         **data, epochs=epochs, shuffle=False, verbose=0, validation_data=(IDS, TAGS)
     ).history
     scores = model.evaluate(**data, verbose=0, return_dict=True)
@@ -93,15 +93,15 @@ def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_s
         for variable in layer.non_trainable_variables
         if variable.dtype != "uint32"  # Skip the states of seed generators.
     ]
-    return {"history": found, "evaluation": scores, "states": states}
+    return {"history": history, "evaluation": scores, "states": states}
 
 
 def assert_as_in_keras(found, expected, rtol):
     for kind in ("history", "evaluation"):
         for name, value in expected[kind].items():
             np.testing.assert_allclose(found[kind][name], value, rtol, err_msg=name)
-    for actual, wanted in zip(found["states"], expected["states"], strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol, atol=rtol)
+    for actual, expected_state in zip(found["states"], expected["states"], strict=True):
+        np.testing.assert_allclose(actual, expected_state, rtol, atol=rtol)
 
 
 def masked_metrics():
@@ -159,19 +159,19 @@ def value_of(kind, layout):
     """Return the value of a kind under a layout. A single process uses Keras' `fit`."""
     inner, options, name = KINDS[kind]
     model = network(inner)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             model = model if layout == ALONE else Trainer(model)
-            found = numbers(model, **(options() if callable(options) else options))
+            results = numbers(model, **(options() if callable(options) else options))
         except ValueError as error:
             return {"refused": str(error)}
-    is_told = any("not Keras'" in str(one.message) for one in told)
+    has_warned = any("not Keras'" in str(warning.message) for warning in warned)
     if name == "states":
-        value = float(sum(np.abs(state).sum() for state in found["states"]))
+        value = float(sum(np.abs(state).sum() for state in results["states"]))
     else:
-        value = float(found["history"][name][-1])
-    return {"value": value, "is_told": is_told}
+        value = float(results["history"][name][-1])
+    return {"value": value, "is_told": has_warned}
 
 
 TASKS = {str(i): functools.partial(value_of, kind) for i, kind in enumerate(KINDS)}

@@ -119,17 +119,17 @@ def use(trainer, network, folder, layout, searches=SEARCHES):
         inputs, _ = tf.nest.map_structure(np.array, _divisible(inputs, labels))
     data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
-    fresh, _ = make(network, num_blocks=layout.num_blocks)
-    inputs = inputs["target"] if isinstance(fresh, CausalLM | MaskedLM) else inputs
+    new_model, _ = make(network, num_blocks=layout.num_blocks)
+    inputs = inputs["target"] if isinstance(new_model, CausalLM | MaskedLM) else inputs
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        **_found(fresh, inputs, searches),
+        **_found(new_model, inputs, searches),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:
-        Trainer(fresh).load_weights(weights_file(folder, network, ALONE))
-        results.update(_read_weights(fresh, "loaded"))
+        Trainer(new_model).load_weights(weights_file(folder, network, ALONE))
+        results.update(_read_weights(new_model, "loaded"))
     return results
 
 
@@ -141,17 +141,17 @@ def _found(model, inputs, searches):
         generate = functools.partial(model.generate, inputs, max_new_tokens=8)
     else:
         generate = functools.partial(model.generate, inputs["source"], max_length=8)
-    told = {}
-    tell = lambda number, ids: told.setdefault(number, []).extend(ids)
-    found = {
-        name: generate(**SEARCHES[name], **({"on_tokens": tell} if name == "ruled" else {}))
+    streamed = {}
+    collect = lambda index, ids: streamed.setdefault(index, []).extend(ids)
+    outputs = {
+        name: generate(**SEARCHES[name], **({"on_tokens": collect} if name == "ruled" else {}))
         for name in searches
     }
     # The streamed tokens must equal the returned ones.
-    for number, ids in enumerate(found["ruled"].numpy()):
-        assert told[number] == ids[: len(told[number])].tolist()
-        assert not ids[len(told[number]) :].any()
-    return {name: ids.numpy() for name, ids in found.items()}
+    for index, ids in enumerate(outputs["ruled"].numpy()):
+        assert streamed[index] == ids[: len(streamed[index])].tolist()
+        assert not ids[len(streamed[index]) :].any()
+    return {name: ids.numpy() for name, ids in outputs.items()}
 
 
 def weights_file(folder, network, layout):
@@ -160,8 +160,8 @@ def weights_file(folder, network, layout):
 
 
 def _data(network, num_batches, model, seed):
-    of_all = batches(num_batches, model.vocab_size, seed, shapes_of(network))
-    return as_taken(network, replica_share(of_all))
+    all_batches = batches(num_batches, model.vocab_size, seed, shapes_of(network))
+    return as_taken(network, replica_share(all_batches))
 
 
 def shapes_of(network):

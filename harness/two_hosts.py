@@ -23,9 +23,9 @@ def why_not():
         return "two hosts need root, for network namespaces"
     if shutil.which("ip") is None or not os.path.exists(_SSHD):
         return "two hosts need iproute2 and openssh-server"
-    made = subprocess.run(["ip", "netns", "add", "dt-try"], capture_output=True, check=False)
+    process = subprocess.run(["ip", "netns", "add", "dt-try"], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "del", "dt-try"], capture_output=True, check=False)
-    return "network namespaces cannot be made here" if made.returncode else ""
+    return "network namespaces cannot be made here" if process.returncode else ""
 
 
 class TwoHosts:
@@ -73,8 +73,8 @@ class TwoHosts:
                 "PermitRootLogin": "yes",
                 "UsePAM": "no",
             }
-            given = [text for k, v in options.items() for text in ("-o", f"{k}={v}")]
-            _run("ip", "netns", "exec", name, _SSHD, *given)
+            options_text = [text for k, v in options.items() for text in ("-o", f"{k}={v}")]
+            _run("ip", "netns", "exec", name, _SSHD, *options_text)
         return self
 
     def __exit__(self, *error):
@@ -99,11 +99,11 @@ class TwoHosts:
             host: 0 or 1.
             action: "add" or "del".
         """
-        other = (self.addresses[1 - host], "dev", INTERFACE)
+        neighbour = (self.addresses[1 - host], "dev", INTERFACE)
         if action == "add":  # No network card has this address.
-            other = (*other, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            neighbour = (*neighbour, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
         verb = "replace" if action == "add" else "del"
-        _run("ip", "-n", self.names[host], "neigh", verb, *other)
+        _run("ip", "-n", self.names[host], "neigh", verb, *neighbour)
 
     def command(self, *command):
         """Return the command that executes `command` on the first host."""

@@ -83,9 +83,9 @@ class Table:
 
 def tables() -> list[Table]:
     """Return all published tables with the planner's values."""
-    found = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
-    found += table_2()
-    return found + [layouts_of(model) for model in published.LAYOUT_MODELS]
+    all_tables = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
+    all_tables += table_2()
+    return all_tables + [layouts_of(model) for model in published.LAYOUT_MODELS]
 
 
 def sizes() -> Table:
@@ -131,26 +131,26 @@ def activations() -> Table:
     rows, steps = [], {step.model: step for step in published.table_5("full")}
     choices = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     names = ("nothing recomputed", "sequence parallel", "attention recomputed", "both", "full")
-    for name, (states, *kept) in published.FIGURE_1.items():
+    for name, (states, *saved) in published.FIGURE_1.items():
         step, model = steps[name], named(name)
         (kind,) = model.kinds
         products = model.attention_parameters() + model.expert_parameters(model.kinds[0])
         share = kind.number / (step.tensor * step.stages)
-        own = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
-        rows.append(Row(f"{name}, states", states, own, digits=2))
+        state_gib = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
+        rows.append(Row(f"{name}, states", states, state_gib, digits=2))
         schedule = "interleaved" if step.chunks > 1 else "1f1b"
         numbers = step.stages, 0, step.global_batch, step.chunks
         alive = float(micro_batches_alive(schedule, *numbers))
-        for (recompute, sequence), what, value in zip(choices, names, kept, strict=True):
+        for (recompute, sequence), what, value in zip(choices, names, saved, strict=True):
             layout = Layouts.of(
                 model=step.tensor,
                 micro_batch=step.micro_batch,
                 recompute=recompute,
                 sequence=sequence,
             )
-            of_block = float(block_activation_bytes(model, kind, layout)[0])
-            of_all = of_block * kind.number / step.stages * alive
-            rows.append(Row(f"{name}, {what}", value, of_all / _GIB, digits=2))
+            block_bytes = float(block_activation_bytes(model, kind, layout)[0])
+            total_bytes = block_bytes * kind.number / step.stages * alive
+            rows.append(Row(f"{name}, {what}", value, total_bytes / _GIB, digits=2))
     title = "Memory per device, Korthikanti et al., 2022, figure 1"
     return Table(title, "GiB", tuple(rows))
 
@@ -185,13 +185,13 @@ def table_5() -> list[Table]:
 
 def table_2() -> list[Table]:
     """Return the step times of Narayanan et al.'s table 2, for tensor × pipeline and for ZeRO-3."""
-    found = []
+    tables = []
     for scheme, system, level in (("PTD", MEGATRON, 0), ("ZeRO-3", ZERO_3, 3)):
         rows = [_row(step, system, level) for step, _ in published.table_2(scheme)]
         kind = "tensor and pipeline parallelism" if scheme == "PTD" else "ZeRO-3 only"
         title = f"Step time with {kind}, Narayanan et al., 2021, table 2"
-        found.append(Table(title, "s", tuple(rows), _HELD_OUT_NOTE))
-    return found
+        tables.append(Table(title, "s", tuple(rows), _HELD_OUT_NOTE))
+    return tables
 
 
 def layouts_of(model: str) -> Table:
@@ -227,26 +227,26 @@ def _describe(step) -> str:
     return f"{step.model} on {devices}: {layout.replace('model', 'tensor')}"
 
 
-def lines_of(found: list[Table], form: Callable) -> list[str]:
+def lines_of(tables: list[Table], form: Callable) -> list[str]:
     """Return all tables as lines of Markdown.
 
     Args:
-        found: List of `Table`s.
+        tables: List of `Table`s.
         form: Function from a list of rows of cells, the header first, to lines.
     """
     lines = []
-    for table in found:
+    for table in tables:
         is_exact = table.rows[0].digits is not None
-        last = "equal" if is_exact else "error"
-        cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", last)]
+        verdict = "equal" if is_exact else "error"
+        cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", verdict)]
         for row in table.rows:
             number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
             message = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
             cells.append((row.what, number(row.published), number(row.ours), message))
         lines += ["", f"## {table.title}", "", *form(cells), ""]
         if is_exact:
-            same = sum(row.is_same for row in table.rows)
-            lines.append(f"{same} of {len(table.rows)} rows agree to the last printed digit.")
+            num_equal = sum(row.is_same for row in table.rows)
+            lines.append(f"{num_equal} of {len(table.rows)} rows agree to the last printed digit.")
         else:
             message = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
             if table.regret is not None:
@@ -255,19 +255,19 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
     return lines
 
 
-def summary(found: list[Table]) -> list[tuple]:
+def summary(tables: list[Table]) -> list[tuple]:
     """Return the rows of a summary table, the header first: errors and regret of each table."""
     rows = [("table", "rows", "mean error", "largest error", "choice slower by")]
-    for table in found:
+    for table in tables:
         if table.rows[0].digits is not None:
-            same = sum(row.is_same for row in table.rows)
-            rows.append((table.title, len(table.rows), f"{same} rows equal", "", ""))
+            num_equal = sum(row.is_same for row in table.rows)
+            rows.append((table.title, len(table.rows), f"{num_equal} rows equal", "", ""))
         else:
             regret = "" if table.regret is None else f"{table.regret:.1%}"
             errors = f"{table.mean_error:.1%}", f"{table.worst_error:.1%}"
             rows.append((table.title, len(table.rows), *errors, regret))
-    held = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
-    rows.append(("all held-out layouts", held, f"{held_out_error():.1%}", "", ""))
+    num_held_out = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
+    rows.append(("all held-out layouts", num_held_out, f"{held_out_error():.1%}", "", ""))
     return rows
 
 

@@ -177,12 +177,12 @@ class Table1Row:
 
 def table_1() -> list[Table1Row]:
     """Return the rows of table 1 for all ten models."""
-    found = []
+    rows = []
     for model, billions, devices, t, p, v, d, batch, b, overlaps, tflops in _TABLE_1:
         seconds = flop_of_step(model, batch) / (devices * tflops * 1e12)
         step = Measured(model, t, p, v, d, batch, b, seconds, overlaps)
-        found.append(Table1Row(step, billions, devices, tflops))
-    return found
+        rows.append(Table1Row(step, billions, devices, tflops))
+    return rows
 
 
 def flop_of_step(model: str, batch: int) -> float:
@@ -198,7 +198,7 @@ def table_2(scheme: str) -> list[tuple[Measured, float]]:
     Args:
         scheme: "PTD" or "ZeRO-3".
     """
-    found = []
+    steps = []
     for name, model, devices, mp, batch, b, tflops in _TABLE_2:
         if name == scheme:
             tensor = 8 if mp > 1 else 1
@@ -207,18 +207,18 @@ def table_2(scheme: str) -> list[tuple[Measured, float]]:
             # Table 2 does not state the chunks. Table 1 interleaves these pipelines.
             chunks = {35: 3, 12: 2}.get(stages, 1)
             step = Measured(model, tensor, stages, chunks, devices // mp, batch, b, seconds)
-            found.append((step, tflops))
-    return found
+            steps.append((step, tflops))
+    return steps
 
 
 def table_5(recompute: str) -> list[Measured]:
     """Return the steps of table 5 with "full" or "attention" recomputation."""
-    found = []
+    steps = []
     for model, t, p, v, devices, batch, b, full, attention in _TABLE_5:
         seconds = full if recompute == "full" else attention
         data = devices // (t * p)
-        found.append(Measured(model, t, p, v, data, batch, b, seconds, recompute=recompute))
-    return found
+        steps.append(Measured(model, t, p, v, data, batch, b, seconds, recompute=recompute))
+    return steps
 
 
 def layouts_of(model: str) -> list[Measured]:
