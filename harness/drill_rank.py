@@ -24,7 +24,7 @@ from harness.layouts import layout_of
 STEPS_OF_AN_EPOCH = 7
 
 
-def tell_process(folder, name):
+def write_process_id(folder, name):
     """Write this rank's process id to the file FOLDER/NAME/RANK."""
     rank = os.environ.get("HOROVOD_RANK", "0")
     path = pathlib.Path(folder) / name / rank
@@ -34,7 +34,7 @@ def tell_process(folder, name):
     os.replace(fresh, path)
 
 
-class Tell(keras.callbacks.Callback):
+class ReportSteps(keras.callbacks.Callback):
     """Callback that reports each rank's process id and each step, and executes orders from a file."""
 
     def __init__(self, folder, pause):
@@ -43,7 +43,7 @@ class Tell(keras.callbacks.Callback):
         self.order = folder / "orders" / os.environ.get("HOROVOD_RANK", "0")
 
     def on_train_begin(self, logs=None):
-        tell_process(self.folder, "pids")
+        write_process_id(self.folder, "pids")
 
     def on_train_batch_begin(self, batch, logs=None):
         with contextlib.suppress(FileNotFoundError):
@@ -62,7 +62,7 @@ class Tell(keras.callbacks.Callback):
             time.sleep(self.pause)
 
 
-class EndAt(keras.callbacks.Callback):
+class StopAfter(keras.callbacks.Callback):
     """Callback that ends training after a number of steps."""
 
     def __init__(self, steps):
@@ -74,7 +74,7 @@ class EndAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def digest_of(trainer, folder):
+def checksum_weights(trainer, folder):
     """Return a checksum of all weights on rank 0, and `None` on other ranks."""
     path = folder / "last.weights.h5"
     trainer.save_weights(path)
@@ -106,7 +106,7 @@ def parse_arguments():
 
 
 def main(args):
-    tell_process(args.folder, "begun")
+    write_process_id(args.folder, "begun")
     layout_of(args.layout).start()
     ids = np.random.default_rng(0).integers(4, 100, (16 * STEPS_OF_AN_EPOCH, 9)).astype("int32")
     data = tf.data.Dataset.from_tensor_slices((ids[:, :-1], ids[:, 1:])).batch(16)
@@ -124,8 +124,8 @@ def main(args):
         epochs=-(-args.steps // STEPS_OF_AN_EPOCH),
         verbose=0,
         callbacks=[
-            Tell(args.folder, args.pause),
-            EndAt(args.steps),
+            ReportSteps(args.folder, args.pause),
+            StopAfter(args.steps),
             ModelCheckpoint(args.folder / "checkpoints", every_steps=2, keep=3),
         ],
         resume=True,
@@ -134,7 +134,7 @@ def main(args):
         begin = time.perf_counter()
         trainer.predict(data.map(lambda ids, _: ids).repeat(), steps=args.predict, verbose=0)
         print(f"predicted for {time.perf_counter() - begin:.1f} s", flush=True)
-    content, num_steps = digest_of(trainer, args.folder), int(trainer.optimizer.iterations)
+    content, num_steps = checksum_weights(trainer, args.folder), int(trainer.optimizer.iterations)
     if dtransformer.is_chief():
         print(f"ended at {num_steps} with {content}", flush=True)
     dtransformer.shutdown()

@@ -34,7 +34,7 @@ def put(code, value):
     return function
 
 
-def name_bus(text, length, gpu):
+def write_bus_id(text, length, gpu):
     """Write a GPU's PCI address in capitals, like libcuda."""
     text.value = f"0000:{0x3A + gpu:02X}:00.0".encode()
     return 0
@@ -60,5 +60,5 @@ def libcuda(version=12080, code=0, memory=48 << 30, names=()):
         cuInit=lambda flags: code,
         cuDriverGetVersion=put(0, version),
         cuDeviceTotalMem_v2=put(0, memory),
-        cuDeviceGetPCIBusId=name_bus,
+        cuDeviceGetPCIBusId=write_bus_id,
     )

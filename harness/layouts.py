@@ -161,7 +161,7 @@ SHARDED = tuple(
 _PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
 _SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 # Pipelines with other parallelism. Columns: ranks, devices per rank, other settings.
-_PIPELINES_OF_MORE = (
+_COMBINED_PIPELINES = (
     (2, 2, {"model": 2}),
     (4, 1, {"model": 2}),
     (4, 1, {"model": 2, "rows": True, "sequence": True}),
@@ -187,12 +187,12 @@ PIPELINES = (
     ),
     *(
         Layout(ranks=ranks, devices=devices, stages=2, micro_batches=2, **others)
-        for ranks, devices, others in _PIPELINES_OF_MORE
+        for ranks, devices, others in _COMBINED_PIPELINES
     ),
 )
 
 # Context parallelism on all devices of a rank. Columns: ranks, other settings.
-_CONTEXT_WITH = (
+_CONTEXT_GRIDS = (
     (1, {}),
     (1, {"model": 2}),
     (2, {"data": 2}),
@@ -211,7 +211,7 @@ CONTEXT = (
         )
         for context in (2, 4)
         for mode in _MODES
-        for ranks, others in _CONTEXT_WITH
+        for ranks, others in _CONTEXT_GRIDS
     ),
     # Each rank has one device.
     *(Layout(ranks=context, context=context, mode=mode) for context in (2, 4) for mode in _MODES),

@@ -15,7 +15,7 @@ from dtransformer.models import (
 from harness import block_networks
 
 VOCAB_SIZE = 60
-_UNDIVIDED = 61  # Vocabulary size that no axis divides.
+_INDIVISIBLE_SIZE = 61  # Vocabulary size that no axis divides.
 # Adam normalizes gradients even if they are rounding noise, see docs/parity.md.
 EPSILON = 1e-6
 _SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
@@ -38,14 +38,16 @@ def translation_model(vocab_size=VOCAB_SIZE, **options):
 
 def untied(epsilon, **options):
     """Two vocabularies, a head with a bias, and pre-norm blocks."""
-    model = translation_model(_UNDIVIDED, target_vocab_size=59, head_bias=True, **_SIZES, **options)
+    model = translation_model(
+        _INDIVISIBLE_SIZE, target_vocab_size=59, head_bias=True, **_SIZES, **options
+    )
     return model, keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon)
 
 
 def tied(epsilon, **options):
     """One table for source, target and head, post-norm blocks, and clipping."""
     model = translation_model(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         shared_embeddings=True,
         tied_head=True,
         positions="learned",
@@ -111,7 +113,7 @@ def packed(epsilon, **options):
 def causal(epsilon, encoder_layers, decoder_layers):
     """A tied language model."""
     num_layers = encoder_layers + decoder_layers
-    model = CausalLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
+    model = CausalLM(_INDIVISIBLE_SIZE, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
     return model, _clipped_adamw(epsilon)
 
 
@@ -128,7 +130,7 @@ def long_causal(epsilon, **blocks):
 def llama(epsilon, encoder_layers, decoder_layers):
     """A language model with Llama's blocks: grouped heads, rotary positions, a gate, a window."""
     model = CausalLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         num_layers=encoder_layers + decoder_layers,
         dropout_rate=0.0,
         hidden_act="silu",
@@ -156,7 +158,7 @@ def moe(epsilon, encoder_layers, decoder_layers, **options):
         **options,
     }
     model = CausalLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         num_layers=encoder_layers + decoder_layers,
         dropout_rate=0.0,
         moe_config=MoEConfig(**moe),
@@ -181,7 +183,9 @@ def moe_global(epsilon, **blocks):
 def bert(epsilon, encoder_layers, decoder_layers, **options):
     """An encoder like BERT, trained on masked tokens."""
     num_layers = encoder_layers + decoder_layers
-    model = MaskedLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options)
+    model = MaskedLM(
+        _INDIVISIBLE_SIZE, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options
+    )
     return model, _clipped_adamw(epsilon)
 
 
@@ -193,7 +197,7 @@ def sentences(epsilon, **options):
 def bart(epsilon, **options):
     """An encoder–decoder like BART. Targets start with the padding id, as in Marian."""
     model = EncoderDecoderLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         dropout_rate=0.0,
         max_length=20,
         position_offset=2,
@@ -212,7 +216,7 @@ def bart(epsilon, **options):
 def t5(epsilon, **options):
     """An encoder–decoder like T5 with a gate: relative positions, tied and scaled."""
     model = EncoderDecoderLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         dropout_rate=0.0,
         positions="relative",
         relative_ranges=8,
@@ -257,11 +261,11 @@ def _without_decay(optimizer, **options):
     return model, optimizer
 
 
-def _of_blocks(make):
+def _network_maker(make):
     """Return a function that creates a network of `block_networks` and its optimizer."""
 
     def make_network(epsilon, encoder_layers, decoder_layers):
-        return make(_UNDIVIDED, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
+        return make(_INDIVISIBLE_SIZE, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
 
     return make_network
 
@@ -271,7 +275,7 @@ FORMS = {**block_networks.DECODERS, **block_networks.ENCODERS}
 FORMS |= {f"long_{name}": FORMS[name] for name in ("olmo", "gpt_oss", "deepseek")}
 # Deep networks have at least four blocks, for pipeline stages with several chunks. Others have two.
 DEEP_NETWORKS = {
-    **{f"deep_{name}": _of_blocks(make) for name, make in FORMS.items()},
+    **{f"deep_{name}": _network_maker(make) for name, make in FORMS.items()},
     "deep": adamw,
     "deep_tied": tied,
     "deep_dropout": dropout,

@@ -27,7 +27,7 @@ def compile_quickly():
     import dtransformer.start  # noqa: F401
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    _keep_no_traces()
+    _disable_stack_traces()
     leave_graphs_as_they_are()
 
 
@@ -38,7 +38,7 @@ def calls_of_traces():
     return [(ops.tf_stack, "extract_stack"), (ops.pywrap_tf_session, "TF_SetOpStackTrace")]
 
 
-def _keep_no_traces():
+def _disable_stack_traces():
     """Disable stack traces of graph operations, which take a tenth of the tracing time."""
     for module, name in calls_of_traces():
         setattr(module, name, functools.wraps(getattr(module, name))(lambda *_, **options: None))

@@ -45,7 +45,7 @@ def task_of(name):
     return importlib.import_module(module).TASKS[name]
 
 
-def do(run, is_quick=False, is_short=False, **options):
+def execute(run, is_quick=False, is_short=False, **options):
     """Start the layout and execute the task.
 
     Args:
@@ -101,7 +101,7 @@ def main():
         signal.alarm(arguments.seconds)
         begin_seconds = cpu_seconds()
         try:
-            results, seconds = do(run, arguments.quick, arguments.short, **options)
+            results, seconds = execute(run, arguments.quick, arguments.short, **options)
             run.write(arguments.folder, RANK, results)
             if RANK == 0:
                 run.append_times(

@@ -155,7 +155,7 @@ KINDS = {
 }
 
 
-def value_of(kind, layout):
+def evaluate_kind(kind, layout):
     """Return the value of a kind under a layout. A single process uses Keras' `fit`."""
     inner, options, name = KINDS[kind]
     model = network(inner)
@@ -174,4 +174,4 @@ def value_of(kind, layout):
     return {"value": value, "is_told": has_warned}
 
 
-TASKS = {str(i): functools.partial(value_of, kind) for i, kind in enumerate(KINDS)}
+TASKS = {str(i): functools.partial(evaluate_kind, kind) for i, kind in enumerate(KINDS)}

@@ -124,7 +124,7 @@ def use(trainer, network, folder, layout, searches=SEARCHES):
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        **_found(new_model, inputs, searches),
+        **_generate(new_model, inputs, searches),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:
@@ -133,7 +133,7 @@ def use(trainer, network, folder, layout, searches=SEARCHES):
     return results
 
 
-def _found(model, inputs, searches):
+def _generate(model, inputs, searches):
     """Return the outputs of `generate` for some of `SEARCHES`, or `{}` for a MaskedLM."""
     if isinstance(model, MaskedLM):
         return {}
