@@ -97,9 +97,9 @@ class Latent:
     DOWN = "latent", "query_down"
 
     @staticmethod
-    def of(given: "Latent | Mapping | None") -> "Latent | None":
+    def of(sizes: "Latent | Mapping | None") -> "Latent | None":
         """Return a `Latent` for a dict. Return a `Latent` or `None` unchanged."""
-        return Latent(**given) if isinstance(given, Mapping) else given
+        return Latent(**sizes) if isinstance(sizes, Mapping) else sizes
 
     @property
     def features(self) -> int:

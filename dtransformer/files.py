@@ -201,11 +201,11 @@ def _temporary_folder(folder):
                 folder.rmdir()  # This fails if the folder has files.
 
 
-def _find_conflict(fresh, folder, others=()):
+def _find_conflict(fresh, folder, patterns=()):
     """Return the first existing path that conflicts with the new files, or `None`.
 
     Conflicts are files with other content, files where a folder is needed, and files that match a
-    pattern in `others` but have no new version.
+    pattern in `patterns` but have no new version.
     """
     for name in _file_names(fresh):
         target = folder / name
@@ -213,7 +213,7 @@ def _find_conflict(fresh, folder, others=()):
             return target.parent
         if os.path.lexists(target) and not filecmp.cmp(fresh / name, target, shallow=False):
             return target
-    hiding = (path for pattern in others for path in folder.glob(pattern))
+    hiding = (path for pattern in patterns for path in folder.glob(pattern))
     return next((path for path in hiding if not (fresh / path.name).exists()), None)
 
 

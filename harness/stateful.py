@@ -124,7 +124,7 @@ def masked_mean(labels, outputs):
 
 
 class Unmasked(keras.layers.Layer):
-    """Layer that removes masks. A scalar loss has no mask weights."""
+    """Layer that removes masks, because a mask cannot weight a scalar loss."""
 
     def call(self, x):
         return x + 0.0

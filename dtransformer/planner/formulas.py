@@ -45,7 +45,7 @@ def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXE
     )
 
 
-def kept_bytes(
+def saved_activation_bytes(
     *,
     length,
     attended,
@@ -104,7 +104,7 @@ def kept_bytes(
 
     >>> sizes = dict(length=2048, attended=[2048], hidden_size=6144, num_heads=64, head_dim=96,
     ...              num_kv_heads=64, ffn_hidden_size=4 * 6144)
-    >>> round(float(kept_bytes(**sizes)) / (2048 * 6144), 1)
+    >>> round(float(saved_activation_bytes(**sizes)) / (2048 * 6144), 1)
     140.7
     """
     stream = length * hidden_size

@@ -4,7 +4,7 @@ import typing
 
 import numpy as np
 
-from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state_bytes
+from dtransformer.planner.formulas import micro_batches_alive, saved_activation_bytes, state_bytes
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
@@ -75,9 +75,9 @@ def block_activation_bytes(
         sizes["shared_experts"] = model.shared_experts
 
     def saved_bytes(blocks):
-        unrecomputed = kept_bytes(**sizes, by_blocks=blocks)
-        attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
-        full = kept_bytes(**sizes, recomputes_block=True)
+        unrecomputed = saved_activation_bytes(**sizes, by_blocks=blocks)
+        attention = saved_activation_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
+        full = saved_activation_bytes(**sizes, recomputes_block=True)
         return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
     is_blockwise = [

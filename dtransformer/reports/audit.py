@@ -78,8 +78,8 @@ class Collective:
             return self.sends
         if self.kind == "send/recv":
             return self.elements
-        whole = self.elements * (self.group_size if self.sent_as == "reduce-scatter" else 1)
-        return ring_elements(self.sent_as, whole, self.group_size)
+        elements = self.elements * (self.group_size if self.sent_as == "reduce-scatter" else 1)
+        return ring_elements(self.sent_as, elements, self.group_size)
 
     @property
     def bytes_sent(self):

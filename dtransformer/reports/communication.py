@@ -127,7 +127,7 @@ def communication_report(network, collectives, input_shapes, graphs):
     Returns:
         A `CommunicationReport`.
     """
-    rank_collectives = [one for graph in graphs for one in audit.rank_collectives(graph)]
+    rank_collectives = [c for graph in graphs for c in audit.rank_collectives(graph)]
     if job.mesh() is None:
         return CommunicationReport((*collectives, *rank_collectives))
     names = {layer.name for layer in _compat.flat_layers(network)}

@@ -182,7 +182,7 @@ def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes:
     return round(bytes_per_call * (6 if recomputes else 4))
 
 
-def kept_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
+def num_expert_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
     """Return the number of rows that experts compute per sequence, over all shards of the sequence.
 
     On one device this is k per token. On a mesh it is the number of rows in the buffers.

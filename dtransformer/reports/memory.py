@@ -28,8 +28,8 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
-from dtransformer.planner.formulas import NCCL_BYTES, kept_bytes
-from dtransformer.reports.expert_load import kept_rows
+from dtransformer.planner.formulas import NCCL_BYTES, saved_activation_bytes
+from dtransformer.reports.expert_load import num_expert_rows
 from dtransformer.tables import columns
 
 
@@ -176,7 +176,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes of the activations that blocks save for the backward pass.
 
     The result is for one device and the blocks of its pipeline stage, see
-    `planner.formulas.kept_bytes`. Under `context_parallel` a device saves its shard of each
+    `planner.formulas.saved_activation_bytes`. Under `context_parallel` a device saves its shard of each
     sequence.
 
     Args:
@@ -260,13 +260,13 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
     _, s, h = shape
     experts = {}
     if isinstance(feed_forward := getattr(block, "feed_forward", None), MoE):
-        experts["expert_rows"] = kept_rows(feed_forward, shape)
+        experts["expert_rows"] = num_expert_rows(feed_forward, shape)
         experts["experts_chosen"] = feed_forward.config.num_experts_chosen
         experts["shared_experts"] = feed_forward.config.shared_experts
     inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
     n = options["num_heads"]
     latent = Latent.of(options.get("latent"))
-    return kept_bytes(
+    return saved_activation_bytes(
         length=s,
         attended=lengths,
         hidden_size=h,
