@@ -113,7 +113,10 @@ def test_sources_and_adapters_are_mappings(tmp_path):
 @pytest.mark.parametrize(
     "setting, words",
     [
-        ("data.train={path: a, weigth: 2}", ["data.train", "Source has no field 'weigth'", "weight"]),
+        (
+            "data.train={path: a, weigth: 2}",
+            ["data.train", "Source has no field 'weigth'", "weight"],
+        ),
         ("data.train=[{path: a, weight: 0}]", ["data.train", "weight should be greater than 0"]),
         ("data.train=[3]", ["data.train", "must be a path, or a list"]),
         (
