@@ -223,7 +223,7 @@ LEFT = [
     Left("models/test_presets.py::test_number_of_parameters", "small|base|7b|xxl", OTHER_CASES),
     Left("models/test_presets.py::test_number_of_parameters_as_printed", "1t|base", OTHER_CASES),
     Left(
-        "planner/test_plan.py::test_published_models_have_as_many_parameters_as_their_networks",
+        "planner/test_plan.py::test_published_models_have_the_parameters_of_their_networks",
         "small|7b|base",
         OTHER_CASES,
     ),

@@ -60,14 +60,20 @@ def test_each_block_computes_by_its_own_arguments():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"block_pattern": []}, "block_pattern is empty"),
-        ({"block_pattern": [{"hidden_size": 3}]}, "block_pattern has 'hidden_size', expected some"),
+        ({"block_pattern": []}, "`block_pattern` is empty"),
+        (
+            {"block_pattern": [{"hidden_size": 3}]},
+            "`block_pattern` has the key 'hidden_size', expected keys",
+        ),
         ({"block_pattern": [{"experts": True}]}, "has no experts to use"),
         (
             {"norm_placement": "both"},
-            "norm_placement must be one of pre, post, output, sandwich, para",
+            "`norm_placement` must be one of pre, post, output, sandwich, para",
         ),
-        ({"norm_placement": "pre", "post_layernorm_residual": True}, "differ: give one"),
+        (
+            {"norm_placement": "pre", "post_layernorm_residual": True},
+            "contradicts `norm_placement='pre'`",
+        ),
     ],
 )
 def test_what_does_not_fit(options, told):

@@ -184,7 +184,7 @@ def test_the_memory_report_says_what_a_gpu_takes(on_gpu):
     with dtype_policy("mixed_bfloat16"):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0)
     network.build()
-    assert memory._attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
+    assert memory._describe_attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
     kept = memory.activation_bytes(network, tf.TensorShape([2, 8]))
     with dtype_policy("mixed_bfloat16"):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0, implementation="reference")

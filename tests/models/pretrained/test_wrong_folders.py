@@ -460,6 +460,6 @@ def test_nothing_is_overwritten(folder):
     before = (folder / "model.safetensors").read_bytes()
     network = from_pretrained(folder)
     network.weights[0].assign_add(np.ones(network.weights[0].shape))
-    with pytest.warns(UserWarning, match="is there already, and is kept"):
+    with pytest.warns(UserWarning, match="already exists and was not changed"):
         assert save_pretrained(network, folder, "llama") == folder.parent / "llama-2"
     assert (folder / "model.safetensors").read_bytes() == before
