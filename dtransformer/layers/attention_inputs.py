@@ -1,4 +1,4 @@
-"""Inputs of attention: what is refused, as it would be broadcast or fail later."""
+"""Shape and type checks of attention inputs, which would otherwise broadcast or fail later."""
 
 import tensorflow as tf
 
@@ -10,10 +10,11 @@ from dtransformer.parallel.context_parallel.plan import check_heads
 
 
 def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementation: str) -> None:
-    """Check that the config can divide an attention.
+    """Check that the parallel config can shard an attention layer.
 
     Raises:
-        ValueError: it cannot; names all the numbers.
+        ValueError: If `model_parallel` or the context-parallel mode does not divide the sizes, or
+            `implementation` is `"reference"` under context parallelism.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_size": hidden_size}
     check_divisible(**sizes)
@@ -35,11 +36,18 @@ def check_inputs(
     value: tf.Tensor | None,
     length: int | None = None,
 ) -> None:
-    """Check the inputs of attention, which may all have to be of one length.
+    """Check the types and shapes of queries, keys and values.
+
+    Args:
+        hidden_size: Integer. Size h of the last dimension.
+        query: Tensor of shape `[b, s, h]`.
+        key, value: Tensors of shape `[b, t, h]`, or `None`.
+        length: Integer. Required sequence length of all inputs. Defaults to `None`: any length, but
+            keys and values must have the same.
 
     Raises:
-        TypeError: one is not of a floating type.
-        ValueError: one is not [b, s, h]; names it.
+        TypeError: If an input is not floating-point.
+        ValueError: If an input has another shape.
     """
     batch = query.shape[:1]
     for name, x in {"query": query, "key": key, "value": value}.items():
@@ -59,16 +67,16 @@ def check_inputs(
 def check_mask(
     mask: tf.Tensor | Segments | None, query: tf.Tensor, length: int | None, num_heads: int
 ) -> None:
-    """Check a mask of attention.
+    """Check the shape of an attention mask.
 
     Args:
-        mask: the mask.
-        query: tensor [b, s, h].
-        length: number t of keys.
-        num_heads: number n of heads.
+        mask: Tensor or `Segments`, see `attention`, or `None`.
+        query: Tensor of shape `[b, s, h]`.
+        length: Number t of keys.
+        num_heads: Number n of heads.
 
     Raises:
-        ValueError: it would be broadcast over other sequences.
+        ValueError: If the shape does not match. A mask is never broadcast over the batch.
     """
     if mask is None:
         return

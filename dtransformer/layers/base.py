@@ -1,4 +1,4 @@
-"""The base of every layer: weights with logical axes and reproducible values."""
+"""Base classes of all layers: weights with logical axes and reproducible initial values."""
 
 import functools
 import inspect
@@ -21,23 +21,25 @@ register = keras.saving.register_keras_serializable("dtransformer")
 
 
 class Layer(KeepsSettings, TakesLowRank):
-    """A Keras layer whose weights name their dimensions.
+    """Base class of Keras layers whose weights have logical axes.
 
-    `add_weight` takes the logical name of every dimension, from which the rules of
-    `dtransformer.parallel.mesh.axis_rules` derive how it is sharded; `shard` replaces rows of
-    them for this layer alone. A random initializer without a seed of its own gets one that
-    depends on the job's seed and on the weight's path only.
+    `add_weight` takes the logical axis of every dimension. The rules of
+    `dtransformer.parallel.mesh.axis_rules` map logical axes to mesh axes; `shard` overrides them
+    for a single layer. An unseeded random initializer receives a seed that depends only on the
+    job's seed and the weight's path.
+
+    The backward pass computes the layer again if `recomputes` is `True`. See `parallel.recompute`.
     """
 
     _own_rules = {}
-    # Whether the backward pass computes the layer again: see `parallel.recompute`.
+    # See `parallel.recompute`.
     recomputes = False
-    # The pipeline stage that has the layer, or the model chunk where stages have several; -1 for
-    # the last. None where each stage may compute it.
+    # Index of the layer's pipeline stage or, with several model chunks per stage, of its chunk. -1
+    # is the last. `None` allows every stage to compute the layer.
     pipeline_stage = None
-    # Which of its results are weights: the number of the result and the attribute.
+    # Maps the index of an output to the attribute of the weight that it returns.
     results_that_are_weights = types.MappingProxyType({})
-    # Other model chunks that need these weights, which `share_weights` finds out.
+    # Other model chunks that use these weights; set by `share_weights`.
     copied_to = frozenset()
 
     build = parallelize.build_method(keras.layers.Layer.build)
@@ -57,21 +59,23 @@ class Layer(KeepsSettings, TakesLowRank):
             cls.call = _compat.told_as_it_is(parallelize.call_method(cls.call))
 
     def takes(self, num_features: int) -> None:
-        """Let inputs with another last dimension be refused, by Keras, before they are used."""
+        """Let Keras reject inputs whose last dimension is not `num_features`."""
         self.input_spec = keras.layers.InputSpec(axes={-1: num_features})
 
     def shard(self, **rules: str | None) -> "Layer":
-        """Shard this layer, and the layers inside of it, by rules of its own.
+        """Override the sharding rules of this layer and of the layers inside it.
+
+        Call it before the layer is built.
 
         Args:
-            **rules: logical name of a dimension = the mesh axis that shards it, `"data"`,
-                `"context"`, `"model"` or None.
+            **rules: Logical axis and the mesh axis that shards it: `"data"`, `"context"`,
+                `"model"`, or `None` to replicate it.
 
         Returns:
-            The layer.
+            The layer itself.
 
         Raises:
-            ValueError: a name is unknown, or the layer has its weights already.
+            ValueError: If an axis is unknown or the layer already has weights.
 
         Example:
 
@@ -122,22 +126,22 @@ class Layer(KeepsSettings, TakesLowRank):
         """Add a weight.
 
         Args:
-            shape: tuple of ints.
-            initializer: a Keras initializer, or its name.
-            axes: tuple with the logical name, or None, of every dimension.
-            name: str, unique in the layer.
-            dtype, trainable, autocast, regularizer, constraint: as in Keras' `add_weight`.
-            aggregation, overwrite_with_gradient: as there.
-            num_inputs: of a kernel that `parallel.tensor_parallel` multiplies with, the number of
-                leading dimensions that are summed over; None for other weights.
-            true_shape: shape without padding, which checkpoints hold; by default `shape`.
+            shape: Tuple of integers.
+            initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+            axes: Tuple with the logical axis of every dimension. `None` replicates a dimension.
+            name: String, unique within the layer.
+            dtype, trainable, autocast, regularizer, constraint, aggregation,
+                overwrite_with_gradient: See `keras.layers.Layer.add_weight`.
+            num_inputs: Integer. Number of leading dimensions that a product sums over, for kernels
+                of `parallel.tensor_parallel`. Defaults to `None`, for all other weights.
+            true_shape: Shape without padding, which checkpoints store. Defaults to `shape`.
 
         Returns:
             A `keras.Variable` with the attribute `logical_axes`.
 
         Raises:
-            ValueError: `axes` does not fit `shape`, holds an unknown name, or shards a
-                dimension that is not divisible.
+            ValueError: If `axes` does not match `shape`, contains an unknown axis, or shards a
+                dimension whose size is not divisible.
         """
         check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
@@ -168,9 +172,10 @@ class Layer(KeepsSettings, TakesLowRank):
         return weight
 
     def get_config(self) -> dict:
-        """Return the arguments of the constructors, and what was set on the layer.
+        """Return the constructor arguments and the settings made after construction.
 
-        Arguments are attributes of the same names, or in `arguments`, a dict of them.
+        An argument is read from the attribute of its name and from the dictionary `arguments`, if
+        the layer has one.
         """
         own = {
             name: getattr(self, name) for name in _arguments_of(type(self)) if hasattr(self, name)
@@ -187,7 +192,7 @@ class Layer(KeepsSettings, TakesLowRank):
 
 @functools.cache
 def _arguments_of(kind):
-    """Return the names of the arguments of a class of layers, and of those it is derived from."""
+    """Return the sorted constructor arguments of a layer class and its base classes."""
     own = [
         vars(x)["__init__"] for x in kind.__mro__ if issubclass(x, Layer) and "__init__" in vars(x)
     ]
@@ -196,7 +201,7 @@ def _arguments_of(kind):
 
 
 class StreamLayer(Layer):
-    """A layer whose result has the shape of its first input; a mask of Keras' goes on with it."""
+    """Base class of layers that preserve the shape and the Keras mask of their first input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -208,7 +213,7 @@ class StreamLayer(Layer):
 
 @register
 class Masked(keras.layers.Layer):
-    """Give a tensor a mask as Keras' own, for the layer that takes it."""
+    """Attach a Keras mask to a tensor."""
 
     supports_masking = True
 
@@ -217,7 +222,11 @@ class Masked(keras.layers.Layer):
 
 
 def check_rate(name: str, rate: float) -> float:
-    """Check a dropout rate: a number in [0, 1)."""
+    """Return a dropout rate as a float.
+
+    Raises:
+        ValueError: If the rate is not a number in [0, 1).
+    """
     is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if not is_number or not 0 <= rate < 1:
         raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
@@ -225,10 +234,13 @@ def check_rate(name: str, rate: float) -> float:
 
 
 def check_divisible(**sizes: int):
-    """Check that model_parallel divides each size.
+    """Check that each size is divisible by `model_parallel`.
+
+    Args:
+        **sizes: Integers, by the names that the message shows.
 
     Raises:
-        ValueError: it does not divide one of them; names all the numbers.
+        ValueError: If a size is not divisible.
     """
     model_parallel = get_parallel_config().model_parallel
     if any(size % model_parallel for size in sizes.values()):
