@@ -28,9 +28,9 @@ _COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 
 
 def given_arguments(names: dict) -> dict:
-    """Return the arguments of an `__init__` from its `locals()`, without those of Keras' `Layer`.
+    """Return the arguments of an `__init__` from its `locals()`, for the layer's config.
 
-    Call it in the first line of `__init__`. `self`, `name` and `kwargs` are removed.
+    Call it in the first line of `__init__`. `self`, `name` and `kwargs` are excluded.
     """
     return {
         key: value
@@ -76,7 +76,7 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
         kinds: Accepted types, out of bool, int, float, str and `NoneType`.
 
     Raises:
-        TypeError: If the value has none of these types.
+        TypeError: If the value has another type.
         ValueError: If the value is out of range.
     """
     if not any(_is(value, kind) for kind in kinds):

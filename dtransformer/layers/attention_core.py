@@ -19,7 +19,7 @@ from dtransformer.parallel.mesh.axis_rules import constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
-# Minimum number of scores per head for which "auto" selects blocks.
+# "auto" selects blocks from this number of scores per head.
 _MANY_SCORES = 2048 * 1024
 
 

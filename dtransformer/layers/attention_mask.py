@@ -71,7 +71,7 @@ def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
 
 
 def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
-    """Return which positions are tokens, according to a self-attention mask.
+    """Return a bool mask of the tokens, derived from a self-attention mask.
 
     In a mask `[b, s]` or `[b, 1, s]`, a token is a visible key. In a mask `[b, s, s]`, a token is a
     query that sees at least one key.
@@ -97,7 +97,7 @@ def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
 def is_near(
     queries: tf.Tensor, keys: tf.Tensor, causal: bool, window: int | None
 ) -> tf.Tensor | None:
-    """Return which keys are in reach of the queries according to their positions.
+    """Return a bool mask of the keys that queries can reach at their positions.
 
     Args:
         queries: Integer tensor of shape `[..., s]`, positions of the queries.

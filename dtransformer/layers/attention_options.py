@@ -54,7 +54,7 @@ class AttentionOptions:
         return sinks, [] if self.bias is None else self.bias.tensors
 
     def near(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor | None:
-        """Return which keys are in reach of queries at these positions. See `is_near`."""
+        """Return a bool mask of the keys in reach of queries at these positions. See `is_near`."""
         return is_near(queries, keys, self.causal, self.window)
 
     def scores(self, q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:

@@ -1,12 +1,12 @@
-"""Attention by cuDNN's fused kernels, which keep no scores.
+"""Attention by cuDNN's fused kernels, which store no scores.
 
-References: Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1, which cuDNN computes on the
-card; `cudnn_call` has the calls. They are compiled by XLA, in a function of their own, so that
-steps that nothing else is compiled of take them, too. Elsewhere than on a GPU the same
-calls, with the same operands, are computed by TensorFlow.
+Reference: [Dao et al., 2022](https://arxiv.org/abs/2205.14135) (FlashAttention), section 3.1
 
-Causality and windows of queries and keys of the same positions are the calls' own. What else a mask
-says is added to scores, [b, 1, s, t] of 16 bits, made where it is used, forward and backward.
+`cudnn_call` describes the calls. XLA compiles them in separate functions, so a step that is not
+compiled can use them. Without a GPU, TensorFlow computes the same calls from the same operands.
+
+The kernels handle causal attention and windows if queries and keys have the same positions. Other
+masks become a 16-bit bias `[b, 1, s, t]`, which the forward and the backward pass each build again.
 """
 
 import functools
@@ -40,13 +40,16 @@ _OPEN_SHAPES = (
 def obstacle(
     queries: Sequence[int | None], keys: Sequence[int | None], dtype: str, options: AttentionOptions
 ) -> str | None:
-    """Return why cuDNN cannot compute an attention here, or None where it can.
+    """Return the reason why cuDNN cannot compute an attention, or `None` if it can.
 
     Args:
-        queries: (b, n, s, d), the shape of queries.
-        keys: (b, m, t, d), that of keys and of values.
-        dtype: name of their type.
-        options: those of the attention.
+        queries: Tuple `(b, n, s, d)`, the shape of queries.
+        keys: Tuple `(b, m, t, d)`, the shape of keys and values.
+        dtype: Name of their type.
+        options: An `AttentionOptions`.
+
+    Returns:
+        A clause that completes a warning, or `None`.
     """
     found = {
         _OPEN_SHAPES: None in (*queries, *keys),
@@ -67,20 +70,29 @@ def obstacle(
 
 
 def is_taken_by_itself() -> bool:
-    """Return whether "auto" takes cuDNN where it can: on GPUs, where functions are traced."""
+    """Return whether `"auto"` may select cuDNN: only while tracing a function for a GPU."""
     return gpu_calls.takes_gpu_branch() and not tf.executing_eagerly()
 
 
 def cudnn_attention(
     q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, options: AttentionOptions
 ) -> tf.Tensor:
-    """Return the context of queries; see `attention`. There is no `obstacle`.
+    """Return the attention outputs of queries, computed by cuDNN. See `attention`.
 
-    The calls know of no sinks: their results are divided by a larger sum, forward, and by that one
-    they compute probabilities again, backward.
+    Call it only if `obstacle` returns `None`. The kernels do not support sinks. The forward pass
+    therefore rescales their results by the larger sum, and the backward pass computes probabilities
+    from it.
+
+    Args:
+        q: Tensor of shape `[b, n, s, d]`.
+        k, v: Tensors of shape `[b, m, t, d]`.
+        options: An `AttentionOptions`.
+
+    Returns:
+        A tensor of shape `[b, n, s, d]`.
     """
     mask, sinks = options.mask, options.sinks
-    if mask is not None:  # int32 would be copied to the host: functions take it there
+    if mask is not None:  # TensorFlow places int32 arguments of functions on the host.
         as_index = lambda x: (
             x if x is None or x.dtype != "int32" else tf.cast(x, gpu_calls.INDEX_TYPE)
         )
@@ -88,7 +100,7 @@ def cudnn_attention(
     call = _call(q.shape, k.shape, q.dtype.name, options)
     bias_of = functools.partial(_bias_of, call, options)
 
-    # All of them are [b, s, n, d], as they are in memory: what XLA compiles around is one with them.
+    # Operands have the layout [b, s, n, d] in memory, so XLA fuses them with their surroundings.
     @_compiled
     def forward(q, k, v, mask):
         bias, any_seen = bias_of(mask)
@@ -102,7 +114,7 @@ def cudnn_attention(
 
     @custom_gradient
     def attend(q, k, v, *sinks):
-        # The functions have no gradients of their own, which a tape would ask for.
+        # A tape must not ask for gradients of the compiled functions; they have none.
         q, k, v = (tf.stop_gradient(x) for x in (q, k, v))
         context, log_sums = forward(q, k, v, mask)
         if sinks:
@@ -123,7 +135,7 @@ def cudnn_attention(
 
 
 def _with_sinks(sinks, context, log_sums):
-    """Return the context [b, s, n, d], and log_sums [b, n, s], with sinks [1, n, 1, 1]."""
+    """Add sinks `[1, n, 1, 1]` to a context `[b, s, n, d]` and to `log_sums` `[b, n, s]`."""
     with_own = log_sums + tf.math.softplus(sinks[..., 0] - log_sums)
     factor = tf.cast(tf.exp(log_sums - with_own), context.dtype)
     return context * tf.transpose(factor, [0, 2, 1])[..., None], with_own
@@ -136,7 +148,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _call(queries, keys, dtype, options):
-    """Return the call for queries [b, n, s, d] and keys [b, m, t, d]."""
+    """Return the `CudnnCall` for queries `[b, n, s, d]` and keys `[b, m, t, d]`."""
     (b, n, s, d), (_, m, t, _) = queries, keys
     mask, (own_causal, own_window) = options.mask, options.reach
     own_causal &= s == t
@@ -150,7 +162,12 @@ def _call(queries, keys, dtype, options):
 
 
 def _bias_of(call, options, mask):
-    """Return a list of what is added to scores, and which queries see something; None for all."""
+    """Return a mask as a bias.
+
+    Returns:
+        A `(biases, any_seen)` tuple: a list of one tensor or an empty list, and a bool tensor
+        `[b, s, n or 1, 1]`, True for queries that see a key. `None` if all do.
+    """
     if call.bias is None:
         return [], None
     s, t = call.bias[2:]
@@ -161,17 +178,17 @@ def _bias_of(call, options, mask):
 
 
 def _only(any_seen, x):
-    """Return x [b, s, n, d], 0 where a query sees nothing."""
+    """Return x `[b, s, n, d]` with zeros for queries that see no key."""
     return x if any_seen is None else tf.where(any_seen, x, tf.zeros([], x.dtype))
 
 
 def _swapped(x):
-    """[b, n, s, d] -> [b, s, n, d], and back."""
+    """Transpose `[b, n, s, d]` to `[b, s, n, d]`, or back."""
     return tf.transpose(x, [0, 2, 1, 3])
 
 
 def _forward(call, q, k, v, *bias):
-    """Return the context [b, s, n, d], and log_sums [b, n, s]."""
+    """Return the context `[b, s, n, d]` and the log-sum-exp of the scores `[b, n, s]`."""
     if gpu_calls.is_on_gpu():
         results = [(call.queries, q.dtype), (call.log_sums, tf.float32)]
         return _compat.call_stablehlo(call.forward(), [q, k, v, *bias], results, call.name())
@@ -183,7 +200,7 @@ def _forward(call, q, k, v, *bias):
 
 
 def _backward(call, q, k, v, log_sums, dy, *others):
-    """Return the gradients of q, k and v; the others are what was added to scores, and the context."""
+    """Return the gradients of q, k and v. `others` are the bias, if any, and the context."""
     *bias, context = others
     if gpu_calls.is_on_gpu():
         operands = [q, k, v, log_sums, dy, *bias, context]
@@ -205,12 +222,12 @@ def _backward(call, q, k, v, log_sums, dy, *others):
 
 
 def _sums_type(q):
-    """Return the type of scores and of log_sums."""
+    """Return the type of scores and of their log-sum-exp."""
     return "float64" if q.dtype == "float64" else "float32"
 
 
 def _scores(call, q, k, *bias):
-    """Return the scores [b, n, s, t] of q [b, n, s, d] and k [b, m, t, d]."""
+    """Return the scores `[b, n, s, t]` of q `[b, n, s, d]` and k `[b, m, t, d]`, with the bias."""
     scores = scores_of(q, k)
     scores = tf.cast(scores, _sums_type(q))
     for x in bias:

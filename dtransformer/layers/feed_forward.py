@@ -1,4 +1,4 @@
-"""The feed-forward layer of a Transformer block."""
+"""Feed-forward layer of a Transformer block."""
 
 from collections.abc import Callable
 
@@ -19,29 +19,35 @@ from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_pa
 class FeedForward(StreamLayer):
     """Two dense layers with an activation between them.
 
-    The mapping is column parallel and the projection row parallel; the
-    projection's bias is added after the reduction.
+    The first dense layer (mapping) is column-parallel, the second (projection) is row-parallel, and
+    its bias is added after the reduction.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.3; Shoeybi et
-    al., 2019, "Megatron-LM", §3; Shazeer, 2020, "GLU variants improve Transformer", arXiv
-    2002.05202, for the gated form.
+    References:
+
+    - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.3
+    - [Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053) (Megatron-LM), section 3
+    - [Shazeer, 2020](https://arxiv.org/abs/2002.05202), for the gated form
 
     Args:
-        hidden_size: size h of the input and the output.
-        ffn_hidden_size: size f between the two.
-        dropout_rate: dropout of the output, in [0, 1).
-        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
-        expert_num: number of experts: 1, of several `MoE` is made.
-        kernel_initializer: a Keras initializer, or its name.
-        gated: whether the mapping is multiplied with the activation of a second one, the gate,
-            instead of being activated itself; with `hidden_act="silu"` that is SwiGLU.
-        use_bias: whether the dense layers have a bias.
+        hidden_size: Integer. Size h of the input and the output.
+        ffn_hidden_size: Integer. Size f of the inner activations.
+        dropout_rate: Float in [0, 1). Dropout of the output. Defaults to `0.1`.
+        hidden_act: Name of an activation, a callable, or a Keras layer class. Defaults to `"gelu"`.
+        expert_num: Integer. Must be 1; use `MoE` for several experts. Defaults to `1`.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+        gated: Boolean, whether the mapping is multiplied by the activation of a second dense layer
+            (gate). With `hidden_act="silu"` this is SwiGLU. Defaults to `False`.
+        use_bias: Boolean, whether the dense layers have a bias. Defaults to `True`.
 
     Input shape:
-        [b, s, h]
+        `[b, s, h]`
 
     Output shape:
-        [b, s, h]
+        `[b, s, h]`
+
+    Raises:
+        ValueError: If `hidden_act` needs a gate and `gated` is `False`, `expert_num` is not 1, or
+            `model_parallel` does not divide a size.
 
     Example:
 
@@ -79,7 +85,13 @@ class FeedForward(StreamLayer):
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
     def add_dense(self, initializer: keras.initializers.Initializer | str, *experts: int) -> None:
-        """Add the kernels and biases, with a leading dimension of the experts if they are given."""
+        """Add the kernels and biases.
+
+        Args:
+            initializer: Keras initializer or its name.
+            *experts: Number of experts, which becomes the first dimension of all weights. Omit it
+                for a single layer.
+        """
         h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
         dense = {"mapping": (h, f, "embed", "mlp")}
         if self.gated:

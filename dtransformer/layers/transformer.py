@@ -1,4 +1,4 @@
-"""An encoder and a decoder."""
+"""Encoder-decoder Transformer."""
 
 from collections.abc import Callable
 
@@ -15,33 +15,35 @@ from dtransformer.parallel.config.config import get_parallel_config
 
 @register
 class Transformer(Layer):
-    """An encoder stack and a decoder stack.
+    """Encoder-decoder Transformer: an encoder stack and a decoder stack.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need".
+    Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
 
     Args:
-        encoder_layers: number of the encoder's blocks; 0 for a decoder whose memory
-            is `encoder_inputs` itself.
-        decoder_layers: number of the decoder's blocks; 0 for an encoder alone, whose output is
-            the layer's.
-        hidden_size: size h of the inputs and the output.
-        num_heads: number of attention heads.
-        ffn_hidden_size: inner size of the feed-forward layers.
-        lambda_func: places each block on a pipeline stage; by default blocks are
-            spread evenly, the decoder's after the encoder's.
-        causal: whether a position of the decoder may attend to no later one of it.
-        **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
+        encoder_layers: Integer. Number of encoder blocks. With 0, the decoder attends to
+            `encoder_inputs`.
+        decoder_layers: Integer. Number of decoder blocks. With 0, the layer returns the encoder's
+            output.
+        hidden_size: Integer. Size h of the inputs and the output.
+        num_heads: Integer. Number of attention heads.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers.
+        lambda_func: Function that places each block on a pipeline stage, see `BlockStack`. Defaults
+            to `spread_evenly`. Decoder blocks follow the encoder's.
+        causal: Boolean, whether the decoder hides later positions. Defaults to `False`.
+        **layer_arguments: Other arguments of `TransformerEncoderLayer`, for both stacks.
 
     Call arguments:
-        encoder_inputs: tensor [b, s, h].
-        encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, `Segments`, or None.
-        decoder_inputs: tensor [b, t, h]; None without a decoder.
-        decoder_mask: [b, t, t] of 0 and 1, `Segments`, or None.
-        memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, `Segments`, or None.
-        training: whether dropout applies.
+        encoder_inputs: Tensor of shape `[b, s, h]`.
+        encoder_mask: 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, s, s]`, `Segments`, or
+            `None`.
+        decoder_inputs: Tensor of shape `[b, t, h]`, or `None` without a decoder.
+        decoder_mask: 0/1 tensor of shape `[b, t, t]`, `Segments`, or `None`.
+        memory_mask: 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, t, s]`, `Segments`, or
+            `None`.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        The decoder inputs'; without a decoder the encoder inputs'.
+        `[b, t, h]`, or `[b, s, h]` without a decoder.
 
     Example:
 
