@@ -152,11 +152,12 @@ def get_activation(identifier: str | dict | Callable) -> Callable:
         return identifier
     if identifier in _ACTIVATIONS:
         return _ACTIVATIONS[identifier]
-    names = sorted(
+    names = {
         name
         for name, value in vars(keras.activations).items()
         if callable(value) and name not in ("get", "serialize", "deserialize")
-    )
+    }
     if identifier not in names:
-        raise ValueError(f"hidden_act {identifier!r} is unknown; there are {', '.join(names)}")
+        known = ", ".join(sorted({*names, *_ACTIVATIONS}))
+        raise ValueError(f"`hidden_act={identifier!r}` is unknown. Choose one of {known}.")
     return keras.activations.get(identifier)

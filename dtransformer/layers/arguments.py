@@ -81,13 +81,13 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
     """
     if not any(_is(value, kind) for kind in kinds):
         wanted = " or ".join(_SIMPLE[kind] for kind in kinds)
-        raise TypeError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"`{name}` must be {wanted}, got {value!r} ({type(value).__name__}).")
     if name == "num_layers" and value < 0:
-        raise ValueError(f"{name} must not be less than 0, got {value}")
+        raise ValueError(f"`{name}` must be at least 0, got {value}.")
     if name == "epsilon" and value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a number of more than 0, got {value}")
+        raise ValueError(f"`{name}` must be a finite number above 0, got {value}.")
     if name.endswith("_compute_type") and value not in _COMPUTE_TYPES:
-        raise ValueError(f"{name} must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}")
+        raise ValueError(f"`{name}` must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}.")
 
 
 def check_floating(name: str, x: typing.Any) -> None:
@@ -97,7 +97,7 @@ def check_floating(name: str, x: typing.Any) -> None:
         TypeError: If it has another type.
     """
     if not x.dtype.is_floating:
-        raise TypeError(f"{name} must be of a floating type, got {x.dtype.name}")
+        raise TypeError(f"`{name}` must have a floating-point type, got {x.dtype.name}.")
 
 
 def _kinds(annotation):
@@ -208,5 +208,7 @@ def as_moe_config(value: MoEConfig | dict) -> MoEConfig:
     if isinstance(value, dict):
         return MoEConfig(**value)
     if not isinstance(value, MoEConfig):
-        raise TypeError(f"moe_config must be a MoEConfig, got {value!r} ({type(value).__name__})")
+        raise TypeError(
+            f"`moe_config` must be a MoEConfig, got {value!r} ({type(value).__name__})."
+        )
     return dataclasses.replace(value)

@@ -141,12 +141,12 @@ class MultiHeadAttention(StreamLayer):
         self.hidden_size = check_int("hidden_size", hidden_size)
         self.num_heads = check_int("num_heads", num_heads)
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
+            raise ValueError(f"`num_heads={num_heads}` must divide `hidden_size={hidden_size}`.")
         self.head_dim = check_int("head_dim", head_dim or hidden_size // num_heads)
         self.value_dim = self.head_dim
         self.num_kv_heads = check_int("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+            raise ValueError(f"`num_kv_heads={num_kv_heads}` must divide `num_heads={num_heads}`.")
         self.use_bias = use_bias
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
         self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
@@ -161,7 +161,7 @@ class MultiHeadAttention(StreamLayer):
         self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
-            raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
+            raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}.")
         self.implementation = implementation
         check_layout(hidden_size, num_heads, self.num_kv_heads, implementation)
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)

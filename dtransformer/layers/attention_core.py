@@ -172,8 +172,8 @@ def chosen_implementation(
             implementation = "blockwise" if is_known else "reference"
     if implementation == "blockwise" and not is_known:
         raise ValueError(
-            "attention by blocks needs lengths that are known when it is traced: give batches of "
-            'fixed lengths, or implementation="auto"'
+            "`implementation='blockwise'` requires known sequence lengths. Use batches of a fixed "
+            "length or `implementation='auto'`."
         )
     if implementation == "auto":
         is_long = is_known and num_queries * num_keys >= _MANY_SCORES
@@ -183,7 +183,7 @@ def chosen_implementation(
 
 @functools.cache
 def _warn_once(obstacle):
-    warnings.warn(f"attention is computed without cuDNN: {obstacle}", stacklevel=2)
+    warnings.warn(f"Attention is computed without cuDNN: {obstacle}.", stacklevel=2)
 
 
 def _dropped_by_rows(dropout, probabilities, causal, window):

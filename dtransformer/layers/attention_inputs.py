@@ -22,8 +22,8 @@ def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementa
     shards, own = config.context_parallel, num_heads // config.model_parallel
     if shards > 1 and implementation == "reference":
         raise ValueError(
-            f"implementation='reference' does not work with context_parallel={shards}, under which "
-            "attention is computed by blocks: set implementation='auto'"
+            "`implementation='reference'` does not support sharded sequences "
+            f"(`context_parallel={shards}`). Use `implementation='auto'`."
         )
     if config.context_parallel_mode == "ulysses":
         check_heads(own, num_kv_heads // config.model_parallel, shards)
@@ -56,8 +56,8 @@ def check_inputs(
         expected = [*batch, length, hidden_size]
         if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
             raise ValueError(
-                f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, a length "
-                f"and hidden_size={hidden_size}"
+                f"`{name}` has shape {list(x.shape)}, expected {expected}: batch, length and "
+                f"`hidden_size={hidden_size}`."
             )
         check_floating(name, x)
         if name == "key":
@@ -86,15 +86,15 @@ def check_mask(
         if fits and mask.keys.shape.is_compatible_with([batch, length]):
             return
         raise ValueError(
-            f"the segments have the shapes {list(mask.queries.shape)} and {list(mask.keys.shape)}, "
-            f"expected [{batch}, {own}] of queries and [{batch}, {length}] of keys"
+            f"`Segments` has shapes {list(mask.queries.shape)} and {list(mask.keys.shape)}, "
+            f"expected [{batch}, {own}] for queries and [{batch}, {length}] for keys."
         )
     forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, own)]}
     forms[4] = [[batch, n, *form[1:]] for n in (1, num_heads) for form in forms[3]]
     allowed = forms.get(mask.shape.rank, ())
     if not any(mask.shape.is_compatible_with(form) for form in allowed):
         raise ValueError(
-            f"the attention mask has the shape {list(mask.shape)}, expected "
+            f"The attention mask has shape {list(mask.shape)}, expected "
             f"[{batch}, {length}], [{batch}, {own}, {length}] or [{batch}, {num_heads}, "
-            f"{own}, {length}] for queries of the shape {list(query.shape)}"
+            f"{own}, {length}] for queries of shape {list(query.shape)}."
         )

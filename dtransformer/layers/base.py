@@ -47,7 +47,7 @@ class Layer(KeepsSettings, TakesLowRank):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         if not keras.backend.is_float_dtype(self.compute_dtype):
-            raise ValueError(f"dtype must be of a floating type, got {self.compute_dtype!r}")
+            raise ValueError(f"`dtype` must be a floating-point type, got {self.compute_dtype!r}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -86,10 +86,10 @@ class Layer(KeepsSettings, TakesLowRank):
             check_axes((name,), 1, f"the rule {name}={axis!r}")
             allowed = (*validators.MESH_AXES, None)
             if axis not in allowed:
-                raise ValueError(f"the rule {name}={axis!r} must be one of {allowed}")
+                raise ValueError(f"The mesh axis in `{name}={axis!r}` must be one of {allowed}.")
         for layer in _compat.flat_layers(self):
             if layer.weights:
-                raise ValueError(f"{layer.path} has its weights already: call shard before build")
+                raise ValueError(f"{layer.path} already has weights. Call `shard` before `build`.")
             if isinstance(layer, Layer):
                 layer._own_rules = {**layer._own_rules, **rules}
         return self
@@ -229,7 +229,7 @@ def check_rate(name: str, rate: float) -> float:
     """
     is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if not is_number or not 0 <= rate < 1:
-        raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
+        raise ValueError(f"`{name}` must be a number in [0, 1), got {rate!r}.")
     return float(rate)
 
 
@@ -245,4 +245,4 @@ def check_divisible(**sizes: int):
     model_parallel = get_parallel_config().model_parallel
     if any(size % model_parallel for size in sizes.values()):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"model_parallel={model_parallel} must divide each of {given}")
+        raise ValueError(f"`model_parallel={model_parallel}` must divide each of {given}.")

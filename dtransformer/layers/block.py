@@ -63,7 +63,7 @@ class TransformerBlock(StreamLayer):
         Raises:
             ValueError: If the block has no `moe_config` with several experts.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no feed-forward layer to replace")
+        raise NotImplementedError(f"{type(self).__name__} has no feed-forward layer to replace.")
 
     def complete(self) -> None:
         """Create sublayers that depend on the placement of the block."""
@@ -248,10 +248,10 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     layers = network_layers or offset + len(blocks)
     num_chunks = config.placement.num_chunks
     if num_chunks > layers:
-        chunks = f" · pipeline_chunks={config.pipeline_chunks}" * (config.pipeline_chunks > 1)
+        chunks = f" with `pipeline_chunks={config.pipeline_chunks}`" * (config.pipeline_chunks > 1)
         raise ValueError(
-            f"pipeline_stage={config.pipeline_stage}{chunks} is more than the network's {layers} "
-            "blocks: each needs one"
+            f"`pipeline_stage={config.pipeline_stage}`{chunks} needs at least {num_chunks} blocks, "
+            f"but the network has {layers}. Use fewer stages or chunks."
         )
     for number, block in enumerate(blocks):
         block.pipeline_stage = 0  # Default for a `lambda_func` that sets no stage.
@@ -314,12 +314,12 @@ def check_stages(blocks, num_stages):
         stage = block.pipeline_stage
         if not 0 <= stage < num_stages:
             raise ValueError(
-                f"block {number} ({block.name}) is put on stage {stage}, but there are "
-                f"{num_stages} stages"
+                f"Block {number} ({block.name}) is on stage {stage}, but the stages are 0 to "
+                f"{num_stages - 1}."
             )
         if stage < previous:
             raise ValueError(
-                f"block {number} ({block.name}) is put on stage {stage}, after a block on stage "
-                f"{previous}: stages may not go backwards along the network"
+                f"Block {number} ({block.name}) is on stage {stage}, after a block on stage "
+                f"{previous}. Stages must not decrease along the network."
             )
         previous = stage

@@ -33,7 +33,7 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 _LARGEST_MASK = 2**30  # bytes
 _OPEN_SHAPES = (
-    "shapes are not known when it is traced: give batches of one size (drop_remainder=True)"
+    "shapes are unknown (use batches of a fixed size, for example with `drop_remainder=True`)"
 )
 
 
@@ -53,11 +53,10 @@ def obstacle(
     """
     found = {
         _OPEN_SHAPES: None in (*queries, *keys),
-        "scores have a bias by position": options.bias not in (None, False),
-        "scores are capped": options.soft_cap is not None,
-        "probabilities are dropped out, by masks that cuDNN could not draw again": options.dropout
-        is not None,
-        "the softmax is of float64": gpu_calls.takes_gpu_branch()
+        "scores have a position bias": options.bias not in (None, False),
+        "scores have a soft cap": options.soft_cap is not None,
+        "cuDNN cannot reproduce the dropout masks": options.dropout is not None,
+        "the softmax is in float64": gpu_calls.takes_gpu_branch()
         and options.softmax_compute_type == "float64",
     }
     reason = gpu_calls.obstacle_to_calls() or next((text for text in found if found[text]), None)
@@ -65,7 +64,7 @@ def obstacle(
         return reason
     call = _call(queries, keys, dtype, options)
     if call.bias is not None and 2 * math.prod(call.bias) > _LARGEST_MASK:
-        return f"its mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
+        return f"the mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
     return why_not(call) if gpu_calls.takes_gpu_branch() else None
 
 

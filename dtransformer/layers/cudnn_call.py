@@ -168,7 +168,7 @@ def why_not(call: CudnnCall) -> str | None:
     if d % 8 or d > _LARGEST_HEAD:
         return f"heads have {d} features, not a multiple of 8 up to {_LARGEST_HEAD}"
     if call.bias is not None and (s % 2 or t % 2):
-        return f"{s} queries and {t} keys with a mask are not even numbers"
+        return f"lengths must be even with a mask, got {s} queries and {t} keys"
     return None
 
 

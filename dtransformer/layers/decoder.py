@@ -51,7 +51,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
     def add_sublayers(self) -> None:
         if self.placement.is_parallel:
             raise ValueError(
-                f"norm_placement={self.arguments['norm_placement']!r} is not of blocks with a memory"
+                f"Decoder blocks do not support norm_placement={self.arguments['norm_placement']!r}."
             )
         self.add_norms("self_attention", self.arguments["attention_norm"])
         self.self_attention = self.make_attention("self_attention")
@@ -75,7 +75,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             with unsharding_ahead([inputs]):
                 return self._compute(inputs, encoder_output, position_table, *masks, cache)
         if encoder_output is None:
-            raise ValueError("encoder_output is missing: a decoder attends to a memory [b, s, h]")
+            raise ValueError("`encoder_output` is missing. Pass the memory, a [b, s, h] tensor.")
         decoder_mask = own_or_keras_mask(decoder_mask, inputs)
         memory_mask = own_or_keras_mask(memory_mask, encoder_output)
 

@@ -81,7 +81,7 @@ def check_soft_cap(cap: float | None) -> float | None:
         ValueError: If the cap is not above 0.
     """
     if cap is not None and not cap > 0:
-        raise ValueError(f"soft_cap must be more than 0, got {cap}")
+        raise ValueError(f"`soft_cap` must be above 0, got {cap}.")
     return cap
 
 

@@ -58,8 +58,8 @@ class _VocabLayer(Layer):
             axis = self._axis_of(rows.shape)
             if variable.true_shape[axis] == self.vocab_size != rows.shape[axis]:
                 self._load_error = ValueError(
-                    f"{variable.path} has vocab_size={self.vocab_size}, but the file holds "
-                    f"{rows.shape[axis]} entries: load it into a model of the same vocabulary"
+                    f"{variable.path} has `vocab_size={self.vocab_size}`, but the file has "
+                    f"{rows.shape[axis]} entries. Load it into a model with this vocabulary size."
                 )
                 raise self._load_error
             missing = [max(own - n, 0) for own, n in zip(variable.shape, rows.shape)]
@@ -231,10 +231,10 @@ class VocabHead(_VocabLayer):
         check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
         if self.tied and (table is None or table.shape[-1] != inputs.shape[-1]):
-            given = "no table" if table is None else f"a table of the shape {list(table.shape)}"
+            given = "no table" if table is None else f"a table of shape {list(table.shape)}"
             raise ValueError(
-                f"a tied head got {given}, expected an embedding's [V', {inputs.shape[-1]}], as "
-                f"inputs have the shape {list(inputs.shape)}"
+                f"A tied head received {given}, expected an embedding table of shape "
+                f"[V', {inputs.shape[-1]}] for inputs of shape {list(inputs.shape)}."
             )
         if self.tied:
             logits = tied_logits(inputs, table)

@@ -144,7 +144,7 @@ class TransformerEncoderLayer(TransformerBlock):
     def use_experts(self, has_experts: bool = True) -> None:
         if has_experts and not self.may_have_experts:
             raise ValueError(
-                f"{self.name} has no experts to use: give moe_config=MoEConfig(expert_num=8), say"
+                f"{self.name} has no experts. Set for example `moe_config=MoEConfig(expert_num=8)`."
             )
         self.has_experts = has_experts
 

@@ -74,10 +74,10 @@ class FeedForward(StreamLayer):
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
         if needs_gate(self.activation) and not gated:
-            raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
+            raise ValueError(f"`hidden_act={hidden_act!r}` requires `gated=True`.")
         if check_int("expert_num", expert_num) != 1:
             raise ValueError(
-                f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
+                f"`expert_num={expert_num}` must be 1. Use `layers.MoE` for several experts."
             )
         self.expert_num, self.kernel_initializer = expert_num, kernel_initializer
         self.gated, self.use_bias = gated, use_bias

@@ -62,19 +62,19 @@ class FixedSparsePattern:
             check_int(name, getattr(self, name))
         if self.seq_length % self.window:
             raise ValueError(
-                f"a window of {NUM_LOCAL_BLOCKS} · block_size={self.window} positions must divide "
-                f"seq_length={self.seq_length}"
+                f"The window, {NUM_LOCAL_BLOCKS} * block_size = {self.window} positions, must divide "
+                f"`seq_length={self.seq_length}`."
             )
         if self.num_patterns > NUM_LOCAL_BLOCKS:
             raise ValueError(
-                f"there are at most {NUM_LOCAL_BLOCKS} patterns, one for each block of a window, "
-                f"got {self.num_patterns}"
+                f"The number of patterns must be at most {NUM_LOCAL_BLOCKS}, one per block of a "
+                f"window, got {self.num_patterns}."
             )
         if self.global_size is None:
             object.__setattr__(self, "global_size", self.block_size)
         if check_int("global_size", self.global_size) > self.block_size:
             raise ValueError(
-                f"global_size={self.global_size} must be at most block_size={self.block_size}"
+                f"`global_size={self.global_size}` must be at most `block_size={self.block_size}`."
             )
 
     @property

@@ -25,7 +25,7 @@ def check_pooling(pooling: str) -> str:
         ValueError: If it is not in `POOLINGS`.
     """
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        raise ValueError(f"`pooling` must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
     return pooling
 
 

@@ -76,7 +76,7 @@ class LatentAttention(MultiHeadAttention):
             check_int(name, self.latent[name])
         if max(sizes.rotary_dim, sizes.value_dim) > self.head_dim:
             raise ValueError(
-                f"{sizes} has features of heads that are more than head_dim={head_dim}"
+                f"The features per head in {sizes} must be at most `head_dim={self.head_dim}`."
             )
         plain = {
             "num_kv_heads": num_heads,
@@ -86,8 +86,8 @@ class LatentAttention(MultiHeadAttention):
         }
         if wrong := [f"{x}={getattr(self, x)}" for x in plain if getattr(self, x) != plain[x]]:
             raise ValueError(
-                f"{', '.join(wrong)}: heads have keys of their own, no norms and no biases where "
-                "attention is through latents: leave it out, or latent"
+                f"Latent attention does not support {', '.join(wrong)}. Remove these arguments, or "
+                "`latent`."
             )
         self.value_dim = sizes.value_dim
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
@@ -101,7 +101,7 @@ class LatentAttention(MultiHeadAttention):
     def __call__(self, query, key, value, *args, **kwargs):
         if key is not query or value is not query:
             raise ValueError(
-                "attention through latents is of a sequence to itself: give the same tensor three times"
+                "Latent attention is self-attention. Pass the same tensor as query, key and value."
             )
         return super().__call__(query, key, value, *args, **kwargs)
 

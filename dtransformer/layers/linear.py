@@ -52,7 +52,7 @@ class Linear(Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         if parallel not in _KINDS:
-            raise ValueError(f"parallel must be 'column', 'row' or None, got {parallel!r}")
+            raise ValueError(f"`parallel` must be 'column', 'row' or None, got {parallel!r}.")
         self.units = check_int("units", units)
         self.use_bias = use_bias
         self.parallel = parallel

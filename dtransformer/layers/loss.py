@@ -131,8 +131,8 @@ class CrossEntropyLoss(Layer):
                 tensor.shape
             ):
                 raise ValueError(
-                    f"{name} of shape {tensor.shape} do not fit logits of shape {logits.shape}: "
-                    f"expected {logits.shape[:-1]}"
+                    f"`{name}` has shape {tensor.shape}, expected {logits.shape[:-1]} for logits of "
+                    f"shape {logits.shape}."
                 )
 
     def compute_output_shape(self, *args, **kwargs) -> tuple:

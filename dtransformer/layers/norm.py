@@ -237,6 +237,6 @@ def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) 
         ValueError: If the name is unknown.
     """
     if kind not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {kind!r}")
+        raise ValueError(f"`norm` must be one of {', '.join(_NORMS)}, got {kind!r}.")
     norm, options = _NORMS[kind]
     return norm(epsilon, **options, **kwargs)

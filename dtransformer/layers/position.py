@@ -57,7 +57,7 @@ class PositionEmbedding(StreamLayer):
     ):
         super().__init__(**kwargs)
         if kind not in POSITION_KINDS:
-            raise ValueError(f"positions must be one of {', '.join(POSITION_KINDS)}, got {kind!r}")
+            raise ValueError(f"`kind` must be one of {', '.join(POSITION_KINDS)}, got {kind!r}.")
         self.max_length = check_int("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
@@ -81,8 +81,8 @@ class PositionEmbedding(StreamLayer):
         ends = self.kind == "learned" and segments is None
         if ends and (inputs.shape[1] or 0) > self.max_length:
             raise ValueError(
-                f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
-                f"max_length={self.max_length}"
+                f"The sequence has {inputs.shape[1]} positions, but the learned positions end at "
+                f"`max_length={self.max_length}`."
             )
         positions = tf.range(length)
         if ends and inputs.shape[1] is None:

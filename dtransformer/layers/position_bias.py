@@ -137,8 +137,8 @@ def distance_ranges(num_ranges: int, max_distance: int) -> np.ndarray:
     exact = num_ranges // 2
     if not 0 < exact < max_distance:
         raise ValueError(
-            f"relative_max_distance={max_distance} must be more than the {exact} distances that "
-            "have a range of their own, and there must be one at least"
+            f"`relative_max_distance={max_distance}` must be above {exact}, the number of ranges "
+            "with a single distance, which must be at least 1."
         )
     distances = np.arange(max_distance + 1)
     share = np.log(np.maximum(distances, exact).astype("float32") / exact)

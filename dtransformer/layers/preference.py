@@ -82,13 +82,15 @@ class PreferenceLoss(keras.losses.Loss):
     def __init__(self, kind: str = "sigmoid", beta: float = 0.1, smoothing: float = 0.0):
         super().__init__("preference", "mean_with_sample_weight")
         if kind not in ("sigmoid", "hinge", "ipo"):
-            raise ValueError(f"kind={kind!r} is unknown: choose 'sigmoid', 'hinge' or 'ipo'")
+            raise ValueError(f"`kind={kind!r}` is unknown. Choose 'sigmoid', 'hinge' or 'ipo'.")
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ValueError(
-                f"beta={beta} must be above 0, and smoothing={smoothing} must be in [0, 0.5)"
+                f"`beta={beta}` must be above 0, and `smoothing={smoothing}` must be in [0, 0.5)."
             )
         if smoothing and kind != "sigmoid":
-            raise ValueError(f"smoothing goes with 'sigmoid', not with {kind!r}: leave it out")
+            raise ValueError(
+                f"`smoothing` requires `kind='sigmoid'`, got {kind!r}. Remove `smoothing`."
+            )
         self.kind, self.beta, self.smoothing = kind, beta, smoothing
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:

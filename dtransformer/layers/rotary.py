@@ -65,14 +65,14 @@ def rotary_frequencies(
     """
     if not (base > 1 and 0 < fraction <= 1):
         raise ValueError(
-            f"rotary_base must be more than 1 and rotary_fraction in (0, 1], got {base} and "
-            f"{fraction}"
+            f"`rotary_base={base}` must be above 1, and `rotary_fraction={fraction}` must be in "
+            "(0, 1]."
         )
     turning = int(head_dim * fraction)
     if turning % 2 or not turning:
         raise ValueError(
-            f"rotary positions turn pairs of features, but rotary_fraction={fraction} of "
-            f"head_dim={head_dim} are {turning}"
+            f"`rotary_fraction={fraction}` of `head_dim={head_dim}` rotates {turning} features, "
+            "expected an even number above 0."
         )
     kind = None if scaling is None else _check_scaling(scaling)
     if kind == "ntk":
@@ -164,8 +164,8 @@ def ntk_base(base: float, factor: float, turning: int) -> float:
     """
     if turning < 4:
         raise ValueError(
-            f"rotary_scaling of the type 'ntk' needs 4 features that turn, got {turning}: take "
-            "'linear', or larger heads"
+            f"`rotary_scaling` of type 'ntk' requires at least 4 rotated features, got {turning}. "
+            "Use type 'linear' or larger heads."
         )
     return base * factor ** (turning / (turning - 2))
 
@@ -174,15 +174,15 @@ def _check_scaling(scaling):
     """Return the type of a scaling dictionary after a check of its fields."""
     kind = scaling.get("type")
     if kind not in _SCALING:
-        raise ValueError(f"rotary_scaling has the type {kind!r}, expected one of {list(_SCALING)}")
+        raise ValueError(f"`rotary_scaling` has type {kind!r}, expected one of {list(_SCALING)}.")
     fields, optional = _SCALING[kind], _YARN if kind == "yarn" else {}
     numbers = [*fields, *(name for name in optional if scaling.get(name) is not None)]
     wrong = [x for x in numbers if x != "truncate" and not _is_positive(scaling.get(x))]
     if wrong or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
-        besides = f", and may have {', '.join(optional)}" * bool(optional)
+        besides = f" and accepts {', '.join(optional)}" * bool(optional)
         raise ValueError(
-            f"rotary_scaling of the type {kind!r} has the fields {', '.join(fields)}{besides}, "
-            f"numbers of more than 0; got {scaling}"
+            f"`rotary_scaling` of type {kind!r} requires the fields {', '.join(fields)}{besides}, "
+            f"all above 0, got {scaling}."
         )
     return kind
 

@@ -107,7 +107,9 @@ class Transformer(Layer):
         if self.decoder is None:
             return memory
         if decoder_inputs is None:
-            raise ValueError("decoder_inputs are missing: only without a decoder they may be None")
+            raise ValueError(
+                "`decoder_inputs` is missing. Set `decoder_layers=0` to omit the decoder."
+            )
         return self.decoder(decoder_inputs, decoder_mask, memory, memory_mask, training=training)
 
     def compute_output_shape(

@@ -77,7 +77,7 @@ def test_a_clamped_gate_is_that_of_gpt_oss(dtype, tolerance):
 
 
 def test_a_gate_is_no_activation_by_itself():
-    with pytest.raises(ValueError, match="'clamped_swiglu' is a gate's: give gated=True"):
+    with pytest.raises(ValueError, match="'clamped_swiglu'` requires `gated=True`"):
         FeedForward(4, 8, hidden_act="clamped_swiglu")
 
 

@@ -42,7 +42,7 @@ def test_an_unknown_activation_lists_what_exists(hidden_act):
     ):
         with pytest.raises(ValueError, match=f"'{hidden_act}'") as caught:
             make()
-        assert all(name in str(caught.value) for name in ("gelu", "relu", "silu", "tanh"))
+        assert all(name in str(caught.value) for name in ("gelu_tanh", "relu", "silu", "tanh"))
 
 
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu", "silu", "tanh", tf.sin])
@@ -184,16 +184,16 @@ MODEL = {"num_layers": 1, **SIZES}
         (
             lambda: TransformerEncoder(num_layers=True, **BLOCK),
             TypeError,
-            "num_layers must be an int",
+            "`num_layers` must be an int",
         ),
         (lambda: TransformerEncoder(num_layers=-1, **BLOCK), ValueError, "num_layers.*-1"),
-        (lambda: LayerNorm(epsilon=-1), ValueError, "epsilon.*more than 0"),
+        (lambda: LayerNorm(epsilon=-1), ValueError, "epsilon.*above 0"),
         (lambda: LayerNorm(epsilon=float("nan")), ValueError, "epsilon.*nan"),
-        (lambda: RMSNorm(epsilon=0), ValueError, "epsilon.*more than 0"),
+        (lambda: RMSNorm(epsilon=0), ValueError, "epsilon.*above 0"),
         (
             lambda: TransformerEncoderLayer(**BLOCK, post_layernorm_residual="False"),
             TypeError,
-            "post_layernorm_residual must be a bool, got 'False'",
+            "`post_layernorm_residual` must be a bool, got 'False'",
         ),
         (lambda: CausalLM(10, **MODEL, pad_id=10), ValueError, "pad_id.*vocabulary of 10"),
         (lambda: CausalLM(10, **MODEL, ffn_hidden_size=0), ValueError, "ffn_hidden_size"),
@@ -207,8 +207,8 @@ MODEL = {"num_layers": 1, **SIZES}
             ValueError,
             "softmax_compute_type.*float32.*'int64'",
         ),
-        (lambda: CrossEntropyLoss(ignore_id=1.5), TypeError, "ignore_id must be an int or None"),
-        (lambda: Linear(4, use_bias="no"), TypeError, "use_bias must be a bool"),
+        (lambda: CrossEntropyLoss(ignore_id=1.5), TypeError, "`ignore_id` must be an int or None"),
+        (lambda: Linear(4, use_bias="no"), TypeError, "`use_bias` must be a bool"),
     ],
 )
 def test_arguments_are_what_their_hints_say(make, error, words):
@@ -228,7 +228,7 @@ def test_arguments_are_what_their_hints_say(make, error, words):
     ids=lambda layer: type(layer).__name__,
 )
 def test_inputs_are_floats(layer):
-    with pytest.raises(TypeError, match="inputs must be of a floating type, got int64"):
+    with pytest.raises(TypeError, match="`inputs` must have a floating-point type, got int64"):
         layer(tf.ones((2, 3, 8), "int64"))
 
 
@@ -259,15 +259,15 @@ def test_inputs_of_another_size_are_refused(name):
 
 def test_what_a_layer_needs_besides_its_inputs():
     head, x = layers.VocabHead(6, tied=True), tf.zeros((2, 3, 12))
-    with pytest.raises(ValueError, match="got no table, expected .*12"):
+    with pytest.raises(ValueError, match="received no table, expected .*12"):
         head(x)
-    with pytest.raises(ValueError, match=r"a table of the shape \[6, 16\], expected .*12"):
+    with pytest.raises(ValueError, match=r"a table of shape \[6, 16\], expected .*12"):
         head(x, tf.zeros((6, 16)))
     decoder = layers.TransformerDecoder(1, hidden_size=12, num_heads=2, ffn_hidden_size=8)
-    with pytest.raises(ValueError, match="encoder_output is missing"):
+    with pytest.raises(ValueError, match="`encoder_output` is missing"):
         decoder(x)
 
 
 def test_a_dtype_that_is_not_floating_is_refused():
-    with pytest.raises(ValueError, match="dtype must be of a floating type, got 'int64'"):
+    with pytest.raises(ValueError, match="`dtype` must be a floating-point type, got 'int64'"):
         layers.TransformerEncoder(1, 8, 2, 16, dtype="int64")

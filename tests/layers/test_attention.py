@@ -202,7 +202,7 @@ def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
 )
 def test_masks_that_would_be_broadcast_are_refused(shape):
     query, key = tf.ones((2, 4, 8)), tf.ones((2, 3, 8))
-    with pytest.raises(ValueError, match=r"mask has the shape .* expected \[2, 3\], \[2, 4, 3\]"):
+    with pytest.raises(ValueError, match=r"mask has shape .* expected \[2, 3\], \[2, 4, 3\]"):
         MultiHeadAttention(8, 2)(query, key, key, tf.ones(shape))
 
 
@@ -211,7 +211,7 @@ def test_masks_that_would_be_broadcast_are_refused(shape):
 )
 def test_keys_and_values_that_do_not_fit_are_refused(key, value):
     key, value = key or (2, 3, 8), value or (2, 3, 8)
-    with pytest.raises(ValueError, match=r"(key|value) has the shape"):
+    with pytest.raises(ValueError, match=r"(key|value)` has shape"):
         MultiHeadAttention(8, 2)(tf.ones((2, 4, 8)), tf.ones(key), tf.ones(value))
 
 

@@ -62,7 +62,7 @@ def test_each_block_computes_by_its_own_arguments():
     [
         ({"block_pattern": []}, "block_pattern is empty"),
         ({"block_pattern": [{"hidden_size": 3}]}, "block_pattern has 'hidden_size', expected some"),
-        ({"block_pattern": [{"experts": True}]}, "has no experts to use"),
+        ({"block_pattern": [{"experts": True}]}, "has no experts"),
         (
             {"norm_placement": "both"},
             "norm_placement must be one of pre, post, output, sandwich, para",
@@ -76,7 +76,7 @@ def test_what_does_not_fit(options, told):
 
 
 def test_blocks_with_a_memory_have_their_sublayers_in_turn():
-    with pytest.raises(ValueError, match="'parallel' is not of blocks with a memory"):
+    with pytest.raises(ValueError, match="Decoder blocks do not support norm_placement='parallel'"):
         TransformerDecoder(1, **BLOCK, norm_placement="parallel")
 
 

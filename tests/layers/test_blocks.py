@@ -190,7 +190,7 @@ def test_without_a_decoder_the_output_is_the_encoder_s():
     encoder.build(x.shape)
     encoder.set_weights(layer.get_weights())
     np.testing.assert_array_equal(found, encoder(x, mask))
-    with pytest.raises(ValueError, match="decoder_inputs are missing"):
+    with pytest.raises(ValueError, match="`decoder_inputs` is missing"):
         Transformer(1, 1, 12, 3, 10)(x)
 
 

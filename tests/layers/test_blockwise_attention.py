@@ -149,7 +149,7 @@ def test_unknown_lengths_are_refused():
     def run(q):
         return attention(q, [q], [q], implementation="blockwise")
 
-    with pytest.raises(ValueError, match="lengths that are known"):
+    with pytest.raises(ValueError, match="known sequence lengths"):
         run.get_concrete_function()
 
 

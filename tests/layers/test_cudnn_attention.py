@@ -64,7 +64,7 @@ def test_like_with_all_scores_in_other_types(case, dtype, atol):
 
 @pytest.mark.parametrize("case, rate", [("soft cap", 0.0), ("relative causal", 0.0), ("all", 0.3)])
 def test_what_it_does_not_take_is_computed_by_blocks_with_one_warning(case, rate):
-    reason = {"soft cap": "capped", "all": "dropped out"}.get(case, "bias by position")
+    reason = {"soft cap": "soft cap", "all": "dropout masks"}.get(case, "position bias")
     with pytest.warns(UserWarning, match=f"without cuDNN: .*{reason}"):
         own = results("cudnn", case, rate=rate)
     with warnings.catch_warnings():

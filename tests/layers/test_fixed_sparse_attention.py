@@ -132,9 +132,9 @@ def test_heads_and_batch_are_sharded():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"seq_length": 40}, r"4 · block_size=16 positions must divide seq_length=40"),
-        ({"num_different_global_patterns": 5}, "at most 4 patterns.*got 5"),
-        ({"global_size": 5}, "global_size=5 must be at most block_size=4"),
+        ({"seq_length": 40}, "16 positions, must divide `seq_length=40`"),
+        ({"num_different_global_patterns": 5}, "at most 4, one per block.*got 5"),
+        ({"global_size": 5}, "`global_size=5` must be at most `block_size=4`"),
     ],
 )
 def test_patterns_that_cannot_be(arguments, words):

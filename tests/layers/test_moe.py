@@ -202,7 +202,7 @@ def test_the_blocks_that_are_named_have_experts():
     assert have(lambda_func=last_one) == [False, False, False, True]
     (block,) = TransformerEncoder(1, 8, 2, 16, moe_config=MoEConfig()).blocks
     assert type(block.feed_forward) is FeedForward, "one expert is a feed-forward layer"
-    with pytest.raises(ValueError, match="no experts to use"):
+    with pytest.raises(ValueError, match="has no experts"):
         block.use_experts()
 
 

@@ -83,15 +83,18 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ({"head_dim": 7}, "rotary_fraction=1.0 of head_dim=7 are 7"),
-        ({"head_dim": 8, "fraction": 0.1}, "are 0"),
-        ({"head_dim": 8, "fraction": 1.5}, r"rotary_fraction in \(0, 1\], got .* 1.5"),
-        ({"head_dim": 8, "base": 1.0}, "rotary_base must be more than 1"),
+        ({"head_dim": 7}, "`rotary_fraction=1.0` of `head_dim=7` rotates 7"),
+        ({"head_dim": 8, "fraction": 0.1}, "rotates 0 features"),
+        ({"head_dim": 8, "fraction": 1.5}, r"`rotary_fraction=1.5` must be in \(0, 1\]"),
+        ({"head_dim": 8, "base": 1.0}, "`rotary_base=1.0` must be above 1"),
         ({"head_dim": 8, "scaling": {"type": "su"}}, "'su', expected one of"),
-        ({"head_dim": 8, "scaling": {"type": "linear"}}, "has the fields factor"),
-        ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "more than 0"),
-        ({"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}}, "needs 4 features that turn"),
-        ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "has the fields factor"),
+        ({"head_dim": 8, "scaling": {"type": "linear"}}, "requires the fields factor"),
+        ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "all above 0"),
+        (
+            {"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}},
+            "requires at least 4 rotated features",
+        ),
+        ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "requires the fields factor"),
     ],
 )
 def test_wrong_arguments(arguments, told):
