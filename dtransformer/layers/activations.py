@@ -16,7 +16,7 @@ import tensorflow as tf
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
 
-_LIMIT, _SLOPE = 7.0, 1.702  # Clamp and sigmoid slope of gpt-oss' gate.
+_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # Clamp and sigmoid slope of gpt-oss' gate.
 
 
 @register
@@ -25,7 +25,7 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
     The gradient stores only x. TensorFlow's stores five tensors of the same size.
     """
-    return _computed_again(_gelu, x)
+    return _recomputed(_gelu, x)
 
 
 @register
@@ -34,13 +34,13 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
 
     The gradient stores only x.
     """
-    return _computed_again(_gelu_tanh, x)
+    return _recomputed(_gelu_tanh, x)
 
 
 @register
 def relu2(x: tf.Tensor) -> tf.Tensor:
     """Return max(x, 0)², the squared ReLU ([So et al., 2021](https://arxiv.org/abs/2109.08668))."""
-    return _computed_again(lambda x: tf.square(tf.nn.relu(x)), x)
+    return _recomputed(lambda x: tf.square(tf.nn.relu(x)), x)
 
 
 @register
@@ -49,12 +49,12 @@ def clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
     x is clamped to [−7, 7] and the gate g to at most 7. The gradient stores only the two arguments.
     """
-    return _computed_again(_clamped_swiglu, gate, x)
+    return _recomputed(_clamped_swiglu, gate, x)
 
 
 def _clamped_swiglu(gate, x):
-    gate, x = tf.minimum(gate, _LIMIT), tf.clip_by_value(x, -_LIMIT, _LIMIT)
-    return (x + 1) * gate * tf.sigmoid(_SLOPE * gate)
+    gate, x = tf.minimum(gate, _GATE_LIMIT), tf.clip_by_value(x, -_GATE_LIMIT, _GATE_LIMIT)
+    return (x + 1) * gate * tf.sigmoid(_GATE_SLOPE * gate)
 
 
 def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
@@ -74,10 +74,12 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
     """
     if needs_gate(activation):
         return activation(gate, x)
-    function = next((plain for own, plain in _PLAIN if own is activation), None)
+    function = next(
+        (forward for public, forward in _FORWARD_FUNCTIONS if public is activation), None
+    )
     if function is None:
         return activation(gate) * x
-    return _computed_again(lambda gate, x: function(gate) * x, gate, x)
+    return _recomputed(lambda gate, x: function(gate) * x, gate, x)
 
 
 def needs_gate(activation: Callable) -> bool:
@@ -86,24 +88,28 @@ def needs_gate(activation: Callable) -> bool:
 
 
 def _gelu(x):
-    return tf.cast(keras.activations.gelu(_wide(x), approximate=False), x.dtype)
+    return tf.cast(keras.activations.gelu(_widen(x), approximate=False), x.dtype)
 
 
 def _gelu_tanh(x):
-    wide = _wide(x)  # Keras computes a power, which is slow, also in the gradient.
-    bent = tf.tanh(math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * tf.square(wide)))
-    return tf.cast(0.5 * wide * (1 + bent), x.dtype)
+    wide = _widen(x)  # Keras computes a power, which is slow, also in the gradient.
+    tanh = tf.tanh(math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * tf.square(wide)))
+    return tf.cast(0.5 * wide * (1 + tanh), x.dtype)
 
 
-def _wide(x):
+def _widen(x):
     """Return a 16-bit tensor in float32, since each operation in 16 bits would round."""
     return tf.cast(x, "float32") if x.dtype.size < 4 else x
 
 
-_PLAIN = ((gelu, _gelu), (gelu_tanh, _gelu_tanh), (keras.activations.silu, keras.activations.silu))
+_FORWARD_FUNCTIONS = (
+    (gelu, _gelu),
+    (gelu_tanh, _gelu_tanh),
+    (keras.activations.silu, keras.activations.silu),
+)
 
 
-def _computed_again(compute, *args):
+def _recomputed(compute, *args):
     """Return compute(*args) with a gradient that stores only the arguments.
 
     The second computation depends on the incoming gradient. Otherwise TensorFlow would reuse, and
@@ -115,10 +121,10 @@ def _computed_again(compute, *args):
     def activate(*args):
         def gradients(dy):
             with tf.control_dependencies([dy]), tf.GradientTape() as tape:
-                again = [computed_anew(arg, dy) for arg in args]
-                tape.watch(again)
-                y = compute(*again)
-            return tape.gradient(y, again, dy)
+                inputs = [computed_anew(arg, dy) for arg in args]
+                tape.watch(inputs)
+                y = compute(*inputs)
+            return tape.gradient(y, inputs, dy)
 
         return compute(*args), gradients
 

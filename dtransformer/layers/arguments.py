@@ -23,7 +23,7 @@ from dtransformer.parallel.config.config import (
 )
 from dtransformer.parallel.recompute.recompute import as_recompute_config
 
-_SIMPLE = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
+_TYPE_NAMES = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
 _COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 
 
@@ -53,14 +53,14 @@ def checked(init: Callable) -> Callable:
         out of range.
     """
     signature = inspect.signature(init)
-    kinds = {name: _kinds(p.annotation) for name, p in signature.parameters.items()}
-    kinds = {name: found for name, found in kinds.items() if found}
+    kinds = {name: _hint_types(p.annotation) for name, p in signature.parameters.items()}
+    kinds = {name: types for name, types in kinds.items() if types}
 
     @functools.wraps(init)
     def with_checks(self, *args, **kwargs):
-        given = signature.bind_partial(self, *args, **kwargs).arguments if kinds else {}
-        for name in given.keys() & kinds.keys():
-            check_argument(name, given[name], kinds[name])
+        bound = signature.bind_partial(self, *args, **kwargs).arguments if kinds else {}
+        for name in bound.keys() & kinds.keys():
+            check_argument(name, bound[name], kinds[name])
         return init(self, *args, **kwargs)
 
     with_checks.__signature__ = signature  # Keras reads the signature to serialize layers.
@@ -79,9 +79,9 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
         TypeError: If the value has another type.
         ValueError: If the value is out of range.
     """
-    if not any(_is(value, kind) for kind in kinds):
-        wanted = " or ".join(_SIMPLE[kind] for kind in kinds)
-        raise TypeError(f"`{name}` must be {wanted}, got {value!r} ({type(value).__name__}).")
+    if not any(_is_instance(value, kind) for kind in kinds):
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+        raise TypeError(f"`{name}` must be {expected}, got {value!r} ({type(value).__name__}).")
     if name == "num_layers" and value < 0:
         raise ValueError(f"`{name}` must be at least 0, got {value}.")
     if name == "epsilon" and value is not None and not 0 < value < math.inf:
@@ -100,13 +100,13 @@ def check_floating(name: str, x: typing.Any) -> None:
         raise TypeError(f"`{name}` must have a floating-point type, got {x.dtype.name}.")
 
 
-def _kinds(annotation):
-    """Return the types of a hint as a tuple, or () if any of them is not in `_SIMPLE`."""
+def _hint_types(annotation):
+    """Return the types of a hint as a tuple, or () if any of them is not in `_TYPE_NAMES`."""
     kinds = typing.get_args(annotation) or (annotation,)
-    return kinds if all(kind in _SIMPLE for kind in kinds) else ()
+    return kinds if all(kind in _TYPE_NAMES for kind in kinds) else ()
 
 
-def _is(value, kind):
+def _is_instance(value, kind):
     if kind is float:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
     if kind is int:
@@ -115,11 +115,11 @@ def _is(value, kind):
 
 
 KEY = "settings"
-_of_factors = lambda asked: {name: dict(one) for name, one in asked.items()}
+_copy_adapters = lambda asked: {name: dict(one) for name, one in asked.items()}
 # Key in a config -> attribute of the layer, conversion to the config, conversion from the config.
 _SETTINGS = {
     "rules": ("_own_rules", dict, dict),
-    "low_rank": ("low_rank", _of_factors, _of_factors),
+    "low_rank": ("low_rank", _copy_adapters, _copy_adapters),
     "origin": ("origin", list, tuple),
     "generation": ("generation_rules", dict, dict),
     "labels": ("label_names", list, tuple),
@@ -132,12 +132,12 @@ def as_config(arguments: dict) -> dict:
 
     An activation class becomes the config of an instance, and a `MoEConfig` a dictionary.
     """
-    found, kind = dict(arguments), arguments.get("hidden_act")
-    if isinstance(kind, type):
-        found["hidden_act"] = keras.saving.serialize_keras_object(kind())
-    if isinstance(moe := found.get("moe_config"), MoEConfig):
-        found["moe_config"] = dataclasses.asdict(moe)
-    return found
+    config, activation = dict(arguments), arguments.get("hidden_act")
+    if isinstance(activation, type):
+        config["hidden_act"] = keras.saving.serialize_keras_object(activation())
+    if isinstance(moe := config.get("moe_config"), MoEConfig):
+        config["moe_config"] = dataclasses.asdict(moe)
+    return config
 
 
 def settings_of(layer: keras.layers.Layer) -> dict:
@@ -149,18 +149,21 @@ def settings_of(layer: keras.layers.Layer) -> dict:
         `{KEY: {index of the inner layer, as a string: {"rules": ..., "recompute": ..., ...}}}`, or
         `{}` if nothing was set.
     """
-    found, usual = {}, as_recompute_config(get_parallel_config().recompute)
-    for number, inner in enumerate(_compat.flat_layers(layer)):
-        own = {}
+    settings, default = {}, as_recompute_config(get_parallel_config().recompute)
+    for index, inner in enumerate(_compat.flat_layers(layer)):
+        layer_settings = {}
         recompute = getattr(inner, "recompute_config", None)
-        if recompute is not None and recompute != usual:
-            own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
-        for name, (attribute, to_file, _) in _SETTINGS.items():
+        if recompute is not None and recompute != default:
+            layer_settings["recompute"] = {
+                **dataclasses.asdict(recompute),
+                "select": list(recompute.select),
+            }
+        for name, (attribute, to_config, _) in _SETTINGS.items():
             if value := getattr(inner, attribute, None):
-                own[name] = to_file(value)
-        if own:
-            found[str(number)] = own
-    return {KEY: found} if found else {}
+                layer_settings[name] = to_config(value)
+        if layer_settings:
+            settings[str(index)] = layer_settings
+    return {KEY: settings} if settings else {}
 
 
 def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
@@ -171,14 +174,17 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
         settings: The dictionary under `KEY` in the config, or `None`.
     """
     layers = _compat.flat_layers(layer)
-    for number, own in (settings or {}).items():
-        inner = layers[int(number)]
-        if "recompute" in own:
-            fields = {**own["recompute"], "select": tuple(own["recompute"]["select"])}
+    for index, layer_settings in (settings or {}).items():
+        inner = layers[int(index)]
+        if "recompute" in layer_settings:
+            fields = {
+                **layer_settings["recompute"],
+                "select": tuple(layer_settings["recompute"]["select"]),
+            }
             inner.recompute(TransformerRecomputeConfig(**fields))
-        for name in own.keys() & _SETTINGS.keys():
-            attribute, _, of_file = _SETTINGS[name]
-            setattr(inner, attribute, of_file(own[name]))
+        for name in layer_settings.keys() & _SETTINGS.keys():
+            attribute, _, from_config = _SETTINGS[name]
+            setattr(inner, attribute, from_config(layer_settings[name]))
 
 
 class KeepsSettings:

@@ -11,9 +11,9 @@ from dtransformer.layers.attention_inputs import (
     check_layout,
     check_mask,
 )
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
+from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_rate, register
-from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_position
+from dtransformer.layers.cached_attention import insert_position, next_positions, prefix_cache
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
@@ -243,7 +243,7 @@ class MultiHeadAttention(StreamLayer):
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is None:
-            attention_mask = own_or_keras_mask(attention_mask, key)
+            attention_mask = mask_or_keras_mask(attention_mask, key)
         check_inputs(self.hidden_size, query, key, value)
         decodes = bool(cache)
         if not decodes:
@@ -251,25 +251,25 @@ class MultiHeadAttention(StreamLayer):
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             masks = attention_mask, prefix_mask
-            turned = lambda q, k: self._turned(q, k, cache, masks)
-            order = (self._normalized, turned)[:: -1 if self.qk_norm_after_rotary else 1]
+            apply_rotary = lambda q, k: self._apply_rotary(q, k, cache, masks)
+            order = (self._normalize_heads, apply_rotary)[:: -1 if self.qk_norm_after_rotary else 1]
             for step in order:
                 q, k = step(q, k)
             if decodes:
                 bias = self._bias(position_table)
-                cache, *seen = with_new_position(cache, k, v, *masks, self.window, bias)
+                cache, *attended = insert_position(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
-                cache = of_prefix(k, v, self.window)
+                cache = prefix_cache(k, v, self.window)
         else:
             (q,) = self._project({"query": query})
-            seen = [cache["key"]], [cache["value"]], attention_mask, None
+            attended = [cache["key"]], [cache["value"]], attention_mask, None
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         q = elementwise.scale(q, tf.cast(scale, q.dtype)) if scale != 1 else q
         if decodes:
-            q = kv_cache.side_by_side(q, static_or_dynamic_shape(seen[0][0])[0])
-            context = self._attend(q, *seen)
+            q = kv_cache.side_by_side(q, static_or_dynamic_shape(attended[0][0])[0])
+            context = self._attend(q, *attended)
         else:
-            context = self._attend_at_once(q, k, v, attention_mask, position_table, training)
+            context = self._attend_without_cache(q, k, v, attention_mask, position_table, training)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [batch, length,
         # embed]
         if decodes:
@@ -287,36 +287,36 @@ class MultiHeadAttention(StreamLayer):
 
         Projections of the same tensor are one product and share one gradient reduction.
         """
-        names_of = {}
+        names_by_input = {}
         for name, x in inputs.items():
-            names_of.setdefault(id(x), []).append(name)
+            names_by_input.setdefault(id(x), []).append(name)
         heads = {}
-        for names in names_of.values():
+        for names in names_by_input.values():
             kernels = [getattr(self, f"{name}_kernel") for name in names]
             biases = [getattr(self, f"{name}_bias") for name in names]
             heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
-    def _turned(self, q, k, cache, masks):
+    def _apply_rotary(self, q, k, cache, masks):
         """Apply the rotary embedding to queries and keys at the next positions of a sequence."""
         if self.rotary_base is None:
             return q, k
-        grows = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
+        beta = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
         # The result then depends on absolute positions.
-        in_texts = bool(grows) or self.qk_norm_after_rotary
+        in_texts = bool(beta) or self.qk_norm_after_rotary
         positions = next_positions(q, cache, *masks, in_texts)
         q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
-        if grows:
+        if beta:
             factor = query_factor(positions, self.rotary_scaling)
             q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
         return q, k
 
-    def _normalized(self, q, k):
+    def _normalize_heads(self, q, k):
         if self.query_norm is None:
             return q, k
         return self.query_norm(q), self.key_norm(k)
 
-    def _attend_at_once(self, q, k, v, mask, table, training):
+    def _attend_without_cache(self, q, k, v, mask, table, training):
         """Attend from all queries to all keys, without a cache."""
         options = {
             "causal": self.causal,
@@ -329,9 +329,9 @@ class MultiHeadAttention(StreamLayer):
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
         if self.recomputes and training:
-            others = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
-            others |= {"mask": mask, "bias": self.alibi or table is not None, **options}
-            if implementation_for(self.implementation, q, k, **others) == "reference":
+            choice = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
+            choice |= {"mask": mask, "bias": self.alibi or table is not None, **options}
+            if implementation_for(self.implementation, q, k, **choice) == "reference":
                 weights = [self.sink_scores] if self.sinks else []
                 # Other implementations store no scores.
                 return recomputed(attend, tensors, weights)
@@ -376,8 +376,8 @@ class MultiHeadAttention(StreamLayer):
             `"index"`, an int32 scalar: the number of positions inserted so far.
         """
         if self.window is not None:
-            least = min if isinstance(max_length, int) else tf.minimum
-            max_length = least(max_length, self.window)
+            minimum = min if isinstance(max_length, int) else tf.minimum
+            max_length = minimum(max_length, self.window)
         shape = [batch_size, self.num_kv_heads, max_length * num_hypotheses, self.head_dim]
         key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
         return {"key": key, "value": value, "index": tf.constant(0)}

@@ -9,10 +9,10 @@ from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed
 from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
-from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
+from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention, obstacle
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.elementwise import add_to_each, scale, select, soft_capped
-from dtransformer.layers.online_softmax import by_heads, context_of, scores_of
+from dtransformer.layers.elementwise import add_to_each, apply_soft_cap, scale, select
+from dtransformer.layers.online_softmax import attention_context, attention_scores, by_heads
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
@@ -20,7 +20,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
 # "auto" selects blocks from this number of scores per head.
-_MANY_SCORES = 2048 * 1024
+_MIN_BLOCKWISE_SCORES = 2048 * 1024
 
 
 def attention(
@@ -67,8 +67,9 @@ def attention(
         implementation: `"reference"` stores all scores. `"blockwise"` stores none and computes them
             again in the backward pass. `"cudnn"` uses cuDNN's fused kernels, or blocks with a
             warning if cuDNN does not support the options. `"auto"` uses cuDNN on GPUs, or warns and
-            continues without it, and selects blocks from `_MANY_SCORES` scores per head. Sharded
-            sequences use blocks unless the implementation is `"reference"`. Defaults to `"auto"`.
+            continues without it, and selects blocks from `_MIN_BLOCKWISE_SCORES` scores per head.
+            Sharded sequences use blocks unless the implementation is `"reference"`. Defaults to
+            `"auto"`.
         sinks: Tensor of shape `[n]` with one extra score per head. It takes part in the softmax and
             adds nothing to the output ([Xiao et al., 2023](https://arxiv.org/abs/2309.17453),
             section 3.3; gpt-oss). Defaults to `None`.
@@ -91,12 +92,12 @@ def attention(
     if chosen == "blockwise":
         exchange = LocalExchange(q.shape[2], keys[0].shape[2])
         return blockwise_attention(exchange, q, keys[0], values[0], options)
-    scores = [scores_of(q, k) for k in keys]
-    scores = _joined(scores, axis=-1)
+    scores = [attention_scores(q, k) for k in keys]
+    scores = _concat(scores, axis=-1)
     scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
     if soft_cap is not None:
-        scores = soft_capped(scores, soft_cap)
+        scores = apply_soft_cap(scores, soft_cap)
     s, t = static_or_dynamic_shape(scores)[2:]
     if bias is not None:
         if isinstance(bias, PositionBias):
@@ -104,27 +105,27 @@ def attention(
             scores = add_to_each(scores, bias)
         else:
             scores += tf.cast(bias, scores.dtype)
-    seen = allowed(mask, options.near(tf.range(s), tf.range(t)))
-    any_seen = None
-    if seen is not None:
-        scores = select(seen, scores, scores.dtype.min)
+    visible = allowed(mask, options.near(tf.range(s), tf.range(t)))
+    any_visible = None
+    if visible is not None:
+        scores = select(visible, scores, scores.dtype.min)
     if mask is not None:
-        any_seen = tf.reduce_any(seen, axis=-1, keepdims=True)
+        any_visible = tf.reduce_any(visible, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if dropout is not None:
-        probabilities = _dropped_by_rows(dropout, probabilities, *options.reach)
+        probabilities = _drop_by_rows(dropout, probabilities, *options.reach)
     probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
         probabilities = tf.split(probabilities[0], sizes, axis=-1)
-    parts = [context_of(p, v) for p, v in zip(probabilities, values)]
+    parts = [attention_context(p, v) for p, v in zip(probabilities, values)]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if sinks is not None:
         sums = tf.reduce_logsumexp(scores, axis=-1, keepdims=True)
-        kept = tf.sigmoid(sums - tf.cast(by_heads(sinks), sums.dtype))
-        context *= tf.cast(kept, context.dtype)
-    if any_seen is not None:
-        context = scale(context, tf.cast(any_seen, context.dtype))
+        kept_fraction = tf.sigmoid(sums - tf.cast(by_heads(sinks), sums.dtype))
+        context *= tf.cast(kept_fraction, context.dtype)
+    if any_visible is not None:
+        context = scale(context, tf.cast(any_visible, context.dtype))
     return constrain_both(context, ("batch", "heads", None, "head_dim"))
 
 
@@ -140,7 +141,7 @@ def implementation_for(implementation: str, q: tf.Tensor, k: tf.Tensor, **option
         **options: Fields of `AttentionOptions`.
     """
     reason = None
-    if implementation == "cudnn" or (implementation == "auto" and is_taken_by_itself()):
+    if implementation == "cudnn" or (implementation == "auto" and auto_uses_cudnn()):
         reason = obstacle(q.shape, k.shape, q.dtype.name, AttentionOptions(**options))
         if reason is None:
             return "cudnn"
@@ -152,9 +153,10 @@ def chosen_implementation(
 ) -> str:
     """Return the implementation of an attention: `"reference"`, `"blockwise"` or `"cudnn"`.
 
-    `"auto"` selects blocks if both lengths are known and a head has at least `_MANY_SCORES` scores,
-    otherwise the reference. With an obstacle, `"cudnn"` becomes blocks, or the reference for
-    unknown lengths, and a warning is shown once. Other requests are returned as they are.
+    `"auto"` selects blocks if both lengths are known and a head has at least
+    `_MIN_BLOCKWISE_SCORES` scores, otherwise the reference. With an obstacle, `"cudnn"` becomes
+    blocks, or the reference for unknown lengths, and a warning is shown once. Other requests are
+    returned as they are.
 
     Args:
         implementation: Requested implementation, see `attention`.
@@ -176,7 +178,7 @@ def chosen_implementation(
             "length or `implementation='auto'`."
         )
     if implementation == "auto":
-        is_long = is_known and num_queries * num_keys >= _MANY_SCORES
+        is_long = is_known and num_queries * num_keys >= _MIN_BLOCKWISE_SCORES
         return "blockwise" if is_long else "reference"
     return implementation
 
@@ -186,26 +188,28 @@ def _warn_once(obstacle):
     warnings.warn(f"Attention is computed without cuDNN: {obstacle}.", stacklevel=2)
 
 
-def _dropped_by_rows(dropout, probabilities, causal, window):
+def _drop_by_rows(dropout, probabilities, causal, window):
     """Drop elements of all probabilities with the masks that blockwise attention would draw."""
     s, t = probabilities.shape[2:]
     spans = []
     if s is not None and t is not None:
         plan = LocalExchange(s, t).plan
         rows, columns = plan.rows(ALL_POSITIONS[0]), plan.seen(causal, window, ALL_POSITIONS)[0]
-        spans = [(row, own[0].start, own[-1].end) for row, own in zip(rows, columns)]
+        spans = [(row, blocks[0].start, blocks[-1].end) for row, blocks in zip(rows, columns)]
     # A single block needs no slices.
     if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):
         return dropout.drop(probabilities, dropout.kept(probabilities))
     rows = []
-    for number, ((first, last), start, end) in enumerate(spans):
+    for index, ((first, last), start, end) in enumerate(spans):
         row = probabilities[:, :, first:last]
-        seen = row[..., start:end]
-        seen = dropout.drop(seen, dropout.kept(seen, number))
-        rows.append(_joined([x for x in (row[..., :start], seen, row[..., end:]) if x.shape[3]], 3))
-    return _joined(rows, axis=2)
+        visible = row[..., start:end]
+        visible = dropout.drop(visible, dropout.kept(visible, index))
+        rows.append(
+            _concat([x for x in (row[..., :start], visible, row[..., end:]) if x.shape[3]], 3)
+        )
+    return _concat(rows, axis=2)
 
 
-def _joined(parts, axis):
+def _concat(parts, axis):
     """Concatenate tensors along an axis. A single tensor is returned as is."""
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=axis)

@@ -19,14 +19,14 @@ def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementa
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_size": hidden_size}
     check_divisible(**sizes)
     config = get_parallel_config()
-    shards, own = config.context_parallel, num_heads // config.model_parallel
+    shards, local_heads = config.context_parallel, num_heads // config.model_parallel
     if shards > 1 and implementation == "reference":
         raise ValueError(
             "`implementation='reference'` does not support sharded sequences "
             f"(`context_parallel={shards}`). Use `implementation='auto'`."
         )
     if config.context_parallel_mode == "ulysses":
-        check_heads(own, num_kv_heads // config.model_parallel, shards)
+        check_heads(local_heads, num_kv_heads // config.model_parallel, shards)
 
 
 def check_inputs(
@@ -80,21 +80,21 @@ def check_mask(
     """
     if mask is None:
         return
-    batch, own = query.shape[:2]
+    batch, num_queries = query.shape[:2]
     if isinstance(mask, Segments):
-        fits = mask.queries.shape.is_compatible_with([batch, own])
+        fits = mask.queries.shape.is_compatible_with([batch, num_queries])
         if fits and mask.keys.shape.is_compatible_with([batch, length]):
             return
         raise ValueError(
             f"`Segments` has shapes {list(mask.queries.shape)} and {list(mask.keys.shape)}, "
-            f"expected [{batch}, {own}] for queries and [{batch}, {length}] for keys."
+            f"expected [{batch}, {num_queries}] for queries and [{batch}, {length}] for keys."
         )
-    forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, own)]}
+    forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, num_queries)]}
     forms[4] = [[batch, n, *form[1:]] for n in (1, num_heads) for form in forms[3]]
     allowed = forms.get(mask.shape.rank, ())
     if not any(mask.shape.is_compatible_with(form) for form in allowed):
         raise ValueError(
             f"The attention mask has shape {list(mask.shape)}, expected "
-            f"[{batch}, {length}], [{batch}, {own}, {length}] or [{batch}, {num_heads}, "
-            f"{own}, {length}] for queries of shape {list(query.shape)}."
+            f"[{batch}, {length}], [{batch}, {num_queries}, {length}] or [{batch}, {num_heads}, "
+            f"{num_queries}, {length}] for queries of shape {list(query.shape)}."
         )

@@ -55,7 +55,7 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     return (queries == keys) & (keys != 0)
 
 
-def own_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
+def mask_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
     """Return `mask`, or the Keras mask of `x` if `mask` is `None`."""
     return _compat.mask_of(x) if mask is None else mask
 
@@ -70,7 +70,7 @@ def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
     return mask[:, None, :, :] if len(mask.shape) == 3 else mask
 
 
-def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
+def token_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
     """Return a bool mask of the tokens, derived from a self-attention mask.
 
     In a mask `[b, s]` or `[b, 1, s]`, a token is a visible key. In a mask `[b, s, s]`, a token is a

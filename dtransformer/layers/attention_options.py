@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, is_near
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.elementwise import soft_capped
-from dtransformer.layers.online_softmax import block_context, by_heads, scores_of
+from dtransformer.layers.elementwise import apply_soft_cap
+from dtransformer.layers.online_softmax import attention_scores, block_context, by_heads
 from dtransformer.layers.position_bias import PositionBias
 
 
@@ -59,8 +59,8 @@ class AttentionOptions:
 
     def scores(self, q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
         """Return unmasked scores in the compute type, after the soft cap."""
-        scores = tf.cast(scores_of(q, k), self.compute_type)
-        return scores if self.soft_cap is None else soft_capped(scores, self.soft_cap)
+        scores = tf.cast(attention_scores(q, k), self.compute_type)
+        return scores if self.soft_cap is None else apply_soft_cap(scores, self.soft_cap)
 
     def kept(self, known: tf.Tensor, part: int, sizes: list[int]) -> list[tf.Tensor | None]:
         """Return one dropout mask per block of keys, or `None` for each block without dropout.

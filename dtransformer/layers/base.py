@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
 from dtransformer.layers.initializers import seeded
-from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
+from dtransformer.layers.low_rank import TakesLowRank, build_with_adapters
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -54,7 +54,7 @@ class Layer(KeepsSettings, TakesLowRank):
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
-            cls.build = parallelize.build_method(built_with_factors(cls.build))
+            cls.build = parallelize.build_method(build_with_adapters(cls.build))
         if "call" in vars(cls):
             cls.call = _compat.told_as_it_is(parallelize.call_method(cls.call))
 
@@ -97,10 +97,10 @@ class Layer(KeepsSettings, TakesLowRank):
     def __call__(self, *args, **kwargs):
         if "mask" in kwargs and "mask" not in (names := inspect.signature(self.call).parameters):
             mask = kwargs.pop("mask")
-            first, *others = args or [kwargs.pop(next(iter(names)))]
+            first, *other_args = args or [kwargs.pop(next(iter(names)))]
             if mask is not None:
                 first = Masked(dtype=self.dtype_policy)(first, mask=mask)
-            args = first, *others
+            args = first, *other_args
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with override_rules(self._own_rules):
@@ -177,26 +177,30 @@ class Layer(KeepsSettings, TakesLowRank):
         An argument is read from the attribute of its name and from the dictionary `arguments`, if
         the layer has one.
         """
-        own = {
-            name: getattr(self, name) for name in _arguments_of(type(self)) if hasattr(self, name)
+        arguments = {
+            name: getattr(self, name)
+            for name in _constructor_arguments(type(self))
+            if hasattr(self, name)
         }
-        own |= getattr(self, "arguments", {})
-        return {**super().get_config(), **as_config(own), **settings_of(self)}
+        arguments |= getattr(self, "arguments", {})
+        return {**super().get_config(), **as_config(arguments), **settings_of(self)}
 
     def save_own_variables(self, store: dict) -> None:
-        for number, variable in enumerate(
+        for index, variable in enumerate(
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
-            store[str(number)] = variable.numpy()
+            store[str(index)] = variable.numpy()
 
 
 @functools.cache
-def _arguments_of(kind):
+def _constructor_arguments(layer_class):
     """Return the sorted constructor arguments of a layer class and its base classes."""
-    own = [
-        vars(x)["__init__"] for x in kind.__mro__ if issubclass(x, Layer) and "__init__" in vars(x)
+    inits = [
+        vars(x)["__init__"]
+        for x in layer_class.__mro__
+        if issubclass(x, Layer) and "__init__" in vars(x)
     ]
-    names = {name for init in own for name in inspect.signature(init).parameters}
+    names = {name for init in inits for name in inspect.signature(init).parameters}
     return sorted(names - {"self", "args", "kwargs", "name", "dtype", "trainable"})
 
 
@@ -244,5 +248,5 @@ def check_divisible(**sizes: int):
     """
     model_parallel = get_parallel_config().model_parallel
     if any(size % model_parallel for size in sizes.values()):
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"`model_parallel={model_parallel}` must divide each of {given}.")
+        listing = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"`model_parallel={model_parallel}` must divide each of {listing}.")

@@ -133,16 +133,16 @@ class BlockStack(StreamLayer):
         block_pattern: Pattern | None = None,
         **layer_arguments,
     ):
-        given = given_arguments(locals())
-        own = {
+        init_arguments = given_arguments(locals())
+        keras_arguments = {
             key: layer_arguments.pop(key)
             for key in ("name", "dtype", "trainable")
             if key in layer_arguments
         }
-        super().__init__(**own)
+        super().__init__(**keras_arguments)
         check_int("moe_every", moe_every)
-        left_out = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
-        self.arguments = {name: x for name, x in given.items() if name not in left_out}
+        excluded = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
+        self.arguments = {name: x for name, x in init_arguments.items() if name not in excluded}
         self.arguments |= layer_arguments
         self.blocks = [
             self.layer_class(
@@ -150,18 +150,18 @@ class BlockStack(StreamLayer):
                 num_heads,
                 ffn_hidden_size,
                 dtype=self.dtype_policy,
-                name=f"block_{number}",
-                **self._of_block(layer_arguments, number),
+                name=f"block_{index}",
+                **self._block_arguments(layer_arguments, index),
             )
-            for number in range(num_layers)
+            for index in range(num_layers)
         ]
         shared = SharedBlocks(num_layers)
-        for number, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             block.shared = shared
             block.recompute(get_parallel_config().recompute)
-            has_some = has_experts(self.arguments, number)
-            if "experts" in arguments_of_block(self.arguments, number) or not has_some:
-                block.use_experts(has_some)
+            uses_experts = has_experts(self.arguments, index)
+            if "experts" in arguments_of_block(self.arguments, index) or not uses_experts:
+                block.use_experts(uses_experts)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         for block in self.blocks:
             block.complete()
@@ -183,11 +183,11 @@ class BlockStack(StreamLayer):
             )
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
-    def _of_block(self, layer_arguments, number):
+    def _block_arguments(self, layer_arguments, index):
         """Return the arguments of block `number`, with the options of its pattern."""
         pattern = check_pattern(self.arguments["block_pattern"])
-        own = pattern[number % len(pattern)]
-        return {**layer_arguments, **{x: own[x] for x in own if x != "experts"}}
+        options = pattern[index % len(pattern)]
+        return {**layer_arguments, **{x: options[x] for x in options if x != "experts"}}
 
     def build(self, input_shape: tuple, *args) -> None:
         for layer in [self.position_table, *self.blocks, self.final_norm]:
@@ -211,12 +211,12 @@ class BlockStack(StreamLayer):
         if self.position_table is not None:
             options["position_table"] = self.position_table(inputs)
         new_cache = []
-        for number, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             if cache is None:
                 inputs = block(inputs, *others, **options)
             else:
-                inputs, extended = block(inputs, *others, cache=cache[number], **options)
-                new_cache.append(extended)
+                inputs, block_cache = block(inputs, *others, cache=cache[index], **options)
+                new_cache.append(block_cache)
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
 
@@ -253,10 +253,10 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
             f"`pipeline_stage={config.pipeline_stage}`{chunks} needs at least {num_chunks} blocks, "
             f"but the network has {layers}. Use fewer stages or chunks."
         )
-    for number, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         block.pipeline_stage = 0  # Default for a `lambda_func` that sets no stage.
         lambda_func(
-            network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
+            network=block, layer_id=index, offset=offset, parallel_config=config, layers=layers
         )
     check_stages(blocks, num_chunks)
 
@@ -280,27 +280,27 @@ def spread_evenly(
         parallel_config: The `TransformerOpParallelConfig`.
         layers: Integer. Number of blocks in the network.
     """
-    number = layer_id + offset
+    position = layer_id + offset
     chunks = parallel_config.placement.num_chunks
     groups = parallel_config.gradient_aggregation_group
     if parallel_config.pipeline_stage == 1 and layers >= chunks > 2:
-        first, inner = _compiled_soonest(layers, chunks)
-        network.pipeline_stage = min(max(number - first + inner, 0) // inner, chunks - 1)
+        first, inner = _chunk_sizes(layers, chunks)
+        network.pipeline_stage = min(max(position - first + inner, 0) // inner, chunks - 1)
     else:
-        network.pipeline_stage = min(number // max(layers // chunks, 1), chunks - 1)
-    network.set_comm_fusion(number // max(layers // groups, 1) + 1)
+        network.pipeline_stage = min(position // max(layers // chunks, 1), chunks - 1)
+    network.set_comm_fusion(position // max(layers // groups, 1) + 1)
 
 
-def _compiled_soonest(layers, chunks):
+def _chunk_sizes(layers, chunks):
     """Return the numbers of blocks of the first chunk and of an inner chunk.
 
     Inner chunks are compiled once, the first and the last separately. Compile time grows with the
     square of a chunk's blocks, so the sizes minimize first² + last² + inner².
     """
-    number = chunks - 2
-    inner = min(round(layers * number / (2 + number**2)), (layers - 2) // number)
+    num_inner = chunks - 2
+    inner = min(round(layers * num_inner / (2 + num_inner**2)), (layers - 2) // num_inner)
     inner = max(inner, 1)
-    return (layers - inner * number) // 2, inner
+    return (layers - inner * num_inner) // 2, inner
 
 
 def check_stages(blocks, num_stages):
@@ -310,16 +310,16 @@ def check_stages(blocks, num_stages):
         ValueError: If they do. The message names the block and its stage.
     """
     previous = 0
-    for number, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         stage = block.pipeline_stage
         if not 0 <= stage < num_stages:
             raise ValueError(
-                f"Block {number} ({block.name}) is on stage {stage}, but the stages are 0 to "
+                f"Block {index} ({block.name}) is on stage {stage}, but the stages are 0 to "
                 f"{num_stages - 1}."
             )
         if stage < previous:
             raise ValueError(
-                f"Block {number} ({block.name}) is on stage {stage}, after a block on stage "
+                f"Block {index} ({block.name}) is on stage {stage}, after a block on stage "
                 f"{previous}. Stages must not decrease along the network."
             )
         previous = stage

@@ -25,9 +25,9 @@ from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     block_gradients,
+    mask_scores,
+    pad_positions,
     sink_gradients,
-    where_seen,
-    within,
 )
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
@@ -62,12 +62,12 @@ def blockwise_attention(
         A tensor of shape `[b, n, s, d]`.
     """
     sinks, tensors = options.differentiated
-    blocks = _Blocks(exchange, _mask_of(exchange, options.mask), options)
-    sinks = [blocks.of_heads(own) for own in sinks]
+    blocks = _Blocks(exchange, _shard_mask(exchange, options.mask), options)
+    sinks = [blocks.of_heads(sink) for sink in sinks]
 
     @custom_gradient
-    def attend(q, k, v, *others):
-        sinks, tensors = others[:number], others[number:]
+    def attend(q, k, v, *rest):
+        sinks, tensors = rest[:num_sinks], rest[num_sinks:]
         context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
@@ -76,7 +76,7 @@ def blockwise_attention(
 
         return context, gradient
 
-    number = len(sinks)
+    num_sinks = len(sinks)
     q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
     return exchange.context(attend(q, k, v, *sinks, *tensors))
 
@@ -84,66 +84,70 @@ def blockwise_attention(
 def _forward(blocks, q, k, v, sinks, tensors):
     """Return the context `[c, b, n, s, d]` and the log-sum-exp of the scores `[c, b, n, s, 1]`."""
     softmaxes, done = [OnlineSoftmax(*sinks) for _ in blocks.rows], None
-    for number, part in enumerate(blocks.plan.round_parts):
+    for round_id, part in enumerate(blocks.plan.round_parts):
         # Serialize rounds and blocks; otherwise TensorFlow may keep all of them in memory.
         round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
-        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[number])):
-            own = blocks.after(_row_of(q, blocks.rows[row]), done) if columns else None
-            kept = blocks.kept(own, number, row)
-            for column, own_kept in zip(columns, kept, strict=True):
-                own_k, own_v = (x[..., column.start : column.end, :] for x in (round_k, round_v))
+        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[round_id])):
+            block_q = blocks.after(_take_rows(q, blocks.rows[row]), done) if columns else None
+            kept = blocks.kept(block_q, round_id, row)
+            for column, block_mask in zip(columns, kept, strict=True):
+                block_k, block_v = (
+                    x[..., column.start : column.end, :] for x in (round_k, round_v)
+                )
                 softmax.add(
-                    blocks.scores(own, own_k, tensors, row, column),
-                    lambda p, v=own_v, kept=own_kept: blocks.context(p, v, kept),
+                    blocks.scores(block_q, block_k, tensors, row, column),
+                    lambda p, v=block_v, kept=block_mask: blocks.context(p, v, kept),
                 )
                 done = softmax.context
     results = [softmax.results() for softmax in softmaxes]
-    contexts, log_sums = (tf.concat(each, axis=-2) for each in zip(*results))
+    contexts, log_sums = (tf.concat(parts, axis=-2) for parts in zip(*results))
     return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
 
 
 def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
     """Return the gradients of q, k, v, the sinks and the bias tensors, as one tuple."""
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
-    of_q, of_tensors, of_memory = [None] * len(blocks.rows), [], []
+    dq_blocks, tensor_sums, memory_sums = [None] * len(blocks.rows), [], []
     # Do not gather in the forward pass; it would keep the gathered keys and values until now.
     done = means
-    for number, part in enumerate(blocks.plan.round_parts):
+    for round_id, part in enumerate(blocks.plan.round_parts):
         round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
-        of_k, of_v = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
-        for row, columns in enumerate(blocks.columns[number]):
+        dk_sum, dv_sum = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
+        for row, columns in enumerate(blocks.columns[round_id]):
             if not columns:
                 continue
-            own = [_row_of(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
-            own_q, own_dy, own_sums, own_means = own
+            block_inputs = [_take_rows(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
+            block_q, block_dy, block_log_sums, block_means = block_inputs
             # Without this dependency TensorFlow would keep every summand.
-            own_q, own_dy = blocks.after(own_q, of_k), blocks.after(own_dy, of_v)
-            for column, own_kept in zip(columns, blocks.kept(own_q, number, row), strict=True):
+            block_q, block_dy = blocks.after(block_q, dk_sum), blocks.after(block_dy, dv_sum)
+            for column, block_mask in zip(
+                columns, blocks.kept(block_q, round_id, row), strict=True
+            ):
                 start, end = column.start, column.end
-                (dq, dk, *others), dv = block_gradients(
+                (dq, dk, *dtensors), dv = block_gradients(
                     lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
-                    lambda p, v, kept=own_kept: blocks.context(p, v, kept),
-                    [own_q, round_k[..., start:end, :], *tensors],
+                    lambda p, v, kept=block_mask: blocks.context(p, v, kept),
+                    [block_q, round_k[..., start:end, :], *tensors],
                     round_v[..., start:end, :],
-                    own_dy,
-                    own_sums,
-                    own_means,
+                    block_dy,
+                    block_log_sums,
+                    block_means,
                 )
                 dq, dk, dv = (tf.cast(x, blocks.compute_type) for x in (dq, dk, dv))
-                of_q[row] = dq if of_q[row] is None else of_q[row] + dq
-                of_k += within(of_k.shape[3], dk, start, end)
-                of_v += within(of_v.shape[3], dv, start, end)
-                of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
-        of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
-        done = of_memory[-1][0]
-    of_k, of_v = (tf.cast(tf.concat(each, axis=-2), k.dtype) for each in zip(*of_memory))
-    of_q = [
-        tf.zeros_like(_row_of(q, row), blocks.compute_type) if dq is None else dq
-        for row, dq in zip(blocks.rows, of_q)
+                dq_blocks[row] = dq if dq_blocks[row] is None else dq_blocks[row] + dq
+                dk_sum += pad_positions(dk_sum.shape[3], dk, start, end)
+                dv_sum += pad_positions(dv_sum.shape[3], dv, start, end)
+                tensor_sums = [x + y for x, y in zip(tensor_sums, dtensors)] or dtensors
+        memory_sums.append(blocks.exchange.scatter_sum(dk_sum, dv_sum))
+        done = memory_sums[-1][0]
+    dk_sum, dv_sum = (tf.cast(tf.concat(parts, axis=-2), k.dtype) for parts in zip(*memory_sums))
+    dq_blocks = [
+        tf.zeros_like(_take_rows(q, row), blocks.compute_type) if dq is None else dq
+        for row, dq in zip(blocks.rows, dq_blocks)
     ]
-    of_q = tf.cast(tf.concat(of_q, axis=-2), q.dtype)
-    of_sinks = sink_gradients(sinks, log_sums, means)
-    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_sinks, *of_tensors
+    dq_blocks = tf.cast(tf.concat(dq_blocks, axis=-2), q.dtype)
+    dsinks = sink_gradients(sinks, log_sums, means)
+    return *(constrain(x, _AXES) for x in (dq_blocks, dk_sum, dv_sum)), *dsinks, *tensor_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +177,7 @@ class _Mask:
         keys = slice(position, position + size)
         if self.pairs is None:
             return same_segment(self.queries[..., row[0] : row[1]], self.keys[..., keys])
-        pairs = self.pairs if self.pairs.shape[3] == 1 else _row_of(self.pairs, row)
+        pairs = self.pairs if self.pairs.shape[3] == 1 else _take_rows(self.pairs, row)
         return pairs[..., keys]
 
     def with_prefix(self, near, position, size):
@@ -181,7 +185,7 @@ class _Mask:
         return near if self.prefix is None else near | self.prefix[..., position : position + size]
 
 
-def _mask_of(exchange, mask):
+def _shard_mask(exchange, mask):
     if mask is None:
         return None
     if isinstance(mask, Segments):
@@ -218,52 +222,56 @@ class _Blocks:
 
     def scores(self, q, k, tensors, row: int, column: Columns):
         """Return the scores `[c, b, n, s, t]` of a block, -inf for masked keys."""
-        scores, options, seen = self._options.scores(q, k), self._options, None
+        scores, options, visible = self._options.scores(q, k), self._options, None
         rows, size = self.rows[row], column.end - column.start
         if options.bias is not None:
             scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
         if self._mask is not None:
-            seen = self._mask.block(rows, column.position, size)
+            visible = self._mask.block(rows, column.position, size)
         if not self.plan.are_all_near(rows, column, options.causal, options.window):
-            near = self._near(rows, column.position, size)
+            near = self._in_reach(rows, column.position, size)
             if self._mask is not None:
                 near = self._mask.with_prefix(near, column.position, size)
-            seen = near if seen is None else seen & near
-        return where_seen(scores, seen)
+            visible = near if visible is None else visible & near
+        return mask_scores(scores, visible)
 
-    def _near(self, row: Range, position: int, size: int):
+    def _in_reach(self, row: Range, position: int, size: int):
         """Return the keys in reach of a block's queries, bool `[c or 1, 1, 1, s, t]`."""
-        first, number = self.plan.positions(0)[row[0]], row[1] - row[0]
+        first, num_queries = self.plan.positions(0)[row[0]], row[1] - row[0]
         if self.plan.has_all_positions:
-            queries = first + tf.reshape(tf.range(number, dtype=INDEX_TYPE), [1, 1, 1, number])
+            queries = first + tf.reshape(
+                tf.range(num_queries, dtype=INDEX_TYPE), [1, 1, 1, num_queries]
+            )
         else:
             c, is_striped = self.plan.shards, self.plan.is_striped
-            apart = 1 if is_striped else self.plan.num_own_queries
-            starts = first + apart * tf.range(c, dtype=INDEX_TYPE)
+            stride = 1 if is_striped else self.plan.num_own_queries
+            starts = first + stride * tf.range(c, dtype=INDEX_TYPE)
             starts = constrain(
                 tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
             )
-            queries = starts + (c if is_striped else 1) * tf.range(number, dtype=INDEX_TYPE)
+            queries = starts + (c if is_striped else 1) * tf.range(num_queries, dtype=INDEX_TYPE)
         return self._options.near(queries, position + tf.range(size))
 
     def _bias_of(self, tensors, row, position, size):
         """Return the bias of a block, `[c or 1, 1, n, s, t]`."""
-        number = row[1] - row[0]
-        of_row = lambda first: self._options.bias.block(tensors, first, number, position, size)
+        num_queries = row[1] - row[0]
+        row_bias = lambda first: self._options.bias.block(
+            tensors, first, num_queries, position, size
+        )
         if self.plan.has_all_positions:
-            return self.exchange.heads(tf.expand_dims(of_row(row[0]), 0))
+            return self.exchange.heads(tf.expand_dims(row_bias(row[0]), 0))
         firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
-        values = tf.stack([tf.expand_dims(of_row(first), 0) for first in firsts])
+        values = tf.stack([tf.expand_dims(row_bias(first), 0) for first in firsts])
         # The first constraint replicates the gradient. DTensor cannot concatenate gradients of
         # single shards.
         values = constrain(values, (None, None, "heads", None, None))
         return constrain(values, ("length_shards", None, "heads", None, None))
 
-    def kept(self, own, number, row):
+    def kept(self, queries, round_id, row):
         """Return the dropout mask of each block of keys, for a round and a block of queries."""
-        sizes = [column.end - column.start for column in self.columns[number][row]]
-        return self._options.kept(own, number * len(self.rows) + row, sizes)
+        sizes = [column.end - column.start for column in self.columns[round_id][row]]
+        return self._options.kept(queries, round_id * len(self.rows) + row, sizes)
 
 
-def _row_of(x, row):
+def _take_rows(x, row):
     return x[..., row[0] : row[1], :]

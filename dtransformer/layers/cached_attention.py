@@ -14,7 +14,7 @@ from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def with_new_position(
+def insert_position(
     cache: dict,
     k: tf.Tensor,
     v: tf.Tensor,
@@ -46,35 +46,35 @@ def with_new_position(
         raise ValueError(f"A cache accepts one position per call, got {k.shape[2]}.")
     hypotheses, index = static_or_dynamic_shape(k)[0] // b, cache["index"]
     key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
-    extended = {**cache, "key": key, "value": value, "index": index + 1}
-    entries, new = [[key], [value]], tf.reshape(index, [1])
+    new_cache = {**cache, "key": key, "value": value, "index": index + 1}
+    entries, position = [[key], [value]], tf.reshape(index, [1])
     # The cache has room for a single window, so all entries are in reach.
     positions = kv_cache.positions_of(size, index, hypotheses)
-    seen = (positions >= 0)[None, None, None, :]
+    visible = (positions >= 0)[None, None, None, :]
     if mask is not None:
         mask = expand_mask(mask)
         if window is not None:
             places = tf.range(size) % hypotheses + tf.maximum(positions, 0) * hypotheses
             mask = tf.gather(mask, places, axis=3)
-        seen &= mask
+        visible &= mask
     if "prefix_key" in cache:
         length = static_or_dynamic_shape(cache["prefix_key"])[2]
         places = tf.range(length) - length
-        near = is_near(new, places, causal=True, window=window)[None, None, :, :]
+        near = is_near(position, places, causal=True, window=window)[None, None, :, :]
         if prefix_mask is not None:
             first = static_or_dynamic_shape(prefix_mask)[1] - length
             near &= expand_mask(prefix_mask[:, first:])
-        parts = [(near, length), (seen, size)]
-        seen = tf.concat([tf.broadcast_to(x, [b, 1, hypotheses, t]) for x, t in parts], axis=-1)
+        parts = [(near, length), (visible, size)]
+        visible = tf.concat([tf.broadcast_to(x, [b, 1, hypotheses, t]) for x, t in parts], axis=-1)
         positions = tf.concat([places, positions], 0)
-        before = cache["prefix_key"], cache["prefix_value"]
-        entries = [[x, *own] for x, own in zip(before, entries, strict=True)]
+        prefix = cache["prefix_key"], cache["prefix_value"]
+        entries = [[x, *entry] for x, entry in zip(prefix, entries, strict=True)]
     if bias is not None:
-        bias = bias.of_positions(new, positions)
-    return extended, *entries, seen, bias
+        bias = bias.at_positions(position, positions)
+    return new_cache, *entries, visible, bias
 
 
-def of_prefix(k: tf.Tensor, v: tf.Tensor, window: int | None) -> dict:
+def prefix_cache(k: tf.Tensor, v: tf.Tensor, window: int | None) -> dict:
     """Return the cache entries of the beginning of a sequence.
 
     Args:
@@ -88,10 +88,10 @@ def of_prefix(k: tf.Tensor, v: tf.Tensor, window: int | None) -> dict:
     if window is None:
         return {"prefix_key": k, "prefix_value": v}
     length = static_or_dynamic_shape(k)[2]
-    most = max if isinstance(length, int) else tf.maximum
-    first = most(length - (window - 1), 0)
+    maximum = max if isinstance(length, int) else tf.maximum
+    first = maximum(length - (window - 1), 0)
     kept = {"prefix_key": k[:, :, first:], "prefix_value": v[:, :, first:]}
-    return {**kept, "prefix_length": tf.constant(length) if most is max else length}
+    return {**kept, "prefix_length": tf.constant(length) if maximum is max else length}
 
 
 def prefix_length(cache: dict) -> int | tf.Tensor:

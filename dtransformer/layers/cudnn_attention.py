@@ -21,17 +21,17 @@ from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.cudnn_call import CudnnCall, why_not
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
+    attention_scores,
     block_context,
     block_gradients,
     by_heads,
-    scores_of,
+    mask_scores,
     sink_gradients,
-    where_seen,
 )
 from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
-_LARGEST_MASK = 2**30  # bytes
+_MAX_MASK_BYTES = 2**30  # bytes
 _OPEN_SHAPES = (
     "shapes are unknown (use batches of a fixed size, for example with `drop_remainder=True`)"
 )
@@ -51,7 +51,7 @@ def obstacle(
     Returns:
         A clause that completes a warning, or `None`.
     """
-    found = {
+    reasons = {
         _OPEN_SHAPES: None in (*queries, *keys),
         "scores have a position bias": options.bias not in (None, False),
         "scores have a soft cap": options.soft_cap is not None,
@@ -59,16 +59,18 @@ def obstacle(
         "the softmax is in float64": gpu_calls.takes_gpu_branch()
         and options.softmax_compute_type == "float64",
     }
-    reason = gpu_calls.obstacle_to_calls() or next((text for text in found if found[text]), None)
+    reason = gpu_calls.obstacle_to_calls() or next(
+        (name for name in reasons if reasons[name]), None
+    )
     if reason is not None:
         return reason
     call = _call(queries, keys, dtype, options)
-    if call.bias is not None and 2 * math.prod(call.bias) > _LARGEST_MASK:
+    if call.bias is not None and 2 * math.prod(call.bias) > _MAX_MASK_BYTES:
         return f"the mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
     return why_not(call) if gpu_calls.takes_gpu_branch() else None
 
 
-def is_taken_by_itself() -> bool:
+def auto_uses_cudnn() -> bool:
     """Return whether `"auto"` may select cuDNN: only while tracing a function for a GPU."""
     return gpu_calls.takes_gpu_branch() and not tf.executing_eagerly()
 
@@ -102,14 +104,14 @@ def cudnn_attention(
     # Operands have the layout [b, s, n, d] in memory, so XLA fuses them with their surroundings.
     @_compiled
     def forward(q, k, v, mask):
-        bias, any_seen = bias_of(mask)
+        bias, any_visible = bias_of(mask)
         context, log_sums = _forward(call, q, k, v, *bias)
-        return _only(any_seen, context), log_sums
+        return _zero_hidden(any_visible, context), log_sums
 
     @_compiled
     def backward(q, k, v, log_sums, context, dy, mask):
-        bias, any_seen = bias_of(mask)
-        return _backward(call, q, k, v, log_sums, _only(any_seen, dy), *bias, context)
+        bias, any_visible = bias_of(mask)
+        return _backward(call, q, k, v, log_sums, _zero_hidden(any_visible, dy), *bias, context)
 
     @custom_gradient
     def attend(q, k, v, *sinks):
@@ -117,27 +119,27 @@ def cudnn_attention(
         q, k, v = (tf.stop_gradient(x) for x in (q, k, v))
         context, log_sums = forward(q, k, v, mask)
         if sinks:
-            context, log_sums = _with_sinks(*sinks, context, log_sums)
+            context, log_sums = _add_sinks(*sinks, context, log_sums)
 
         def gradient(dy):
-            found = backward(q, k, v, log_sums, context, dy, mask)
+            gradients = backward(q, k, v, log_sums, context, dy, mask)
             if not sinks:
-                return found
-            products = tf.cast(_swapped(dy * context), log_sums.dtype)
+                return gradients
+            products = tf.cast(_swap_heads(dy * context), log_sums.dtype)
             means = tf.reduce_sum(products, axis=-1, keepdims=True)
-            return *found, *sink_gradients(sinks, log_sums[..., None], means)
+            return *gradients, *sink_gradients(sinks, log_sums[..., None], means)
 
         return context, gradient
 
     sinks = [] if sinks is None else [tf.cast(by_heads(sinks), _sums_type(q))]
-    return _swapped(attend(*map(_swapped, (q, k, v)), *sinks))
+    return _swap_heads(attend(*map(_swap_heads, (q, k, v)), *sinks))
 
 
-def _with_sinks(sinks, context, log_sums):
+def _add_sinks(sinks, context, log_sums):
     """Add sinks `[1, n, 1, 1]` to a context `[b, s, n, d]` and to `log_sums` `[b, n, s]`."""
-    with_own = log_sums + tf.math.softplus(sinks[..., 0] - log_sums)
-    factor = tf.cast(tf.exp(log_sums - with_own), context.dtype)
-    return context * tf.transpose(factor, [0, 2, 1])[..., None], with_own
+    with_sinks = log_sums + tf.math.softplus(sinks[..., 0] - log_sums)
+    factor = tf.cast(tf.exp(log_sums - with_sinks), context.dtype)
+    return context * tf.transpose(factor, [0, 2, 1])[..., None], with_sinks
 
 
 def _compiled(function: Callable) -> Callable:
@@ -149,15 +151,15 @@ def _compiled(function: Callable) -> Callable:
 def _call(queries, keys, dtype, options):
     """Return the `CudnnCall` for queries `[b, n, s, d]` and keys `[b, m, t, d]`."""
     (b, n, s, d), (_, m, t, _) = queries, keys
-    mask, (own_causal, own_window) = options.mask, options.reach
-    own_causal &= s == t
-    if mask is not None or not own_causal:
-        own_window = None
+    mask, (causal, window) = options.mask, options.reach
+    causal &= s == t
+    if mask is not None or not causal:
+        window = None
     bias = None
-    if mask is not None or (own_causal, own_window) != (options.causal, options.window):
+    if mask is not None or (causal, window) != (options.causal, options.window):
         has_heads = mask is not None and not isinstance(mask, Segments) and mask.shape.rank == 4
         bias = (1 if mask is None else b, mask.shape[1] if has_heads else 1, s, t)
-    return CudnnCall((b, s, n, d), (b, t, m, d), dtype, own_causal, own_window, bias)
+    return CudnnCall((b, s, n, d), (b, t, m, d), dtype, causal, window, bias)
 
 
 def _bias_of(call, options, mask):
@@ -170,18 +172,20 @@ def _bias_of(call, options, mask):
     if call.bias is None:
         return [], None
     s, t = call.bias[2:]
-    seen = allowed(mask, options.near(tf.range(s), tf.range(t)))
-    hidden = tf.constant(call.hidden_score, call.dtype)
-    bias = tf.where(tf.broadcast_to(seen, call.bias), tf.zeros([], call.dtype), hidden)
-    return [bias], None if mask is None else _swapped(tf.reduce_any(seen, axis=-1, keepdims=True))
+    visible = allowed(mask, options.near(tf.range(s), tf.range(t)))
+    hidden = tf.constant(call.masked_score, call.dtype)
+    bias = tf.where(tf.broadcast_to(visible, call.bias), tf.zeros([], call.dtype), hidden)
+    return [bias], None if mask is None else _swap_heads(
+        tf.reduce_any(visible, axis=-1, keepdims=True)
+    )
 
 
-def _only(any_seen, x):
+def _zero_hidden(any_visible, x):
     """Return x `[b, s, n, d]` with zeros for queries that see no key."""
-    return x if any_seen is None else tf.where(any_seen, x, tf.zeros([], x.dtype))
+    return x if any_visible is None else tf.where(any_visible, x, tf.zeros([], x.dtype))
 
 
-def _swapped(x):
+def _swap_heads(x):
     """Transpose `[b, n, s, d]` to `[b, s, n, d]`, or back."""
     return tf.transpose(x, [0, 2, 1, 3])
 
@@ -191,23 +195,23 @@ def _forward(call, q, k, v, *bias):
     if gpu_calls.is_on_gpu():
         results = [(call.queries, q.dtype), (call.log_sums, tf.float32)]
         return _compat.call_stablehlo(call.forward(), [q, k, v, *bias], results, call.name())
-    softmax, v = OnlineSoftmax(), _swapped(v)
-    scores = _scores(call, _swapped(q), _swapped(k), *bias)
+    softmax, v = OnlineSoftmax(), _swap_heads(v)
+    scores = _scores(call, _swap_heads(q), _swap_heads(k), *bias)
     softmax.add(scores, lambda p: block_context(p, v, None, None, scores.dtype))
     context, log_sums = softmax.results()
-    return tf.cast(_swapped(context), q.dtype), tf.squeeze(log_sums, -1)
+    return tf.cast(_swap_heads(context), q.dtype), tf.squeeze(log_sums, -1)
 
 
-def _backward(call, q, k, v, log_sums, dy, *others):
+def _backward(call, q, k, v, log_sums, dy, *extra):
     """Return the gradients of q, k and v. `others` are the bias, if any, and the context."""
-    *bias, context = others
+    *bias, context = extra
     if gpu_calls.is_on_gpu():
         operands = [q, k, v, log_sums, dy, *bias, context]
         results = [(call.queries, q.dtype), (call.keys, q.dtype), (call.keys, q.dtype)]
         return _compat.call_stablehlo(call.backward(), operands, results, call.name(True))
-    q, k, v, dy, context = (_swapped(x) for x in (q, k, v, dy, context))
-    own_dy, own_context = (tf.cast(x, log_sums.dtype) for x in (dy, context))
-    means = tf.reduce_sum(own_dy * own_context, axis=-1, keepdims=True)
+    q, k, v, dy, context = (_swap_heads(x) for x in (q, k, v, dy, context))
+    wide_dy, wide_context = (tf.cast(x, log_sums.dtype) for x in (dy, context))
+    means = tf.reduce_sum(wide_dy * wide_context, axis=-1, keepdims=True)
     (dq, dk), dv = block_gradients(
         lambda q, k: _scores(call, q, k, *bias),
         lambda p, v: block_context(p, v, None, None, log_sums.dtype),
@@ -217,7 +221,7 @@ def _backward(call, q, k, v, log_sums, dy, *others):
         log_sums[..., None],
         means,
     )
-    return [_swapped(x) for x in (dq, dk, dv)]
+    return [_swap_heads(x) for x in (dq, dk, dv)]
 
 
 def _sums_type(q):
@@ -227,9 +231,9 @@ def _sums_type(q):
 
 def _scores(call, q, k, *bias):
     """Return the scores `[b, n, s, t]` of q `[b, n, s, d]` and k `[b, m, t, d]`, with the bias."""
-    scores = scores_of(q, k)
+    scores = attention_scores(q, k)
     scores = tf.cast(scores, _sums_type(q))
     for x in bias:
         scores += tf.cast(x, scores.dtype)
     near = is_near(*(tf.range(n) for n in scores.shape[2:]), call.causal, call.window)
-    return where_seen(scores, near)
+    return mask_scores(scores, near)

@@ -12,7 +12,7 @@ import json
 # Type -> its name in StableHLO, its name in the config, and the score of masked keys. cuDNN cannot
 # subtract lower scores from themselves.
 _TYPES = {"bfloat16": ("bf16", "BF16", -(2.0**41)), "float16": ("f16", "F16", -(2.0**15))}
-_LARGEST_HEAD = 128
+_MAX_HEAD_DIM = 128
 # Matrix products of the forward and the backward pass: the contracted dimension of the left and the
 # right operand, then the batch dimensions (batch and heads) of each. XLA reads the layout from
 # them.
@@ -56,7 +56,7 @@ class CudnnCall:
         return b, n, s
 
     @property
-    def hidden_score(self) -> float:
+    def masked_score(self) -> float:
         """Value added to a score to mask it."""
         return _TYPES.get(self.dtype, _TYPES["bfloat16"])[2]
 
@@ -67,9 +67,9 @@ class CudnnCall:
 
     def backward(self) -> str:
         """Return the module of `(q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv)`."""
-        own = self._type(self.queries)
+        query_type = self._type(self.queries)
         sums = _tensor(self.log_sums, "f32")
-        operands = [*self._inputs(), sums, own, *self._biases(), own]
+        operands = [*self._inputs(), sums, query_type, *self._biases(), query_type]
         return self._module("Backward", _BACKWARD, operands, [self.queries, *[self.keys] * 2], [])
 
     def name(self, backward: bool = False) -> str:
@@ -122,10 +122,12 @@ class CudnnCall:
         # cuDNN declares results as [b, heads, length, d], stored in the order [b, length, heads,
         # d].
         swapped = [self._type((b, heads, length, d)) for b, length, heads, d in results]
-        given = [_tensor(shape, "f32") for shape in sums]
-        types = [*swapped, *given, "tensor<0xui8>"]  # The last result is cuDNN's workspace.
-        layouts = [_layout("3120")] * len(swapped) + [_layout("210")] * len(given) + [_layout("0")]
-        own = [self._type(shape) for shape in results] + given
+        sum_types = [_tensor(shape, "f32") for shape in sums]
+        types = [*swapped, *sum_types, "tensor<0xui8>"]  # The last result is cuDNN's workspace.
+        layouts = (
+            [_layout("3120")] * len(swapped) + [_layout("210")] * len(sum_types) + [_layout("0")]
+        )
+        result_types = [self._type(shape) for shape in results] + sum_types
         names = ", ".join(f"%x{i}" for i in range(len(operands)))
         arguments = ", ".join(f"%x{i}: {kind}" for i, kind in enumerate(operands))
         config = json.dumps(self.config(products)).replace('"', "\\22")
@@ -137,17 +139,17 @@ class CudnnCall:
             f"({', '.join(operands)}) -> ({', '.join(types)})"
         )
         lines = [call]
-        for i, (before, after) in enumerate(zip(swapped, own)):
+        for i, (before, after) in enumerate(zip(swapped, result_types)):
             lines.append(
                 f"%y{i} = stablehlo.transpose %r#{i}, dims = [0, 2, 1, 3] : ({before}) -> {after}"
             )
         returned = [f"%y{i}" for i in range(len(swapped))]
-        returned += [f"%r#{len(swapped) + i}" for i in range(len(given))]
-        lines.append(f"return {', '.join(returned)} : {', '.join(own)}")
+        returned += [f"%r#{len(swapped) + i}" for i in range(len(sum_types))]
+        lines.append(f"return {', '.join(returned)} : {', '.join(result_types)}")
         # The first argument is the index of the platform that the module is compiled for.
         return (
             f"module @attention {{ func.func public @main(%platform: tensor<i32>, {arguments}) -> "
-            f"({', '.join(own)}) {{\n" + "\n".join(lines) + "\n} }"
+            f"({', '.join(result_types)}) {{\n" + "\n".join(lines) + "\n} }"
         )
 
     def _inputs(self):
@@ -165,8 +167,8 @@ def why_not(call: CudnnCall) -> str | None:
     d, s, t = call.queries[3], call.queries[1], call.keys[1]
     if call.dtype not in _TYPES:
         return f"tensors are {call.dtype}, not {' or '.join(_TYPES)}"
-    if d % 8 or d > _LARGEST_HEAD:
-        return f"heads have {d} features, not a multiple of 8 up to {_LARGEST_HEAD}"
+    if d % 8 or d > _MAX_HEAD_DIM:
+        return f"heads have {d} features, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     if call.bias is not None and (s % 2 or t % 2):
         return f"lengths must be even with a mask, got {s} queries and {t} keys"
     return None

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
+from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
@@ -76,13 +76,13 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
                 return self._compute(inputs, encoder_output, position_table, *masks, cache)
         if encoder_output is None:
             raise ValueError("`encoder_output` is missing. Pass the memory, a [b, s, h] tensor.")
-        decoder_mask = own_or_keras_mask(decoder_mask, inputs)
-        memory_mask = own_or_keras_mask(memory_mask, encoder_output)
+        decoder_mask = mask_or_keras_mask(decoder_mask, inputs)
+        memory_mask = mask_or_keras_mask(memory_mask, encoder_output)
 
-        def compute(x, memory, *others):
-            *tables, own_mask, mask_of_memory = others
+        def compute(x, memory, *rest):
+            *tables, self_mask, cross_mask = rest
             table = tables[0] if tables else None
-            return self._compute(x, memory, table, own_mask, mask_of_memory, training=training)
+            return self._compute(x, memory, table, self_mask, cross_mask, training=training)
 
         tensors = [inputs, encoder_output]
         tensors += [] if position_table is None else [position_table]

@@ -13,7 +13,7 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     """Return x + y for tensors of the same shape."""
-    if not _are_alike(x.shape, y.shape):
+    if not _same_shape(x.shape, y.shape):
         return x + y
 
     @custom_gradient
@@ -25,7 +25,7 @@ def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     """Return x + y, where x is `[b, ...]` and y is `[...]` and is added to each of the b rows."""
-    if not _are_alike(x.shape[1:], y.shape):
+    if not _same_shape(x.shape[1:], y.shape):
         return x + y
 
     @custom_gradient
@@ -47,7 +47,7 @@ def scale(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return times(x)
 
 
-def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
+def select(mask: tf.Tensor, x: tf.Tensor, otherwise: float) -> tf.Tensor:
     """Return x where a mask is true, and a constant elsewhere.
 
     Args:
@@ -55,18 +55,18 @@ def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
         x: Tensor.
         other: Float. The value elsewhere.
     """
-    number = lambda value: tf.constant(value, x.dtype)
+    constant = lambda value: tf.constant(value, x.dtype)
     if not _broadcasts(mask, x):
-        return tf.where(mask, x, number(other))
+        return tf.where(mask, x, constant(otherwise))
 
     @custom_gradient
     def chosen(x):
-        return tf.where(mask, x, number(other)), lambda dy: tf.where(mask, dy, number(0))
+        return tf.where(mask, x, constant(otherwise)), lambda dy: tf.where(mask, dy, constant(0))
 
     return chosen(x)
 
 
-def soft_capped(x: tf.Tensor, cap: float) -> tf.Tensor:
+def apply_soft_cap(x: tf.Tensor, cap: float) -> tf.Tensor:
     """Return c·tanh(x / c), which keeps x between −c and c.
 
     Reference: [Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2
@@ -85,7 +85,7 @@ def check_soft_cap(cap: float | None) -> float | None:
     return cap
 
 
-def _are_alike(shape, other):
+def _same_shape(shape, other):
     return shape.rank is not None and shape == other
 
 
@@ -93,4 +93,4 @@ def _broadcasts(y, x):
     """Return whether y is known to broadcast to x. Unknown dimensions are treated as equal."""
     # A mask may be a NumPy array.
     shape = tf.broadcast_static_shape(tf.TensorShape(y.shape), x.shape)
-    return _are_alike(shape, x.shape)
+    return _same_shape(shape, x.shape)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, register
-from dtransformer.layers.elementwise import check_soft_cap, soft_capped
+from dtransformer.layers.elementwise import apply_soft_cap, check_soft_cap
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import (
@@ -31,7 +31,7 @@ class _VocabLayer(Layer):
     vocab_axis = 0
     _load_error = None
 
-    def _vocab_weight(self, shape, initializer, axes, name, **options):
+    def _add_vocab_weight(self, shape, initializer, axes, name, **options):
         """Add a weight with the dimension `vocab_axis` padded to `padded_vocab_size`."""
         padded = list(shape)
         padded[self._axis_of(shape)] = padded_vocab_size(self.vocab_size)
@@ -62,8 +62,10 @@ class _VocabLayer(Layer):
                     f"{rows.shape[axis]} entries. Load it into a model with this vocabulary size."
                 )
                 raise self._load_error
-            missing = [max(own - n, 0) for own, n in zip(variable.shape, rows.shape)]
-            padded[key] = np.pad(rows, [(0, number) for number in missing])
+            missing = [
+                max(size - file_size, 0) for size, file_size in zip(variable.shape, rows.shape)
+            ]
+            padded[key] = np.pad(rows, [(0, count) for count in missing])
         super().load_own_variables(padded)
         self._load_error = None
 
@@ -133,7 +135,7 @@ class VocabEmbedding(_VocabLayer):
         self.initializer = initializer
 
     def build(self, input_shape: tuple | None = None) -> None:
-        self.table = self._vocab_weight(
+        self.table = self._add_vocab_weight(
             (self.vocab_size, self.embedding_size),
             self.initializer,
             ("vocab_rows", "embed"),
@@ -142,10 +144,10 @@ class VocabEmbedding(_VocabLayer):
 
     def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Look up before casting to 16 bits, so the gradient remains sparse rows.
-        rows = look_up(self.table.value, self._not_of_padding(tf.cast(ids, "int32")))
+        rows = look_up(self.table.value, self._shift_padding_ids(tf.cast(ids, "int32")))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
-    def _not_of_padding(self, ids):
+    def _shift_padding_ids(self, ids):
         """Move ids of padded rows beyond the table, so they match no row."""
         padding = self.table.shape[0] - self.vocab_size
         return tf.where(ids < self.vocab_size, ids, ids + padding) if padding else ids
@@ -217,11 +219,11 @@ class VocabHead(_VocabLayer):
         self.takes(inputs_shape[-1])
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
-            self.kernel = self._vocab_weight(
+            self.kernel = self._add_vocab_weight(
                 shape, self.kernel_initializer, ("embed", "vocab"), "kernel", num_inputs=1
             )
         if self.use_bias:
-            self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
+            self.bias = self._add_vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
 
     def __call__(self, inputs, table=None, **kwargs):
         # Do not pass an unused table. A pipeline copies all inputs between stages.
@@ -231,9 +233,9 @@ class VocabHead(_VocabLayer):
         check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
         if self.tied and (table is None or table.shape[-1] != inputs.shape[-1]):
-            given = "no table" if table is None else f"a table of shape {list(table.shape)}"
+            received = "no table" if table is None else f"a table of shape {list(table.shape)}"
             raise ValueError(
-                f"A tied head received {given}, expected an embedding table of shape "
+                f"A tied head received {received}, expected an embedding table of shape "
                 f"[V', {inputs.shape[-1]}] for inputs of shape {list(inputs.shape)}."
             )
         if self.tied:
@@ -245,7 +247,7 @@ class VocabHead(_VocabLayer):
         if self.scale != 1:
             logits *= tf.cast(self.scale, logits.dtype)
         if self.soft_cap is not None:
-            logits = soft_capped(logits, self.soft_cap)
+            logits = apply_soft_cap(logits, self.soft_cap)
         logits = mask_padding(logits, self.vocab_size)
         if self.keeps_padding or logits.shape[-1] == self.vocab_size:
             return logits

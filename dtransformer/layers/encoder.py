@@ -10,7 +10,7 @@ from dtransformer import _compat
 from dtransformer.block_forms import placement_of
 from dtransformer.layers.arguments import as_moe_config, given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
+from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask, token_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.elementwise import add, scale
@@ -23,11 +23,11 @@ from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # Arguments that blocks pass to all attention layers, and to self-attention only.
-_OF_ATTENTION = (
+_ATTENTION_OPTIONS = (
     *("num_kv_heads", "head_dim", "qkv_bias", "query_scale", "soft_cap", "qk_norm"),
     *("qk_norm_epsilon", "qk_norm_after_rotary", "implementation"),
 )
-_OF_OWN_ATTENTION = (
+_SELF_ATTENTION_OPTIONS = (
     *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
     *("relative_max_distance", "sinks", "latent"),
 )
@@ -104,11 +104,11 @@ class TransformerEncoderLayer(TransformerBlock):
         attention_norm: bool = True,
         **kwargs,
     ):
-        given = given_arguments(locals())
-        names = {*_OF_ATTENTION, *_OF_OWN_ATTENTION}
-        of_attention = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        init_arguments = given_arguments(locals())
+        names = {*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS}
+        attention_options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         super().__init__(**kwargs)
-        self.arguments = {**given, **of_attention}
+        self.arguments = {**init_arguments, **attention_options}
         self.placement = placement_of(self.arguments)
         self.moe_config = None if moe_config is None else as_moe_config(moe_config)
         self.has_experts = self.may_have_experts
@@ -130,8 +130,8 @@ class TransformerEncoderLayer(TransformerBlock):
             of_input: Boolean, whether to create the input norm of the placement. Defaults to
                 `True`.
         """
-        is_there = of_input or not self.placement.of_input
-        names = [f"{sublayer}_norm"] * is_there
+        has_first_norm = of_input or not self.placement.of_input
+        names = [f"{sublayer}_norm"] * has_first_norm
         names += [f"{sublayer}_output_norm"] * (self.placement.number > 1)
         for name in names:
             setattr(self, name, self.make_norm(name))
@@ -169,13 +169,13 @@ class TransformerEncoderLayer(TransformerBlock):
         )
 
     def make_attention(self, name: str, to_itself: bool = True) -> MultiHeadAttention:
-        names = (*_OF_ATTENTION, *(_OF_OWN_ATTENTION if to_itself else ()))
+        names = (*_ATTENTION_OPTIONS, *(_SELF_ATTENTION_OPTIONS if to_itself else ()))
         options = {x: self.arguments[x] for x in names if x in self.arguments}
-        kind = LatentAttention
+        attention_class = LatentAttention
         if options.get("latent") is None:
-            kind = MultiHeadAttention
+            attention_class = MultiHeadAttention
             options.pop("latent", None)
-        return kind(
+        return attention_class(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
             hidden_dropout_rate=self.arguments["hidden_dropout_rate"],
@@ -188,12 +188,12 @@ class TransformerEncoderLayer(TransformerBlock):
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:
-        return FeedForward(**self._of_feed_forward(), name=name)
+        return FeedForward(**self._feed_forward_arguments(), name=name)
 
     def make_moe(self, name: str) -> MoE:
-        return MoE(**self._of_feed_forward(), moe_config=self.moe_config, name=name)
+        return MoE(**self._feed_forward_arguments(), moe_config=self.moe_config, name=name)
 
-    def _of_feed_forward(self):
+    def _feed_forward_arguments(self):
         names = "hidden_size", "ffn_hidden_size", "hidden_act", "gated", "use_bias"
         return {
             **{name: self.arguments[name] for name in names},
@@ -215,21 +215,21 @@ class TransformerEncoderLayer(TransformerBlock):
         norms = [getattr(self, f"{name}{kind}", None) for kind in ("_norm", "_output_norm")]
         norm, output_norm = norms
         if self.placement.of_sum:
-            return norm(add(inputs, self._scaled(sublayer(inputs))))
+            return norm(add(inputs, self._scale_residual(sublayer(inputs))))
         x = norm(inputs) if self.placement.of_input and norm is not None else inputs
         x = sublayer(x)
         if self.placement.of_output:
             x = (output_norm or norm)(x)
-        return add(inputs, self._scaled(x))
+        return add(inputs, self._scale_residual(x))
 
-    def _side_by_side(self, attend, feed, inputs):
+    def _parallel_sublayers(self, attend, feed, inputs):
         """Add attention and the feed-forward layer, both applied to the inputs, to the inputs."""
         names = ["attention_norm", "feed_forward_norm"][: 1 if self.placement.shares_norm else 2]
         norms = [getattr(self, name, None) for name in names]
         normed = [inputs if norm is None else norm(inputs) for norm in norms]
-        return add(inputs, self._scaled(add(attend(normed[0]), feed(normed[-1]))))
+        return add(inputs, self._scale_residual(add(attend(normed[0]), feed(normed[-1]))))
 
-    def _scaled(self, x):
+    def _scale_residual(self, x):
         factor = self.arguments["residual_scale"]
         return x if factor == 1 else scale(x, tf.cast(factor, x.dtype))
 
@@ -249,13 +249,13 @@ class TransformerEncoderLayer(TransformerBlock):
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is not None:
-            others = position_table, cache, prefix_mask
+            rest = position_table, cache, prefix_mask
             with unsharding_ahead([inputs]):
-                return self._compute(inputs, attention_mask, False, *others)
-        attention_mask = own_or_keras_mask(attention_mask, inputs)
+                return self._compute(inputs, attention_mask, False, *rest)
+        attention_mask = mask_or_keras_mask(attention_mask, inputs)
 
-        def compute(x, *others):
-            *tables, mask = others
+        def compute(x, *rest):
+            *tables, mask = rest
             return self._compute(x, mask, training, *tables)
 
         tensors = [inputs] if position_table is None else [inputs, position_table]
@@ -270,13 +270,13 @@ class TransformerEncoderLayer(TransformerBlock):
             if cache is None:
                 return self.attention(x, x, x, mask, **options)
             caches = {"cache": cache, "prefix_mask": prefix_mask}
-            output, extended = self.attention(x, x, x, mask, **options, **caches)
-            new_cache.update(extended)
+            output, updated = self.attention(x, x, x, mask, **options, **caches)
+            new_cache.update(updated)
             return output
 
         feed = self._feed(training, mask if cache is None else None, drops=cache is None)
         if self.placement.is_parallel:
-            x = self._side_by_side(attend, feed, inputs)
+            x = self._parallel_sublayers(attend, feed, inputs)
         else:
             x = self.residual("attention", attend, inputs)
             x = self.residual("feed_forward", feed, x)
@@ -288,7 +288,7 @@ class TransformerEncoderLayer(TransformerBlock):
         Experts skip padding according to `mask`, and drop tokens above their capacity only if
         `drops` is set.
         """
-        options = {"mask": tokens_of_mask(mask), "drops": drops} if self.has_experts else {}
+        options = {"mask": token_mask(mask), "drops": drops} if self.has_experts else {}
         return functools.partial(self.feed_forward, training=training, **options)
 
     def init_cache(

@@ -92,7 +92,7 @@ class FeedForward(StreamLayer):
             *experts: Number of experts, which becomes the first dimension of all weights. Omit it
                 for a single layer.
         """
-        h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
+        h, f, expert_axes = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
         dense = {"mapping": (h, f, "embed", "mlp")}
         if self.gated:
             dense["gate"] = dense["mapping"]
@@ -101,13 +101,13 @@ class FeedForward(StreamLayer):
             kernel = self.add_weight(
                 (*experts, size, new_size),
                 initializer,
-                axes=(*of_experts, axis, new_axis),
+                axes=(*expert_axes, axis, new_axis),
                 name=f"{name}_kernel",
                 num_inputs=None if experts else 1,
             )
             setattr(self, f"{name}_kernel", kernel)
             if self.use_bias:
-                axes = (*of_experts, new_axis)
+                axes = (*expert_axes, new_axis)
                 bias = self.add_weight(
                     (*experts, new_size), "zeros", axes=axes, name=f"{name}_bias"
                 )

@@ -9,7 +9,7 @@ from dtransformer.errors import check_int
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_inputs import check_inputs
-from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
+from dtransformer.layers.attention_mask import Segments, expand_mask, mask_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_divisible, register
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -97,9 +97,12 @@ class FixedSparsePattern:
         windows, places = divmod(positions, self.window)
         end = (self.global_block(pattern) + 1) * self.block_size
         is_global = (places >= end - self.global_size) & (places < end)
-        own = windows[:, None] == windows[None, :]
-        before = windows[:, None] > windows[None, :]
-        return own & (positions[:, None] >= positions[None, :]) | before & is_global[None, :]
+        same_window = windows[:, None] == windows[None, :]
+        earlier_window = windows[:, None] > windows[None, :]
+        return (
+            same_window & (positions[:, None] >= positions[None, :])
+            | earlier_window & is_global[None, :]
+        )
 
     def picture(self, pattern: int = 0) -> str:
         """Return a pattern as text, one mark per block.
@@ -107,13 +110,13 @@ class FixedSparsePattern:
         ■ is a visible block of the query's window, □ a visible block of an earlier window, and `.`
         a hidden block.
         """
-        size, number = self.block_size, self.seq_length // self.block_size
-        seen = self.mask(pattern).reshape(number, size, number, size).any((1, 3))
+        size, num_blocks = self.block_size, self.seq_length // self.block_size
+        visible = self.mask(pattern).reshape(num_blocks, size, num_blocks, size).any((1, 3))
         lines = []
-        for row, columns in enumerate(seen):
+        for row, columns in enumerate(visible):
             marks = [
-                "." if not is_seen else "■" if row // 4 == column // 4 else "□"
-                for column, is_seen in enumerate(columns)
+                "." if not is_visible else "■" if row // 4 == column // 4 else "□"
+                for column, is_visible in enumerate(columns)
             ]
             lines.append(" ".join(marks))
         return "\n".join(lines)
@@ -123,7 +126,7 @@ class FixedSparsePattern:
 
 
 # Minimum number of queries per call of `attention`. Small windows are grouped.
-_QUERIES = 256
+_MIN_QUERIES = 256
 
 
 @register
@@ -177,9 +180,9 @@ class FixedSparseAttention(StreamLayer):
         global_size: int | None = None,
         **kwargs,
     ):
-        given = given_arguments(locals())
+        init_arguments = given_arguments(locals())
         super().__init__(**kwargs)
-        self.arguments = given
+        self.arguments = init_arguments
         self.num_heads = check_int("num_heads", num_heads)
         self.size_per_head = check_int("size_per_head", size_per_head)
         check_divisible(num_heads=num_heads)
@@ -194,30 +197,30 @@ class FixedSparseAttention(StreamLayer):
         value: tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
     ) -> tf.Tensor:
-        attention_mask = own_or_keras_mask(attention_mask, key)
+        attention_mask = mask_or_keras_mask(attention_mask, key)
         size = self.num_heads * self.size_per_head
         check_inputs(size, query, key, value, self.pattern.seq_length)
         q, k, v = (self._heads(x) for x in (query, key, value))
         q *= self.size_per_head**-0.5
         global_keys, global_values = self._global_positions(k), self._global_positions(v)
-        at_once = max(_QUERIES // self.pattern.window, 1)
+        windows_per_call = max(_MIN_QUERIES // self.pattern.window, 1)
         contexts = []
-        for first in range(0, self.pattern.num_windows, at_once):
-            windows = range(first, min(first + at_once, self.pattern.num_windows))
+        for first in range(0, self.pattern.num_windows, windows_per_call):
+            windows = range(first, min(first + windows_per_call, self.pattern.num_windows))
             rows = slice(first * self.pattern.window, windows.stop * self.pattern.window)
             num_global = windows[-1] * self.pattern.global_size
             keys, values = (
-                [x[:, :, :num_global]] * (num_global > 0) + [own[:, :, rows]]
-                for x, own in ((global_keys, k), (global_values, v))
+                [x[:, :, :num_global]] * (num_global > 0) + [local[:, :, rows]]
+                for x, local in ((global_keys, k), (global_values, v))
             )
-            seen = self._seen(windows, rows, num_global, attention_mask)
+            visible = self._visible(windows, rows, num_global, attention_mask)
             softmax = "float64" if q.dtype == "float64" else "float32"
             contexts.append(
                 attention(
                     q[:, :, rows],
                     keys,
                     values,
-                    seen,
+                    visible,
                     softmax_compute_type=softmax,
                     implementation="reference",
                 )
@@ -234,19 +237,23 @@ class FixedSparseAttention(StreamLayer):
         x = tf.reshape(x, [b, self.pattern.seq_length, self.num_heads, self.size_per_head])
         return constrain(tf.transpose(x, [0, 2, 1, 3]), ("batch", "heads", None, "head_dim"))
 
-    def _seen(self, windows, rows, num_global, mask):
+    def _visible(self, windows, rows, num_global, mask):
         """Return the mask of a group of windows: earlier global positions, then the windows."""
-        window_of = np.repeat(windows, self.pattern.window)
-        of_global = np.repeat(range(windows[-1]), self.pattern.global_size)
-        near = np.tril(window_of[:, None] == window_of)
-        seen = np.concatenate([window_of[:, None] > of_global, near], axis=1)[None, None]
+        query_windows = np.repeat(windows, self.pattern.window)
+        global_windows = np.repeat(range(windows[-1]), self.pattern.global_size)
+        near = np.tril(query_windows[:, None] == query_windows)
+        pattern = np.concatenate([query_windows[:, None] > global_windows, near], axis=1)[
+            None, None
+        ]
         if mask is None:
-            return tf.constant(seen)
-        own = _part_of(mask, rows, rows)
+            return tf.constant(pattern)
+        visible_keys = _slice_mask(mask, rows, rows)
         if num_global:
-            far = self._global_part(mask, rows, num_global)
-            own = tf.concat([far, own | tf.zeros_like(far[..., :1])], axis=-1)
-        return own & seen
+            global_mask = self._global_mask(mask, rows, num_global)
+            visible_keys = tf.concat(
+                [global_mask, visible_keys | tf.zeros_like(global_mask[..., :1])], axis=-1
+            )
+        return visible_keys & pattern
 
     def _global_positions(self, x):
         """Select the global positions of each head: `[b, n, s, d]` -> `[b, n, s / l · c, d]`."""
@@ -264,15 +271,15 @@ class FixedSparseAttention(StreamLayer):
             tf.reshape(x, [b, self.num_heads, length, d]), ("batch", "heads", None, None)
         )
 
-    def _global_part(self, mask, rows, num_global):
+    def _global_mask(self, mask, rows, num_global):
         """Return the mask of queries and global keys, bool `[b, n, rows or 1, num_global]`."""
         all_keys = slice(0, self.pattern.seq_length)
-        part = tf.cast(_part_of(mask, rows, all_keys), self.compute_dtype)
+        part = tf.cast(_slice_mask(mask, rows, all_keys), self.compute_dtype)
         part = self._global_positions(tf.transpose(part, [0, 1, 3, 2]))
         return tf.transpose(part, [0, 1, 3, 2])[..., :num_global] > 0
 
 
-def _part_of(mask, rows, columns):
+def _slice_mask(mask, rows, columns):
     """Return the bool mask `[b, 1, rows or 1, columns]` for slices of queries and keys."""
     if isinstance(mask, Segments):
         return expand_mask(Segments(mask.queries[:, rows], mask.keys[:, columns]))

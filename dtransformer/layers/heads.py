@@ -97,14 +97,16 @@ class LabelHead(Layer):
         self.num_labels, self.use_bias = check_int("num_labels", num_labels), use_bias
         self.hidden_act, self.hidden_bias, self.dropout_rate = hidden_act, hidden_bias, dropout_rate
         self.norm, self.norm_epsilon = norm, norm_epsilon
-        own = {"parallel": None, "dtype": self.dtype_policy}
+        dense_options = {"parallel": None, "dtype": self.dtype_policy}
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
-        self.classifier = Linear(num_labels, use_bias, name="classifier", **own)
+        self.classifier = Linear(num_labels, use_bias, name="classifier", **dense_options)
         self.pooler = self.pooler_norm = None
         if norm is not None:
-            self.pooler_norm = make_norm(norm, norm_epsilon, dtype=own["dtype"], name="norm")
+            self.pooler_norm = make_norm(
+                norm, norm_epsilon, dtype=dense_options["dtype"], name="norm"
+            )
         if hidden_act is not None:  # `build` sets the size to the inputs' size.
-            self.pooler = Linear(1, hidden_bias, name="pooler", **own)
+            self.pooler = Linear(1, hidden_bias, name="pooler", **dense_options)
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         h = inputs_shape[-1]
@@ -295,11 +297,11 @@ class MaskedLMHead(Layer):
         dense_bias: bool = True,
         **kwargs,
     ):
-        given = given_arguments(locals())
+        init_arguments = given_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
         check_int("hidden_size", hidden_size)
-        self.arguments = given
+        self.arguments = init_arguments
         self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(

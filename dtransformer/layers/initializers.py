@@ -57,14 +57,14 @@ class StackedInitializer(WrappedInitializer):
     """
 
     def __call__(self, shape, dtype=None):
-        number, *of_one = shape
+        num_experts, *expert_shape = shape
         draw, config = self.initializer, self.initializer.get_config()
         values = []
-        for i in range(number):
+        for i in range(num_experts):
             if isinstance(config.get("seed"), int):
                 seed = seeds.derived_seed(f"{config['seed']}/{i}")
                 draw = type(self.initializer).from_config({**config, "seed": seed})
-            values.append(draw(tuple(of_one), dtype=dtype))
+            values.append(draw(tuple(expert_shape), dtype=dtype))
         return tf.stack(values)
 
 

@@ -78,16 +78,18 @@ class LatentAttention(MultiHeadAttention):
             raise ValueError(
                 f"The features per head in {sizes} must be at most `head_dim={self.head_dim}`."
             )
-        plain = {
+        supported = {
             "num_kv_heads": num_heads,
             "qk_norm": None,
             "rotary_fraction": 1,
             "qkv_bias": False,
         }
-        if wrong := [f"{x}={getattr(self, x)}" for x in plain if getattr(self, x) != plain[x]]:
+        if unsupported := [
+            f"{x}={getattr(self, x)}" for x in supported if getattr(self, x) != supported[x]
+        ]:
             raise ValueError(
-                f"Latent attention does not support {', '.join(wrong)}. Remove these arguments, or "
-                "`latent`."
+                f"Latent attention does not support {', '.join(unsupported)}. Remove these arguments, "
+                "or `latent`."
             )
         self.value_dim = sizes.value_dim
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
@@ -117,8 +119,8 @@ class LatentAttention(MultiHeadAttention):
         if not inputs:
             name, inputs, axis = "query", h, "embed"
         self._add_kernel(name, (inputs, n, self.head_dim), (axis, "heads", "head_dim"), scale)
-        both = self.head_dim - sizes.rotary_dim + sizes.value_dim
-        self._add_kernel("key_value", (sizes.kv_rank, n, both), (None, "heads", "head_dim"))
+        num_features = self.head_dim - sizes.rotary_dim + sizes.value_dim
+        self._add_kernel("key_value", (sizes.kv_rank, n, num_features), (None, "heads", "head_dim"))
 
     def _add_kernel(self, name, shape, axes, scale=1.0):
         initializer = FlattenedInitializer(self.kernel_initializer, scale=scale)
@@ -131,17 +133,19 @@ class LatentAttention(MultiHeadAttention):
         sizes, kernels = self.sizes, [self.latent_kernel]
         if sizes.query_rank:
             kernels.append(self.query_down_kernel)
-        latent, *of_query = column_parallel(x, kernels, (None,))
+        latent, *query_latent = column_parallel(x, kernels, (None,))
         c, rotary = latent[..., : sizes.kv_rank], latent[..., sizes.kv_rank :]
-        x = self.query_latent_norm(of_query[0]) if of_query else x
-        kernel = self.query_up_kernel if of_query else self.query_kernel
+        x = self.query_latent_norm(query_latent[0]) if query_latent else x
+        kernel = self.query_up_kernel if query_latent else self.query_kernel
         (q,) = project_to_heads(x, [kernel], [None])
-        (both,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
+        (key_value,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
         size = self.head_dim - sizes.rotary_dim
-        own, v = both[..., :size], both[..., size:]
-        rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(both[..., :1])  # Repeated for each head.
+        keys, v = key_value[..., :size], key_value[..., size:]
+        rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(
+            key_value[..., :1]
+        )  # Repeated for each head.
         v = tf.pad(v, [[0, 0]] * 3 + [[0, self.head_dim - sizes.value_dim]])
-        return q, tf.concat([rotary, own], axis=-1), v
+        return q, tf.concat([rotary, keys], axis=-1), v
 
     def _attend(self, q, keys, values, mask, bias, **options):
         context = super()._attend(q, keys, values, mask, bias, **options)

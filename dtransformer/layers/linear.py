@@ -9,7 +9,7 @@ from dtransformer.layers.base import Layer, check_divisible, register
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
-_KINDS = ("column", "row", None)
+_PARALLEL = ("column", "row", None)
 
 
 @register
@@ -51,7 +51,7 @@ class Linear(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        if parallel not in _KINDS:
+        if parallel not in _PARALLEL:
             raise ValueError(f"`parallel` must be 'column', 'row' or None, got {parallel!r}.")
         self.units = check_int("units", units)
         self.use_bias = use_bias

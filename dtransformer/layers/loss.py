@@ -67,12 +67,12 @@ class CrossEntropyLoss(Layer):
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
-        if _are_labels_of(logits, labels):  # Keras passes labels first.
-            return self._for_keras(logits, labels)
+        if _has_labels_first(logits, labels):  # Keras passes labels first.
+            return self._keras_losses(logits, labels)
         values, weights = self.per_token(logits, labels, mask)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
 
-    def _for_keras(self, labels, logits):
+    def _keras_losses(self, labels, logits):
         """Return each token's loss with a Keras mask of the weighted tokens."""
         values, weights = self.per_token(logits, tf.cast(tf.math.rint(labels), INDEX_TYPE))
         return _compat.with_mask(values, weights > 0)
@@ -139,7 +139,7 @@ class CrossEntropyLoss(Layer):
         return ()
 
 
-def _are_labels_of(first, second):
+def _has_labels_first(first, second):
     """Return whether the first argument has the shape of labels for logits in the second."""
     return len(class_numbers(first, second).shape) < len(second.shape)
 
@@ -178,6 +178,6 @@ def hits(outputs, labels) -> tf.Tensor | None:
     is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
     if not is_class:
         return None
-    best = tf.reduce_max(outputs, axis=-1)
-    own = label_values(outputs, tf.maximum(labels, 0))
-    return tf.cast(own >= best, "float32")
+    max_output = tf.reduce_max(outputs, axis=-1)
+    label_output = label_values(outputs, tf.maximum(labels, 0))
+    return tf.cast(label_output >= max_output, "float32")

@@ -58,49 +58,49 @@ class TakesLowRank(keras.layers.Layer):
         Call it after all other weights have been added.
         """
         kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
-        for name, asked in self.low_rank.items():
+        for name, options in self.low_rank.items():
             if name in kernels and low_rank_of(kernels[name]) is None:
-                self._add_factors_of(kernels[name], asked)
+                self._add_adapter(kernels[name], options)
 
-    def _add_factors_of(self, kernel, asked):
-        rank, number, axes = asked["rank"], kernel.num_inputs, kernel.logical_axes
+    def _add_adapter(self, kernel, adapter):
+        rank, num_inputs, axes = adapter["rank"], kernel.num_inputs, kernel.logical_axes
         shape = tuple(kernel.shape)
         true_shape = tuple(getattr(kernel, "true_shape", shape))
 
-        def add(letter, initializer, part, **options):
+        def add(suffix, initializer, shape_of, **options):
             return self.add_weight(
-                part(shape, rank),
+                shape_of(shape, rank),
                 initializer,
-                axes=part(axes, None),
-                true_shape=part(true_shape, rank),
-                name=f"{kernel.name}_lora_{letter}",
+                axes=shape_of(axes, None),
+                true_shape=shape_of(true_shape, rank),
+                name=f"{kernel.name}_lora_{suffix}",
                 dtype="float32",
                 **options,
             )
 
         uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
-        a = add("a", FlattenedInitializer(uniform, number), lambda x, r: (*x[:number], r))
-        b = add("b", "zeros", lambda x, r: (r, *x[number:]))
-        m, rate = None, asked.get("dropout")
-        if asked.get("kind") == "dora":
-            begin = "ones"
+        a = add("a", FlattenedInitializer(uniform, num_inputs), lambda x, r: (*x[:num_inputs], r))
+        b = add("b", "zeros", lambda x, r: (r, *x[num_inputs:]))
+        m, rate = None, adapter.get("dropout")
+        if adapter.get("kind") == "dora":
+            magnitudes = "ones"
             # Other pipeline stages do not have the kernel's value.
             if _compat.makes_values() and not stage_weights.left_weights(self):
-                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
-                begin = lambda shape, dtype: tf.constant(norms, dtype)
-            m = add("m", begin, lambda x, _: x[number:], autocast=False)
+                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(num_inputs)))
+                magnitudes = lambda shape, dtype: tf.constant(norms, dtype)
+            m = add("m", magnitudes, lambda x, _: x[num_inputs:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
-        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)
+        kernel.low_rank = LowRank(a, b, adapter["alpha"] / rank, dropout, m)
 
     @property
     def mask_drawers(self) -> list[InputDropout]:
         """Input dropouts of the adapters, a list."""
-        found = [low_rank_of(variable) for variable in _compat.own_variables(self)]
-        return [x.dropout for x in found if x is not None and x.dropout is not None]
+        adapters = [low_rank_of(variable) for variable in _compat.own_variables(self)]
+        return [x.dropout for x in adapters if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
         """Remove the adapter of the kernel `name`."""
-        self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
+        self.low_rank = {key: options for key, options in self.low_rank.items() if key != name}
         for kernel in stage_weights.own_weights(self):
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
@@ -108,7 +108,7 @@ class TakesLowRank(keras.layers.Layer):
                 del kernel.low_rank
 
 
-def built_with_factors(build: Callable) -> Callable:
+def build_with_adapters(build: Callable) -> Callable:
     """Return a `build` method that also adds the adapters in the layer's config."""
 
     @functools.wraps(build)

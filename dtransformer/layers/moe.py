@@ -126,21 +126,21 @@ class MoE(FeedForward):
         # [batch, length, embed]
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
-        given, x = x, groups.of_activations(x)
+        sharded_x, x = x, groups.of_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), INDEX_TYPE)
         is_token = groups.of_sequences(is_token)
-        y = self._routed(groups, x, is_token, training, drops)
+        y = self._route(groups, x, is_token, training, drops)
         y = constrain(y, ("batch", "length", None))
         if self.shared_experts is not None:
             # The shared experts keep the sharding of the inputs, like any feed-forward layer.
-            y = add(y, self.shared_experts(given, training=training))
+            y = add(y, self.shared_experts(sharded_x, training=training))
         y = self.dropout(y, training=training)
         return y[0] if is_flat else y
 
-    def _routed(self, groups, x, is_token, training, drops):
+    def _route(self, groups, x, is_token, training, drops):
         """Return the combined outputs of the experts, and add the router's losses."""
         routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
         choices, gates = groups.split(routing.choices), groups.split(routing.gates)
@@ -151,28 +151,30 @@ class MoE(FeedForward):
         chosen *= is_token[..., None]
         totals = groups.totals(chosen, is_token, self.path)
         if training:
-            self.add_loss(self._cost(routing, groups, is_token, totals))
-        most = capacity(totals.positions, self.config) if drops else None
-        taken = places(chosen, most, totals.before)
+            self.add_loss(self._router_losses(routing, groups, is_token, totals))
+        max_tokens = capacity(totals.positions, self.config) if drops else None
+        slots = places(chosen, max_tokens, totals.before)
         report(
-            self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities)
+            self.path, lambda: self._load(slots, chosen, is_token, groups, routing.probabilities)
         )
-        y = apply_experts(self._feed_forward, groups.split(x), taken, choices, gates, groups, most)
+        y = apply_experts(
+            self._feed_forward, groups.split(x), slots, choices, gates, groups, max_tokens
+        )
         return groups.join(y)
 
-    def _load(self, taken, chosen, is_token, groups, probabilities):
+    def _load(self, slots, chosen, is_token, groups, probabilities):
         """Return the statistics for `reports.expert_load`, a tensor of shape `[E + 3]`.
 
         The tokens computed by each expert, then the sums of choices, tokens and router entropies.
         """
         logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
         entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
-        taken = tf.cast(taken.taken, "float32")
-        taken = tf.reduce_sum(taken, axis=[*range(len(taken.shape) - 1)])
-        others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
-        return tf.concat([taken, tf.stack(others)], 0)
+        slots = tf.cast(slots.taken, "float32")
+        slots = tf.reduce_sum(slots, axis=[*range(len(slots.shape) - 1)])
+        sums = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
+        return tf.concat([slots, tf.stack(sums)], 0)
 
-    def _cost(self, routing, groups, is_token, totals):
+    def _router_losses(self, routing, groups, is_token, totals):
         config, cost = self.config, tf.zeros([])
         if config.aux_loss_factor:
             tokens = tf.cast(is_token, "float32")[..., None]

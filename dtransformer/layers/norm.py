@@ -13,7 +13,7 @@ from dtransformer.parallel.recompute.recompute import recomputed
 class _Norm(StreamLayer):
     """Base class of norms with a gain per feature and a compute type."""
 
-    usual_epsilon = 1e-5
+    default_epsilon = 1e-5
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class _Norm(StreamLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        epsilon = self.usual_epsilon if epsilon is None else epsilon
+        epsilon = self.default_epsilon if epsilon is None else epsilon
         self.epsilon, self.unit_offset = epsilon, unit_offset
         self.gain_initializer = "zeros" if unit_offset else "ones"
         self.compute_type = compute_type
@@ -94,7 +94,7 @@ class LayerNorm(_Norm):
         def layer_norm(x, gamma, *beta):
             mean = mean_of_features(x)
             unit, inverse = _divide_by_rms(x - mean, self.epsilon)
-            unit_again = _unit_again(unit, x, inverse, mean)
+            unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma)
@@ -128,13 +128,13 @@ class RMSNorm(_Norm):
         `[..., h]`
     """
 
-    axes, usual_epsilon = -1, 1e-6
+    axes, default_epsilon = -1, 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def rms_norm(x, gamma):
             unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
-            unit_again = _unit_again(unit, x, inverse)
+            unit_again = _make_unit(unit, x, inverse)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
@@ -187,7 +187,7 @@ def _divide_by_rms(x, epsilon, axes=-1):
     return x * inverse, inverse
 
 
-def _unit_again(unit, x, inverse, mean=None):
+def _make_unit(unit, x, inverse, mean=None):
     """Return a function that returns `unit` in the backward pass.
 
     Under XLA it computes `unit` again from the row statistics, behind a barrier, so that each
@@ -196,11 +196,11 @@ def _unit_again(unit, x, inverse, mean=None):
     if not _compat.is_compiled_by_xla():
         return lambda: unit
 
-    def again():
-        own = _compat.barrier([inverse] if mean is None else [inverse, mean])
-        return (x if mean is None else x - own[1]) * own[0]
+    def recompute():
+        statistics = _compat.barrier([inverse] if mean is None else [inverse, mean])
+        return (x if mean is None else x - statistics[1]) * statistics[0]
 
-    return again
+    return recompute
 
 
 def _rms_gradient(dy, unit, gamma, axes=-1):

@@ -19,7 +19,7 @@ from dtransformer.parallel.mesh.axis_rules import constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
+def attention_scores(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
     """Return q · kᵀ.
 
     Args:
@@ -29,10 +29,10 @@ def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
     Returns:
         A tensor of shape `[..., n, s, t]`.
     """
-    return by_shared_heads(lambda q: tf.matmul(q, k, transpose_b=True), q, k)
+    return grouped_product(lambda q: tf.matmul(q, k, transpose_b=True), q, k)
 
 
-def context_of(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
+def attention_context(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     """Return p · v.
 
     Args:
@@ -42,10 +42,10 @@ def context_of(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     Returns:
         A tensor of shape `[..., n, s, d]`.
     """
-    return by_shared_heads(lambda p: tf.matmul(p, v), p, v)
+    return grouped_product(lambda p: tf.matmul(p, v), p, v)
 
 
-def where_seen(scores: tf.Tensor, seen: tf.Tensor | None) -> tf.Tensor:
+def mask_scores(scores: tf.Tensor, seen: tf.Tensor | None) -> tf.Tensor:
     """Set masked scores to -inf. `seen=None` masks nothing."""
     return scores if seen is None else tf.where(seen, scores, tf.constant(-math.inf, scores.dtype))
 
@@ -55,7 +55,7 @@ def by_heads(x: tf.Tensor) -> tf.Tensor:
     return tf.reshape(x, [1, x.shape[0], 1, 1])
 
 
-def by_shared_heads(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
+def grouped_product(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
     """Apply a matrix product to heads that share a head of the second operand.
 
     Equal to `product(x)` with `shared` repeated n / m times. Instead of repeating it, the rows of
@@ -92,28 +92,31 @@ class OnlineSoftmax:
     """
 
     def __init__(self, sinks: tf.Tensor | None = None):
-        self.context = self._highest = self._total = None
+        self.context = self._max = self._sum = None
         if sinks is not None:
-            self.context, self._highest, self._total = 0.0, sinks, 1.0
+            self.context, self._max, self._sum = 0.0, sinks, 1.0
 
-    def add(self, scores: tf.Tensor, context_of: Callable) -> None:
+    def add(self, scores: tf.Tensor, compute_context: Callable) -> None:
         """Add a block of keys.
 
         Args:
             scores: Tensor of shape `[..., s, t]`.
-            context_of: Function of exponentials `[..., s, t]` that returns their product with the
+            attention_context: Function of exponentials `[..., s, t]` that returns their product with the
                 block's values, `[..., s, d]`.
         """
         # The finite lower bound makes all exponentials 0 if a query sees no key.
-        highest = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
+        max_scores = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
         if self.context is not None:
-            highest = tf.maximum(highest, self._highest)
-        exponentials = tf.exp(scores - highest)
-        total, context = tf.reduce_sum(exponentials, -1, keepdims=True), context_of(exponentials)
+            max_scores = tf.maximum(max_scores, self._max)
+        exponentials = tf.exp(scores - max_scores)
+        total, context = (
+            tf.reduce_sum(exponentials, -1, keepdims=True),
+            compute_context(exponentials),
+        )
         if self.context is not None:
-            less = tf.exp(self._highest - highest)
-            total, context = self._total * less + total, self.context * less + context
-        self._highest, self._total, self.context = highest, total, context
+            decay = tf.exp(self._max - max_scores)
+            total, context = self._sum * decay + total, self.context * decay + context
+        self._max, self._sum, self.context = max_scores, total, context
 
     def results(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the normalized context and the log-sum-exp of the scores.
@@ -121,13 +124,13 @@ class OnlineSoftmax:
         Returns:
             A tuple of tensors of shape `[..., s, d]` and `[..., s, 1]`.
         """
-        total = tf.maximum(self._total, np.finfo(self._total.dtype.as_numpy_dtype).tiny)
-        return self.context / total, self._highest + tf.math.log(total)
+        total = tf.maximum(self._sum, np.finfo(self._sum.dtype.as_numpy_dtype).tiny)
+        return self.context / total, self._max + tf.math.log(total)
 
 
 def block_gradients(
-    scores_of: Callable,
-    context_of: Callable,
+    compute_scores: Callable,
+    compute_context: Callable,
     tensors: list[tf.Tensor],
     v: tf.Tensor,
     dy: tf.Tensor,
@@ -137,8 +140,8 @@ def block_gradients(
     """Return the gradients of a block of keys, whose scores are computed again.
 
     Args:
-        scores_of: Function of `tensors` that returns the block's scores `[..., s, t]`.
-        context_of: Function of probabilities and v that returns their product.
+        attention_scores: Function of `tensors` that returns the block's scores `[..., s, t]`.
+        attention_context: Function of probabilities and v that returns their product.
         tensors: List of tensors that the scores depend on.
         v: Tensor of shape `[..., t, d]`.
         dy: Tensor of shape `[..., s, d]`, the gradient of the context.
@@ -151,12 +154,12 @@ def block_gradients(
     """
     with tf.GradientTape() as tape:
         tape.watch(tensors)
-        scores = scores_of(*tensors)
+        scores = compute_scores(*tensors)
     probabilities = tf.exp(scores - log_sums)
     with tf.GradientTape() as context_tape:
         context_tape.watch([probabilities, v])
-        own = context_of(probabilities, v)
-    dp, dv = context_tape.gradient(own, [probabilities, v], tf.cast(dy, own.dtype))
+        context = compute_context(probabilities, v)
+    dp, dv = context_tape.gradient(context, [probabilities, v], tf.cast(dy, context.dtype))
     ds = probabilities * (dp - means)
     return tape.gradient(scores, tensors, ds), dv
 
@@ -170,12 +173,12 @@ def sink_gradients(
         sinks: List of one tensor of shape `[..., 1, 1]`, or an empty list.
         log_sums, means: Tensors of shape `[..., s, 1]`, see `block_gradients`.
     """
-    found = []
-    for own in sinks:
-        each = -tf.exp(own - log_sums) * means
-        axes = [axis for axis, size in enumerate(own.shape) if size == 1]
-        found.append(tf.reduce_sum(each, axes, keepdims=True))
-    return found
+    gradients = []
+    for sink in sinks:
+        gradient = -tf.exp(sink - log_sums) * means
+        axes = [axis for axis, size in enumerate(sink.shape) if size == 1]
+        gradients.append(tf.reduce_sum(gradient, axes, keepdims=True))
+    return gradients
 
 
 def block_context(
@@ -197,10 +200,10 @@ def block_context(
     probabilities = tf.cast(probabilities, v.dtype)
     if kept is not None:
         probabilities = dropout.drop(probabilities, kept)
-    return tf.cast(context_of(probabilities, v), compute_type)
+    return tf.cast(attention_context(probabilities, v), compute_type)
 
 
-def within(length: int, x: tf.Tensor, start: int, end: int) -> tf.Tensor:
+def pad_positions(length: int, x: tf.Tensor, start: int, end: int) -> tf.Tensor:
     """Pad x along its second to last dimension: x holds positions `start` to `end` of `length`.
 
     Args:

@@ -124,8 +124,8 @@ def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
     begins = tf.pad(segments[:, 1:] != segments[:, :-1], [[0, 0], [1, 0]])
     first = tf.where(begins, tf.range(length), 0)
     # Cumulative maximum by doubling the step, since DTensor has none.
-    known = length if isinstance(length, int) else 2**30
-    for step in (2**power for power in range((known - 1).bit_length())):
+    max_length = length if isinstance(length, int) else 2**30
+    for step in (2**power for power in range((max_length - 1).bit_length())):
         earlier = tf.pad(first, [[0, 0], [tf.minimum(step, length), 0]])[:, :length]
         first = tf.maximum(first, earlier)
     # DTensor cannot pad tensors that are sharded along the length.

@@ -17,14 +17,14 @@ class PositionBias:
     """Bias of attention scores that depends only on the distance between key and query.
 
     Args:
-        of_distances: Function of `tensors` and an integer tensor of distances `[l]` (key position
+        compute_bias: Function of `tensors` and an integer tensor of distances `[l]` (key position
             minus query position) that returns the biases, a tensor of shape `[l, n]`.
-        tensors: List of tensors that `of_distances` reads. They may have gradients. Defaults to
+        tensors: List of tensors that `compute_bias` reads. They may have gradients. Defaults to
             none.
     """
 
-    def __init__(self, of_distances: Callable, tensors: Sequence[tf.Tensor] = ()):
-        self._of_distances, self.tensors = of_distances, list(tensors)
+    def __init__(self, compute_bias: Callable, tensors: Sequence[tf.Tensor] = ()):
+        self._compute_bias, self.tensors = compute_bias, list(tensors)
 
     def block(
         self,
@@ -46,7 +46,7 @@ class PositionBias:
         """
         s, t = num_queries, num_keys
         nearest = first_key - first_query - (s - 1)
-        values = tf.transpose(self._of_distances(tensors, nearest + tf.range(s + t - 1)))
+        values = tf.transpose(self._compute_bias(tensors, nearest + tf.range(s + t - 1)))
         if isinstance(s, int) and s == 1:
             return values[:, None, :]
         # Row i of the result starts at element s - 1 - i of the values. The values are repeated for
@@ -58,7 +58,7 @@ class PositionBias:
         rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
         return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
 
-    def of_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+    def at_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Return the biases of queries and keys at arbitrary positions.
 
         Args:
@@ -69,7 +69,7 @@ class PositionBias:
             A tensor of shape `[n, s, t]`.
         """
         distances = keys[None, :] - queries[:, None]
-        values = tf.transpose(self._of_distances(self.tensors, tf.reshape(distances, [-1])))
+        values = tf.transpose(self._compute_bias(self.tensors, tf.reshape(distances, [-1])))
         return tf.reshape(values, [values.shape[0], *static_or_dynamic_shape(distances)])
 
 
@@ -88,10 +88,10 @@ def alibi(num_heads: int) -> PositionBias:
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
-    def of_distances(_, distances):
+    def compute_bias(_, distances):
         return -tf.abs(tf.cast(distances, "float32"))[:, None] * tf.constant(slopes, "float32")
 
-    return PositionBias(of_distances)
+    return PositionBias(compute_bias)
 
 
 def relative_bias(table: tf.Tensor, max_distance: int, causal: bool) -> PositionBias:
@@ -108,15 +108,15 @@ def relative_bias(table: tf.Tensor, max_distance: int, causal: bool) -> Position
     num_ranges = table.shape[0]
     ranges = distance_ranges(num_ranges if causal else num_ranges // 2, max_distance)
 
-    def of_distances(tensors, distances):
-        away = tf.maximum(-distances, 0) if causal else tf.abs(distances)
-        found = tf.gather(tf.constant(ranges, "int32"), tf.minimum(away, max_distance))
+    def compute_bias(tensors, distances):
+        lengths = tf.maximum(-distances, 0) if causal else tf.abs(distances)
+        index = tf.gather(tf.constant(ranges, "int32"), tf.minimum(lengths, max_distance))
         if not causal:
-            found += tf.where(distances > 0, num_ranges // 2, 0)
+            index += tf.where(distances > 0, num_ranges // 2, 0)
         # Use a product; its gradient is also a product on every device and mesh.
-        return tf.matmul(tf.one_hot(found, num_ranges, dtype=tensors[0].dtype), tensors[0])
+        return tf.matmul(tf.one_hot(index, num_ranges, dtype=tensors[0].dtype), tensors[0])
 
-    return PositionBias(of_distances, [table])
+    return PositionBias(compute_bias, [table])
 
 
 def distance_ranges(num_ranges: int, max_distance: int) -> np.ndarray:
@@ -141,9 +141,9 @@ def distance_ranges(num_ranges: int, max_distance: int) -> np.ndarray:
             "with a single distance, which must be at least 1."
         )
     distances = np.arange(max_distance + 1)
-    share = np.log(np.maximum(distances, exact).astype("float32") / exact)
-    share /= np.float32(math.log(max_distance / exact))
-    far = np.minimum(exact + (share * (num_ranges - exact)).astype("int32"), num_ranges - 1)
+    fraction = np.log(np.maximum(distances, exact).astype("float32") / exact)
+    fraction /= np.float32(math.log(max_distance / exact))
+    far = np.minimum(exact + (fraction * (num_ranges - exact)).astype("int32"), num_ranges - 1)
     return np.where(distances < exact, distances, far)
 
 

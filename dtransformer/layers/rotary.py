@@ -68,43 +68,47 @@ def rotary_frequencies(
             f"`rotary_base={base}` must be above 1, and `rotary_fraction={fraction}` must be in "
             "(0, 1]."
         )
-    turning = int(head_dim * fraction)
-    if turning % 2 or not turning:
+    num_rotated = int(head_dim * fraction)
+    if num_rotated % 2 or not num_rotated:
         raise ValueError(
-            f"`rotary_fraction={fraction}` of `head_dim={head_dim}` rotates {turning} features, "
+            f"`rotary_fraction={fraction}` of `head_dim={head_dim}` rotates {num_rotated} features, "
             "expected an even number above 0."
         )
     kind = None if scaling is None else _check_scaling(scaling)
     if kind == "ntk":
-        base = ntk_base(base, scaling["factor"], turning)
-    frequencies = base ** (-np.arange(0, turning, 2) / turning)
+        base = ntk_base(base, scaling["factor"], num_rotated)
+    frequencies = base ** (-np.arange(0, num_rotated, 2) / num_rotated)
     if kind in (None, "ntk"):
         return frequencies
     factor = scaling["factor"]
     if kind == "linear":
         return frequencies / factor
     if kind == "yarn":
-        kept = 1 - _ramp_of_features({**_YARN, **scaling}, base, turning)
+        unscaled = 1 - _interpolation_ramp({**_YARN, **scaling}, base, num_rotated)
     else:
-        times = scaling[_LENGTH] * frequencies / (2 * math.pi)
+        rotations = scaling[_LENGTH] * frequencies / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = np.clip((times - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+        unscaled = np.clip((rotations - low) / (high - low), 0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def _ramp_of_features(scaling, base, turning):
+def _interpolation_ramp(scaling, base, num_rotated):
     """Return the fraction of each pair's angle that YaRN interpolates: `[r / 2]`, in [0, 1]."""
 
-    def feature(turns):
-        """Return the index of the pair that makes `turns` rotations in the original length."""
-        return turning * math.log(scaling[_LENGTH] / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def feature(rotations):
+        """Return the index of the pair with this number of rotations in the original length."""
+        return (
+            num_rotated
+            * math.log(scaling[_LENGTH] / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     low, high = feature(scaling["beta_fast"]), feature(scaling["beta_slow"])
     if scaling["truncate"]:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, turning - 1)
+    low, high = max(low, 0), min(high, num_rotated - 1)
     high += 0.001 * (low == high)
-    return np.clip((np.arange(turning // 2) - low) / (high - low), 0, 1)
+    return np.clip((np.arange(num_rotated // 2) - low) / (high - low), 0, 1)
 
 
 def attention_factor(scaling: dict | None) -> float:
@@ -120,13 +124,13 @@ def attention_factor(scaling: dict | None) -> float:
     """
     if scaling is None or scaling["type"] != "yarn":
         return 1.0
-    given = {**_YARN, **scaling}
-    of = functools.partial(yarn_magnitude, given["factor"])
-    if given["attention_factor"] is not None:
-        return float(given["attention_factor"])
-    if given["mscale"] and given["mscale_all_dim"]:
-        return of(given["mscale"]) / of(given["mscale_all_dim"])
-    return of(1)
+    options = {**_YARN, **scaling}
+    magnitude = functools.partial(yarn_magnitude, options["factor"])
+    if options["attention_factor"] is not None:
+        return float(options["attention_factor"])
+    if options["mscale"] and options["mscale_all_dim"]:
+        return magnitude(options["mscale"]) / magnitude(options["mscale_all_dim"])
+    return magnitude(1)
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
@@ -151,23 +155,23 @@ def query_factor(positions: tf.Tensor, scaling: dict) -> tf.Tensor:
     return 1 + scaling["llama_4_scaling_beta"] * tf.math.log1p(tf.floor(lengths))
 
 
-def ntk_base(base: float, factor: float, turning: int) -> float:
+def ntk_base(base: float, factor: float, num_rotated: int) -> float:
     """Return a base that makes the longest wavelength `factor` times longer.
 
     Args:
         base: Float. Base without scaling.
         factor: Float. Ratio of the new to the original sequence length.
-        turning: Integer, at least 4. Number of rotated features.
+        num_rotated: Integer, at least 4. Number of rotated features.
 
     Raises:
         ValueError: If only one pair rotates, since its wavelength does not depend on the base.
     """
-    if turning < 4:
+    if num_rotated < 4:
         raise ValueError(
-            f"`rotary_scaling` of type 'ntk' requires at least 4 rotated features, got {turning}. "
+            f"`rotary_scaling` of type 'ntk' requires at least 4 rotated features, got {num_rotated}. "
             "Use type 'linear' or larger heads."
         )
-    return base * factor ** (turning / (turning - 2))
+    return base * factor ** (num_rotated / (num_rotated - 2))
 
 
 def _check_scaling(scaling):
@@ -176,12 +180,12 @@ def _check_scaling(scaling):
     if kind not in _SCALING:
         raise ValueError(f"`rotary_scaling` has type {kind!r}, expected one of {list(_SCALING)}.")
     fields, optional = _SCALING[kind], _YARN if kind == "yarn" else {}
-    numbers = [*fields, *(name for name in optional if scaling.get(name) is not None)]
-    wrong = [x for x in numbers if x != "truncate" and not _is_positive(scaling.get(x))]
-    if wrong or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
-        besides = f" and accepts {', '.join(optional)}" * bool(optional)
+    numeric_fields = [*fields, *(name for name in optional if scaling.get(name) is not None)]
+    invalid = [x for x in numeric_fields if x != "truncate" and not _is_positive(scaling.get(x))]
+    if invalid or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
+        accepted = f" and accepts {', '.join(optional)}" * bool(optional)
         raise ValueError(
-            f"`rotary_scaling` of type {kind!r} requires the fields {', '.join(fields)}{besides}, "
+            f"`rotary_scaling` of type {kind!r} requires the fields {', '.join(fields)}{accepted}, "
             f"all above 0, got {scaling}."
         )
     return kind
@@ -211,12 +215,12 @@ def rotate(
     half = len(frequencies)
     # Angles in float32 have a relative error of 1e-7. 16 bits would confuse distant positions.
     angles = tf.cast(positions, "float32")[..., None] * tf.constant(frequencies, "float32")
-    of_angles = [tf.cos(angles), tf.sin(angles)]
+    waves = [tf.cos(angles), tf.sin(angles)]
     if factor != 1:
-        of_angles = [factor * values for values in of_angles]
-    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
+        waves = [factor * values for values in waves]
+    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in waves)
     # The gradient of a split is a concatenation. The gradient of slices pads with zeros and adds.
-    others = x.shape[-1] - 2 * half
-    first, second, *rest = tf.split(x, [half, half, others] if others else 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return tf.concat([*turned, *rest], axis=-1)
+    num_unrotated = x.shape[-1] - 2 * half
+    first, second, *rest = tf.split(x, [half, half, num_unrotated] if num_unrotated else 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return tf.concat([*rotated, *rest], axis=-1)

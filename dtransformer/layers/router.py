@@ -111,7 +111,7 @@ class Router(DrawsMasks, Layer):
             probabilities = scores / tf.reduce_sum(scores, axis=-1, keepdims=True)
             ranked = scores + tf.cast(self.bias, "float32")
         chosen = self.config.num_experts_chosen
-        choices = tf.math.top_k(self._in_best_groups(tf.stop_gradient(ranked)), chosen).indices
+        choices = tf.math.top_k(self._keep_best_groups(tf.stop_gradient(ranked)), chosen).indices
         choices = tf.cast(choices, INDEX_TYPE)
         # Use a product; the gradient of a gather would be a scatter.
         is_choice = tf.one_hot(choices, self.config.expert_num)  # [b, s, k, E]
@@ -122,7 +122,7 @@ class Router(DrawsMasks, Layer):
             gates *= self.config.gate_scale
         return Routing(choices, gates, probabilities, logits)
 
-    def _in_best_groups(self, scores):
+    def _keep_best_groups(self, scores):
         """Return scores `[b, s, E]` with -inf for experts outside of the chosen groups."""
         groups, chosen = self.config.routing_groups, self.config.routing_groups_chosen
         if chosen == groups:
@@ -130,8 +130,8 @@ class Router(DrawsMasks, Layer):
         shape = static_or_dynamic_shape(scores)
         members = shape[-1] // groups
         grouped = tf.reshape(scores, [*shape[:-1], groups, members])
-        counted = min({"top2": 2, "max": 1}[self.config.group_score], members)
-        best = tf.math.top_k(grouped, counted).values
+        num_best = min({"top2": 2, "max": 1}[self.config.group_score], members)
+        best = tf.math.top_k(grouped, num_best).values
         best = tf.math.top_k(tf.reduce_sum(best, axis=-1), chosen).indices
         is_best = tf.reduce_sum(tf.one_hot(best, groups), axis=-2)[..., None]
         return tf.reshape(tf.where(is_best > 0, grouped, float("-inf")), shape)

@@ -70,21 +70,25 @@ class Transformer(Layer):
         check_int("encoder_layers", encoder_layers, least=0)
         check_int("decoder_layers", decoder_layers, least=0)
         check_int("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
-        of_both = {
+        shared = {
             "hidden_size": hidden_size,
             "num_heads": num_heads,
             "ffn_hidden_size": ffn_hidden_size,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
-        own = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "causal": causal}
-        self.arguments = {**own, **of_both}
-        of_both |= {"network_layers": encoder_layers + decoder_layers, "dtype": self.dtype_policy}
-        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **of_both)
+        sizes = {
+            "encoder_layers": encoder_layers,
+            "decoder_layers": decoder_layers,
+            "causal": causal,
+        }
+        self.arguments = {**sizes, **shared}
+        shared |= {"network_layers": encoder_layers + decoder_layers, "dtype": self.dtype_policy}
+        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **shared)
         self.decoder = None
         if decoder_layers:
             self.decoder = TransformerDecoder(
-                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **of_both
+                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **shared
             )
         blocks = [*self.encoder.blocks, *(self.decoder.blocks if decoder_layers else [])]
         check_stages(blocks, get_parallel_config().placement.num_chunks)

@@ -65,7 +65,7 @@ def with_gradients(function, q, k, v, upstream):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 1e-5)])
 def test_like_attention_under_the_patterns_mask(monkeypatch, pattern, mask, dtype, tolerance):
-    monkeypatch.setattr(layer_module, "_QUERIES", 24)
+    monkeypatch.setattr(layer_module, "_MIN_QUERIES", 24)
     layer = FixedSparseAttention(N, D, seq_length=S, dtype=dtype, **PATTERNS[pattern])
     tensors = inputs(dtype)
     own = with_gradients(lambda q, k, v: layer(q, k, v, MASKS[mask]), *tensors)
