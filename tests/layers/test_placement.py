@@ -123,8 +123,8 @@ def test_more_stages_than_layers(make):
         ([1, 0, 1, 1], ["block_1", "stage 0", "stage 1"]),  # in the encoder
         ([0, 0, 1, 0], ["block_1", "stage 0", "stage 1"]),  # in the decoder
         ([0, 1, 0, 0], ["block_0", "stage 0", "stage 1"]),  # from one to the other
-        ([0, 0, 1, 2], ["block_1", "stage 2", "2 stages"]),
-        ([-1, 0, 1, 1], ["block_0", "stage -1", "2 stages"]),
+        ([0, 0, 1, 2], ["block_1", "stage 2", "0 to 1"]),
+        ([-1, 0, 1, 1], ["block_0", "stage -1", "0 to 1"]),
     ],
 )
 def test_wrong_stages_are_refused(stages, words):

@@ -27,7 +27,7 @@ def obstacle_to_calls() -> str | None:
     if trace.is_on_mesh():
         return "tensors are on a mesh"
     if is_on_gpu() and (found := _capability()) < _LEAST_CAPABILITY:
-        return f"the card has the compute capability {found[0]}.{found[1]}, less than 8.0"
+        return f"the GPU has compute capability {found[0]}.{found[1]}, below 8.0"
     return None
 
 

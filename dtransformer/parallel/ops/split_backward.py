@@ -55,8 +55,8 @@ def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:
     inputs = trace.current().deferred
     if kernel.path in inputs:
         raise ValueError(
-            f"{kernel.path} is multiplied with more than once in a forward pass, and the schedule "
-            "computes the gradients of weights apart: use pipeline_schedule='1f1b'"
+            f"{kernel.path} is multiplied more than once in a forward pass, which schedules with "
+            "deferred weight gradients do not support. Use `pipeline_schedule='1f1b'`."
         )
     inputs[kernel.path] = x
 
