@@ -11,7 +11,7 @@ from dtransformer.parallel.tracing import trace
 # Type of integers that a device computes with. TensorFlow's GPU kernels for int32 (sums, products,
 # comparisons and even reshapes) use host memory.
 INDEX_TYPE = "int64"
-_LEAST_CAPABILITY = 8, 0
+_MIN_CAPABILITY = 8, 0
 
 
 def is_on_gpu() -> bool:
@@ -26,8 +26,8 @@ def obstacle_to_calls() -> str | None:
     """
     if trace.is_on_mesh():
         return "tensors are on a mesh"
-    if is_on_gpu() and (found := _capability()) < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {found[0]}.{found[1]}, below 8.0"
+    if is_on_gpu() and (capability := _capability()) < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"
     return None
 
 

@@ -54,8 +54,8 @@ class LowRank:
         a, b, kernel = (tf.cast(x, "float32") for x in (self.a, self.b, kernel))
         inputs = "xyz"[: a.shape.rank - 1]
         outputs = "uvw"[: b.shape.rank - 1]
-        added = tf.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", a, b)
-        squares = tf.square(kernel + self.scale * added)
+        delta = tf.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", a, b)
+        squares = tf.square(kernel + self.scale * delta)
         return tf.sqrt(tf.reduce_sum(squares, list(range(len(inputs)))))
 
 

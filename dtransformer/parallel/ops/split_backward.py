@@ -34,8 +34,8 @@ def is_split(kernel: tf.Tensor | keras.Variable) -> bool:
 
     True in `splitting_backward` for trainable variables that are not a `ShardedVariable`.
     """
-    own = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
-    return own and kernel.trainable and trace.current().deferred is not None
+    is_deferrable = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
+    return is_deferrable and kernel.trainable and trace.current().deferred is not None
 
 
 def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:

@@ -46,26 +46,26 @@ def token_nll(
     is_entry = tf.range(width) < vocab_size if vocab_size < width else None
     compute_type = "float64" if logits.dtype == "float64" else "float32"
 
-    def entries(logits, other):
-        """Return the logits in the compute type, with padded columns set to `other`."""
+    def entries(logits, fill):
+        """Return the logits in the compute type, with padded columns set to `fill`."""
         x = tf.cast(logits, compute_type)
-        return x if is_entry is None else tf.where(is_entry, x, tf.cast(other, x.dtype))
+        return x if is_entry is None else tf.where(is_entry, x, tf.cast(fill, x.dtype))
 
     @custom_gradient
     def nll(logits):
         x = entries(logits, logits.dtype.min)
-        highest = tf.reduce_max(x, axis=-1, keepdims=True)
-        total = tf.reduce_sum(tf.exp(x - highest), axis=-1, keepdims=True)
-        z = tf.math.log(total) + highest
-        own = tf.cast(label_values(logits, labels), compute_type)
-        target = on * (own - tf.squeeze(highest, -1))
+        max_logits = tf.reduce_max(x, axis=-1, keepdims=True)
+        sum_exp = tf.reduce_sum(tf.exp(x - max_logits), axis=-1, keepdims=True)
+        z = tf.math.log(sum_exp) + max_logits
+        label_logits = tf.cast(label_values(logits, labels), compute_type)
+        target = on * (label_logits - tf.squeeze(max_logits, -1))
         if label_smoothing:
-            target += off * tf.reduce_sum(entries(logits, highest) - highest, axis=-1)
+            target += off * tf.reduce_sum(entries(logits, max_logits) - max_logits, axis=-1)
 
         def gradient(upstream):
             upstream = upstream[..., None]
             scale = upstream * (1 + 2 * z_loss * z) if z_loss else upstream
-            dx = tf.exp(entries(logits, logits.dtype.min) - highest) * (scale / total)
+            dx = tf.exp(entries(logits, logits.dtype.min) - max_logits) * (scale / sum_exp)
             if label_smoothing:
                 smoothed = dx - off * upstream
                 dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
@@ -73,7 +73,7 @@ def token_nll(
             dx = tf.where(is_label, dx - on * upstream, dx)
             return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
-        value = tf.squeeze(tf.math.log(total), -1) - target
+        value = tf.squeeze(tf.math.log(sum_exp), -1) - target
         return value + z_loss * tf.square(tf.squeeze(z, -1)) if z_loss else value, gradient
 
     return nll(logits)

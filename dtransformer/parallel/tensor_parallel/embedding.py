@@ -78,9 +78,9 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
     """
     dim = shard_dim % len(shards.shape)
     num_shards, shard_size = shards.shape[dim], shards.shape[dim + 1]
-    of_each = [num_shards if d == dim else 1 for d in range(len(specs))]
+    ones_shape = [num_shards if d == dim else 1 for d in range(len(specs))]
     ids = tf.cast(ids, INDEX_TYPE)
-    starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), of_each)
+    starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), ones_shape)
     starts = relayout(starts, [spec if d == dim else None for d, spec in enumerate(specs)])
     # The index of an id in its shard, and whether the shard has it.
     local = tf.reshape(ids, [*ids.shape[:dim], 1, *ids.shape[dim:]]) - starts
@@ -88,11 +88,11 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
     zero = tf.zeros([], INDEX_TYPE)
     is_here = (local >= 0) & (local < shard_size)
     is_elsewhere = (local >= -starts) & (local < num_shards * shard_size - starts)
-    numbers = tf.where(is_here, local, tf.where(is_elsewhere, zero, zero - 1))
-    found = tf.gather(shards, numbers, axis=dim + 1, batch_dims=dim + 1)
-    if len(found.shape) > len(is_here.shape):
+    indices = tf.where(is_here, local, tf.where(is_elsewhere, zero, zero - 1))
+    values = tf.gather(shards, indices, axis=dim + 1, batch_dims=dim + 1)
+    if len(values.shape) > len(is_here.shape):
         is_here = is_here[..., None]
-    return tf.where(is_here, found, tf.zeros([], found.dtype))
+    return tf.where(is_here, values, tf.zeros([], values.dtype))
 
 
 def look_up(
@@ -143,9 +143,9 @@ def _look_up_replicated(table, ids):
             dy, all_ids = relayout(dy, (None,) * 3), relayout(ids, (None, None))
             # [b, s, h] -> [b·s, h] -> [V, h]
             rows = tf.reshape(dy, [-1, table.shape[-1]])
-            numbers = tf.reshape(all_ids, [-1])
+            row_ids = tf.reshape(all_ids, [-1])
             return relayout(
-                tf.math.unsorted_segment_sum(rows, numbers, table.shape[0]), (None, None)
+                tf.math.unsorted_segment_sum(rows, row_ids, table.shape[0]), (None, None)
             )
 
         return constrain(tf.gather(table, ids), ("batch", "length", None)), gradient
@@ -175,15 +175,15 @@ def _look_up_sharded(table, ids, axis):
                 dy = all_gather_length(dy, axis, length_axis)
             dy = tf.reshape(dy, [-1, all_ids.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
-            numbers = tf.range(num_shards, dtype=INDEX_TYPE)
-            owner = all_ids[:, None] // shard_rows == numbers[None, :]
+            shard_ids = tf.range(num_shards, dtype=INDEX_TYPE)
+            owner = all_ids[:, None] // shard_rows == shard_ids[None, :]
             owner = relayout(tf.cast(owner, dy.dtype), (None, axis))
             dy = relayout(dy * owner[:, :, None], (None, axis, None))
             # The index of a row in its shard does not depend on the shard; other devices add zeros.
-            total = tf.math.unsorted_segment_sum(dy, all_ids % shard_rows, shard_rows)
-            total = tf.transpose(relayout(total, (None, axis, None)), [1, 0, 2])
-            total = tf.reshape(relayout(total, (axis, None, None)), [num_rows, features])
-            return relayout(total, (axis, None))
+            row_sums = tf.math.unsorted_segment_sum(dy, all_ids % shard_rows, shard_rows)
+            row_sums = tf.transpose(relayout(row_sums, (None, axis, None)), [1, 0, 2])
+            row_sums = tf.reshape(relayout(row_sums, (axis, None, None)), [num_rows, features])
+            return relayout(row_sums, (axis, None))
 
         return sum_partial(rows, axis, length_axis), gradient
 

@@ -31,12 +31,12 @@ def project_to_heads(
     Returns:
         A list of tensors of shape `[b, n, s, d]`.
     """
-    one_by_one = (
+    needs_separate_products = (
         is_unsharded_for_use(kernel) or is_split(kernel) or low_rank_of(kernel) is not None
         for kernel in kernels
     )
     decodes = trace.current().in_loop
-    if trace.is_on_mesh() or decodes or any(one_by_one):
+    if trace.is_on_mesh() or decodes or any(needs_separate_products):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         return [
             _heads_first(y if bias is None else add_bias(y, bias))

@@ -156,9 +156,9 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
         A list of tensors of shape `[b, ..., *outputs]`, with s in the layout of "inner_length".
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
-    by_axes = lambda x, kernel: _columns(x, [kernel], axes)[0]
+    multiply = lambda x, kernel: _columns(x, [kernel], axes)[0]
     return [
-        _with_low_rank(y, x, kernel, (None,), by_axes, by_axes)
+        _with_low_rank(y, x, kernel, (None,), multiply, multiply)
         for y, kernel in zip(_columns(x, kernels, axes), kernels)
     ]
 
@@ -213,9 +213,9 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
         A tensor of shape `[b, ..., h]`, sharded along s with sequence parallelism.
     """
     check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
-    by_axes = lambda x, kernel: _rows(x, kernel, axes)
+    multiply_kernel = lambda x, kernel: _rows(x, kernel, axes)
     multiply = lambda x, b: _rows(x, b, (None,))
-    return _with_low_rank(by_axes(x, kernel), x, kernel, axes, multiply, by_axes)
+    return _with_low_rank(multiply_kernel(x, kernel), x, kernel, axes, multiply, multiply_kernel)
 
 
 def _rows(x, kernel, axes):
@@ -237,21 +237,21 @@ def _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel):
             of y.
         multiply_kernel: Function of inputs and the kernel that returns their product.
     """
-    addition = low_rank_of(kernel)
-    if addition is None:
+    adapter = low_rank_of(kernel)
+    if adapter is None:
         return y
     # The smallest of the products; it has the sharding of the residual stream.
-    seen = x if addition.dropout is None else addition.dropout(x)
-    inner = _rows(seen, addition.a, axes)
-    added = multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
-    if addition.m is None:
-        return y + added
+    dropped_x = x if adapter.dropout is None else adapter.dropout(x)
+    inner = _rows(dropped_x, adapter.a, axes)
+    adapter_output = multiply(inner * tf.cast(adapter.scale, inner.dtype), adapter.b)
+    if adapter.m is None:
+        return y + adapter_output
     # [*outputs]. Norms are reduced over the mesh axis if inputs are sharded.
-    norms = keep_for_recompute(lambda: tf.stop_gradient(addition.norms(kernel)))
-    gain = tf.cast(tf.math.divide_no_nan(tf.cast(addition.m, "float32"), norms), y.dtype)
-    if seen is x:
-        return gain * (y + added)
-    return y + (gain - 1) * multiply_kernel(seen, kernel) + gain * added
+    norms = keep_for_recompute(lambda: tf.stop_gradient(adapter.norms(kernel)))
+    gain = tf.cast(tf.math.divide_no_nan(tf.cast(adapter.m, "float32"), norms), y.dtype)
+    if dropped_x is x:
+        return gain * (y + adapter_output)
+    return y + (gain - 1) * multiply_kernel(dropped_x, kernel) + gain * adapter_output
 
 
 def _row_parallel(x, kernel, axes):
@@ -326,11 +326,11 @@ class _FeatureShards:
         """Concatenate tensors `[..., f]` along f, shard by shard."""
         if len(tensors) == 1:
             return tensors[0]
-        joint = tensors if self.length_axis else [self._split(x) for x in tensors]
-        joint = tf.concat(joint, -1)
+        joined = tensors if self.length_axis else [self._split(x) for x in tensors]
+        joined = tf.concat(joined, -1)
         if not self.length_axis:
-            joint = self._relayout(tf.reshape(joint, [*joint.shape[:-2], -1]))
-        return joint
+            joined = self._relayout(tf.reshape(joined, [*joined.shape[:-2], -1]))
+        return joined
 
     def product(self, equation, a, b):
         """Return an `einsum` over features.
@@ -340,14 +340,14 @@ class _FeatureShards:
                 added.
             a, b: Tensors in the form of `features` or `rows`.
         """
-        result = equation.split("->")[1]
+        output = equation.split("->")[1]
         specs = {"b": self.batch, "s": self.inner_length, "f": self.axis}
         if not self.length_axis:
-            return relayout(tf.einsum(equation, a, b), [specs.get(name) for name in result])
+            return relayout(tf.einsum(equation, a, b), [specs.get(name) for name in output])
         for name, names in (("bsh", "tbsh"), ("f", "tf")):
             equation = equation.replace(name, names)
         y = tf.einsum(equation, a, b)
-        if result == "bsh":
+        if output == "bsh":
             return sum_partial(y, self.axis, self.length_axis)
         specs = {"b": self.batch, "t": self.axis}
         return relayout(y, [specs.get(name) for name in equation.split("->")[1]])
