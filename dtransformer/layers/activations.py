@@ -16,7 +16,9 @@ import tensorflow as tf
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
 
-_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # Clamp and sigmoid slope of gpt-oss' gate.
+# Clamp and sigmoid slope of gpt-oss' gate.
+_GATE_LIMIT = 7.0
+_GATE_SLOPE = 1.702
 
 
 @register
@@ -53,7 +55,8 @@ def clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 
 def _clamped_swiglu(gate, x):
-    gate, x = tf.minimum(gate, _GATE_LIMIT), tf.clip_by_value(x, -_GATE_LIMIT, _GATE_LIMIT)
+    gate = tf.minimum(gate, _GATE_LIMIT)
+    x = tf.clip_by_value(x, -_GATE_LIMIT, _GATE_LIMIT)
     return (x + 1) * gate * tf.sigmoid(_GATE_SLOPE * gate)
 
 

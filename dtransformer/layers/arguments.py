@@ -115,7 +115,12 @@ def _is_instance(value, kind):
 
 
 KEY = "settings"
-_copy_adapters = lambda asked: {name: dict(one) for name, one in asked.items()}
+
+
+def _copy_adapters(adapters):
+    return {name: dict(options) for name, options in adapters.items()}
+
+
 # Key in a config -> attribute of the layer, conversion to the config, conversion from the config.
 _SETTINGS = {
     "rules": ("_own_rules", dict, dict),
@@ -132,7 +137,8 @@ def as_config(arguments: dict) -> dict:
 
     An activation class becomes the config of an instance, and a `MoEConfig` a dictionary.
     """
-    config, activation = dict(arguments), arguments.get("hidden_act")
+    config = dict(arguments)
+    activation = arguments.get("hidden_act")
     if isinstance(activation, type):
         config["hidden_act"] = keras.saving.serialize_keras_object(activation())
     if isinstance(moe := config.get("moe_config"), MoEConfig):
@@ -149,7 +155,8 @@ def settings_of(layer: keras.layers.Layer) -> dict:
         `{KEY: {index of the inner layer, as a string: {"rules": ..., "recompute": ..., ...}}}`, or
         `{}` if nothing was set.
     """
-    settings, default = {}, as_recompute_config(get_parallel_config().recompute)
+    settings = {}
+    default = as_recompute_config(get_parallel_config().recompute)
     for index, inner in enumerate(_compat.flat_layers(layer)):
         layer_settings = {}
         recompute = getattr(inner, "recompute_config", None)

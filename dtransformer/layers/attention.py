@@ -73,8 +73,7 @@ class MultiHeadAttention(StreamLayer):
         qk_norm_epsilon: Float. Epsilon of these norms. Defaults to the norm's default.
         qk_norm_after_rotary: Boolean, whether these norms follow the rotary embedding, as in
             HunYuan. Defaults to `False`.
-        sinks: Boolean, whether each head learns an attention sink, see `attention`. Defaults to
-            `False`.
+        sinks: Boolean, whether heads learn an attention sink, see `attention`. Defaults to `False`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`, see `attention`.
             Defaults to `"auto"`.
 
@@ -90,7 +89,7 @@ class MultiHeadAttention(StreamLayer):
             `None`, and the query may have k rows per memory row. An empty dictionary starts a
             sequence: the call attends as without a cache and returns a cache with `"prefix_key"`
             and `"prefix_value"` of shape `[b, m, p, d]`. Merged with the cache of `init_cache`,
-            these p positions come before those of all k hypotheses.
+            these p positions come before the positions of all k hypotheses.
         prefix_mask: Boolean tensor of shape `[b, p]`, True for visible prefix positions.
         position_table: Tensor of shape `[r, n]`, the table of T5's relative positions.
         training: Boolean, whether to apply dropout.
@@ -149,15 +148,19 @@ class MultiHeadAttention(StreamLayer):
             raise ValueError(f"`num_kv_heads={num_kv_heads}` must divide `num_heads={num_heads}`.")
         self.use_bias = use_bias
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
-        self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
+        self.rotary_base = rotary_base
+        self.rotary_fraction = rotary_fraction
         self.rotary_scaling = rotary_scaling
         self.set_rotary(self.head_dim)
-        self.causal, self.alibi = causal, alibi
+        self.causal = causal
+        self.alibi = alibi
         self.window = None if window is None else check_int("window", window)
         self.relative_max_distance = check_int("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
-        self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
+        self.qk_norm = qk_norm
+        self.qk_norm_epsilon = qk_norm_epsilon
+        self.sinks = sinks
         self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
@@ -251,10 +254,11 @@ class MultiHeadAttention(StreamLayer):
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             masks = attention_mask, prefix_mask
-            apply_rotary = lambda q, k: self._apply_rotary(q, k, cache, masks)
-            order = (self._normalize_heads, apply_rotary)[:: -1 if self.qk_norm_after_rotary else 1]
-            for step in order:
-                q, k = step(q, k)
+            if not self.qk_norm_after_rotary:
+                q, k = self._normalize_heads(q, k)
+            q, k = self._apply_rotary(q, k, cache, masks)
+            if self.qk_norm_after_rotary:
+                q, k = self._normalize_heads(q, k)
             if decodes:
                 bias = self._bias(position_table)
                 cache, *attended = insert_position(cache, k, v, *masks, self.window, bias)

@@ -19,7 +19,8 @@ def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementa
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_size": hidden_size}
     check_divisible(**sizes)
     config = get_parallel_config()
-    shards, local_heads = config.context_parallel, num_heads // config.model_parallel
+    shards = config.context_parallel
+    local_heads = num_heads // config.model_parallel
     if shards > 1 and implementation == "reference":
         raise ValueError(
             "`implementation='reference'` does not support sharded sequences "

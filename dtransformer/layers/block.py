@@ -248,7 +248,9 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     layers = network_layers or offset + len(blocks)
     num_chunks = config.placement.num_chunks
     if num_chunks > layers:
-        chunks = f" with `pipeline_chunks={config.pipeline_chunks}`" * (config.pipeline_chunks > 1)
+        chunks = ""
+        if config.pipeline_chunks > 1:
+            chunks = f" with `pipeline_chunks={config.pipeline_chunks}`"
         raise ValueError(
             f"`pipeline_stage={config.pipeline_stage}`{chunks} needs at least {num_chunks} blocks, "
             f"but the network has {layers}. Use fewer stages or chunks."

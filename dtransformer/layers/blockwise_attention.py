@@ -83,7 +83,8 @@ def blockwise_attention(
 
 def _forward(blocks, q, k, v, sinks, tensors):
     """Return the context `[c, b, n, s, d]` and the log-sum-exp of the scores `[c, b, n, s, 1]`."""
-    softmaxes, done = [OnlineSoftmax(*sinks) for _ in blocks.rows], None
+    softmaxes = [OnlineSoftmax(*sinks) for _ in blocks.rows]
+    done = None
     for round_id, part in enumerate(blocks.plan.round_parts):
         # Serialize rounds and blocks; otherwise TensorFlow may keep all of them in memory.
         round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
@@ -107,7 +108,9 @@ def _forward(blocks, q, k, v, sinks, tensors):
 def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
     """Return the gradients of q, k, v, the sinks and the bias tensors, as one tuple."""
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
-    dq_blocks, tensor_sums, memory_sums = [None] * len(blocks.rows), [], []
+    dq_blocks = [None] * len(blocks.rows)
+    tensor_sums = []
+    memory_sums = []
     # Do not gather in the forward pass; it would keep the gathered keys and values until now.
     done = means
     for round_id, part in enumerate(blocks.plan.round_parts):
@@ -119,7 +122,8 @@ def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
             block_inputs = [_take_rows(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
             block_q, block_dy, block_log_sums, block_means = block_inputs
             # Without this dependency TensorFlow would keep every summand.
-            block_q, block_dy = blocks.after(block_q, dk_sum), blocks.after(block_dy, dv_sum)
+            block_q = blocks.after(block_q, dk_sum)
+            block_dy = blocks.after(block_dy, dv_sum)
             for column, block_mask in zip(
                 columns, blocks.kept(block_q, round_id, row), strict=True
             ):
@@ -202,8 +206,12 @@ class _Blocks:
     """Scores and outputs of one block of queries and keys."""
 
     def __init__(self, exchange, mask, options):
-        self.exchange, self.plan, self._mask, self._options = exchange, exchange.plan, mask, options
-        self.compute_type, self.context = options.compute_type, options.context
+        self.exchange = exchange
+        self.plan = exchange.plan
+        self._mask = mask
+        self._options = options
+        self.compute_type = options.compute_type
+        self.context = options.context
         sizes = ALL_POSITIONS if self.plan.has_all_positions else SOME_POSITIONS
         self.rows = self.plan.rows(sizes[0])
         by_position = not (options.bias is None and mask is None)
@@ -222,7 +230,9 @@ class _Blocks:
 
     def scores(self, q, k, tensors, row: int, column: Columns):
         """Return the scores `[c, b, n, s, t]` of a block, -inf for masked keys."""
-        scores, options, visible = self._options.scores(q, k), self._options, None
+        scores = self._options.scores(q, k)
+        options = self._options
+        visible = None
         rows, size = self.rows[row], column.end - column.start
         if options.bias is not None:
             scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
@@ -243,7 +253,8 @@ class _Blocks:
                 tf.range(num_queries, dtype=INDEX_TYPE), [1, 1, 1, num_queries]
             )
         else:
-            c, is_striped = self.plan.shards, self.plan.is_striped
+            c = self.plan.shards
+            is_striped = self.plan.is_striped
             stride = 1 if is_striped else self.plan.num_own_queries
             starts = first + stride * tf.range(c, dtype=INDEX_TYPE)
             starts = constrain(
@@ -255,9 +266,10 @@ class _Blocks:
     def _bias_of(self, tensors, row, position, size):
         """Return the bias of a block, `[c or 1, 1, n, s, t]`."""
         num_queries = row[1] - row[0]
-        row_bias = lambda first: self._options.bias.block(
-            tensors, first, num_queries, position, size
-        )
+
+        def row_bias(first):
+            return self._options.bias.block(tensors, first, num_queries, position, size)
+
         if self.plan.has_all_positions:
             return self.exchange.heads(tf.expand_dims(row_bias(row[0]), 0))
         firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]

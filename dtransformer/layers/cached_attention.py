@@ -47,7 +47,8 @@ def insert_position(
     hypotheses, index = static_or_dynamic_shape(k)[0] // b, cache["index"]
     key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
     new_cache = {**cache, "key": key, "value": value, "index": index + 1}
-    entries, position = [[key], [value]], tf.reshape(index, [1])
+    entries = [[key], [value]]
+    position = tf.reshape(index, [1])
     # The cache has room for a single window, so all entries are in reach.
     positions = kv_cache.positions_of(size, index, hypotheses)
     visible = (positions >= 0)[None, None, None, :]

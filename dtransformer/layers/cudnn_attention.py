@@ -93,11 +93,8 @@ def cudnn_attention(
         A tensor of shape `[b, n, s, d]`.
     """
     mask, sinks = options.mask, options.sinks
-    if mask is not None:  # TensorFlow places int32 arguments of functions on the host.
-        as_index = lambda x: (
-            x if x is None or x.dtype != "int32" else tf.cast(x, gpu_calls.INDEX_TYPE)
-        )
-        mask = tf.nest.map_structure(as_index, mask)
+    if mask is not None:
+        mask = tf.nest.map_structure(_widen_index, mask)
     call = _call(q.shape, k.shape, q.dtype.name, options)
     bias_of = functools.partial(_bias_of, call, options)
 
@@ -133,6 +130,13 @@ def cudnn_attention(
 
     sinks = [] if sinks is None else [tf.cast(by_heads(sinks), _sums_type(q))]
     return _swap_heads(attend(*map(_swap_heads, (q, k, v)), *sinks))
+
+
+def _widen_index(x):
+    """Cast int32 to `INDEX_TYPE`: TensorFlow places int32 arguments of functions on the host."""
+    if x is None or x.dtype != "int32":
+        return x
+    return tf.cast(x, gpu_calls.INDEX_TYPE)
 
 
 def _add_sinks(sinks, context, log_sums):
@@ -195,7 +199,8 @@ def _forward(call, q, k, v, *bias):
     if gpu_calls.is_on_gpu():
         results = [(call.queries, q.dtype), (call.log_sums, tf.float32)]
         return _compat.call_stablehlo(call.forward(), [q, k, v, *bias], results, call.name())
-    softmax, v = OnlineSoftmax(), _swap_heads(v)
+    softmax = OnlineSoftmax()
+    v = _swap_heads(v)
     scores = _scores(call, _swap_heads(q), _swap_heads(k), *bias)
     softmax.add(scores, lambda p: block_context(p, v, None, None, scores.dtype))
     context, log_sums = softmax.results()

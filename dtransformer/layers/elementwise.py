@@ -55,7 +55,10 @@ def select(mask: tf.Tensor, x: tf.Tensor, otherwise: float) -> tf.Tensor:
         x: Tensor.
         other: Float. The value elsewhere.
     """
-    constant = lambda value: tf.constant(value, x.dtype)
+
+    def constant(value):
+        return tf.constant(value, x.dtype)
+
     if not _broadcasts(mask, x):
         return tf.where(mask, x, constant(otherwise))
 

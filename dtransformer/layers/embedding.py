@@ -211,7 +211,8 @@ class VocabHead(_VocabLayer):
         self.vocab_size = check_int("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
-        self.scale, self.soft_cap = scale, check_soft_cap(soft_cap)
+        self.scale = scale
+        self.soft_cap = check_soft_cap(soft_cap)
         self.kernel_initializer = kernel_initializer
         self.keeps_padding = keeps_padding
 

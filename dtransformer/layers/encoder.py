@@ -24,12 +24,26 @@ from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # Arguments that blocks pass to all attention layers, and to self-attention only.
 _ATTENTION_OPTIONS = (
-    *("num_kv_heads", "head_dim", "qkv_bias", "query_scale", "soft_cap", "qk_norm"),
-    *("qk_norm_epsilon", "qk_norm_after_rotary", "implementation"),
+    "num_kv_heads",
+    "head_dim",
+    "qkv_bias",
+    "query_scale",
+    "soft_cap",
+    "qk_norm",
+    "qk_norm_epsilon",
+    "qk_norm_after_rotary",
+    "implementation",
 )
 _SELF_ATTENTION_OPTIONS = (
-    *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
-    *("relative_max_distance", "sinks", "latent"),
+    "rotary_base",
+    "rotary_fraction",
+    "rotary_scaling",
+    "causal",
+    "window",
+    "alibi",
+    "relative_max_distance",
+    "sinks",
+    "latent",
 )
 
 
@@ -130,9 +144,11 @@ class TransformerEncoderLayer(TransformerBlock):
             of_input: Boolean, whether to create the input norm of the placement. Defaults to
                 `True`.
         """
-        has_first_norm = of_input or not self.placement.of_input
-        names = [f"{sublayer}_norm"] * has_first_norm
-        names += [f"{sublayer}_output_norm"] * (self.placement.number > 1)
+        names = []
+        if of_input or not self.placement.of_input:
+            names.append(f"{sublayer}_norm")
+        if self.placement.number > 1:
+            names.append(f"{sublayer}_output_norm")
         for name in names:
             setattr(self, name, self.make_norm(name))
 

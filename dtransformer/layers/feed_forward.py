@@ -1,5 +1,6 @@
 """Feed-forward layer of a Transformer block."""
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -72,15 +73,18 @@ class FeedForward(StreamLayer):
         self.takes(hidden_size)
         self.ffn_hidden_size = check_int("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
-        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        self.hidden_act = hidden_act
+        self.activation = get_activation(hidden_act)
         if needs_gate(self.activation) and not gated:
             raise ValueError(f"`hidden_act={hidden_act!r}` requires `gated=True`.")
         if check_int("expert_num", expert_num) != 1:
             raise ValueError(
                 f"`expert_num={expert_num}` must be 1. Use `layers.MoE` for several experts."
             )
-        self.expert_num, self.kernel_initializer = expert_num, kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
+        self.expert_num = expert_num
+        self.kernel_initializer = kernel_initializer
+        self.gated = gated
+        self.use_bias = use_bias
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
@@ -92,7 +96,9 @@ class FeedForward(StreamLayer):
             *experts: Number of experts, which becomes the first dimension of all weights. Omit it
                 for a single layer.
         """
-        h, f, expert_axes = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
+        h = self.hidden_size
+        f = self.ffn_hidden_size
+        expert_axes = ("expert",) * len(experts)
         dense = {"mapping": (h, f, "embed", "mlp")}
         if self.gated:
             dense["gate"] = dense["mapping"]
@@ -119,7 +125,7 @@ class FeedForward(StreamLayer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         check_floating("inputs", inputs)
-        compute = lambda x: self._compute(x, training)
+        compute = functools.partial(self._compute, training=training)
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables)
         return compute(inputs)

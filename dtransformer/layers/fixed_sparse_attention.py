@@ -110,7 +110,8 @@ class FixedSparsePattern:
         ■ is a visible block of the query's window, □ a visible block of an earlier window, and `.`
         a hidden block.
         """
-        size, num_blocks = self.block_size, self.seq_length // self.block_size
+        size = self.block_size
+        num_blocks = self.seq_length // self.block_size
         visible = self.mask(pattern).reshape(num_blocks, size, num_blocks, size).any((1, 3))
         lines = []
         for row, columns in enumerate(visible):
@@ -202,17 +203,19 @@ class FixedSparseAttention(StreamLayer):
         check_inputs(size, query, key, value, self.pattern.seq_length)
         q, k, v = (self._heads(x) for x in (query, key, value))
         q *= self.size_per_head**-0.5
-        global_keys, global_values = self._global_positions(k), self._global_positions(v)
+        global_keys = self._global_positions(k)
+        global_values = self._global_positions(v)
         windows_per_call = max(_MIN_QUERIES // self.pattern.window, 1)
         contexts = []
         for first in range(0, self.pattern.num_windows, windows_per_call):
             windows = range(first, min(first + windows_per_call, self.pattern.num_windows))
             rows = slice(first * self.pattern.window, windows.stop * self.pattern.window)
             num_global = windows[-1] * self.pattern.global_size
-            keys, values = (
-                [x[:, :, :num_global]] * (num_global > 0) + [local[:, :, rows]]
-                for x, local in ((global_keys, k), (global_values, v))
-            )
+            keys = [k[:, :, rows]]
+            values = [v[:, :, rows]]
+            if num_global:
+                keys.insert(0, global_keys[:, :, :num_global])
+                values.insert(0, global_values[:, :, :num_global])
             visible = self._visible(windows, rows, num_global, attention_mask)
             softmax = "float64" if q.dtype == "float64" else "float32"
             contexts.append(

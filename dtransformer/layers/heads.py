@@ -94,9 +94,13 @@ class LabelHead(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.num_labels, self.use_bias = check_int("num_labels", num_labels), use_bias
-        self.hidden_act, self.hidden_bias, self.dropout_rate = hidden_act, hidden_bias, dropout_rate
-        self.norm, self.norm_epsilon = norm, norm_epsilon
+        self.num_labels = check_int("num_labels", num_labels)
+        self.use_bias = use_bias
+        self.hidden_act = hidden_act
+        self.hidden_bias = hidden_bias
+        self.dropout_rate = dropout_rate
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
         dense_options = {"parallel": None, "dtype": self.dtype_policy}
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
         self.classifier = Linear(num_labels, use_bias, name="classifier", **dense_options)
@@ -163,7 +167,8 @@ class SequenceHead(LabelHead):
         self, num_labels: int, pooling: str = "first", pad_id: int | None = None, **kwargs
     ):
         super().__init__(num_labels, **kwargs)
-        self.pooling, self.pad_id = check_pooling(pooling), pad_id
+        self.pooling = check_pooling(pooling)
+        self.pad_id = pad_id
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
@@ -238,7 +243,8 @@ class PoolingHead(Layer):
     def __init__(self, pooling: str = "mean", normalize: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.pooling, self.normalize = check_pooling(pooling), normalize
+        self.pooling = check_pooling(pooling)
+        self.normalize = normalize
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         self.num_labels = inputs_shape[-1]

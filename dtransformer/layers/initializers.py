@@ -37,7 +37,8 @@ class FlattenedInitializer(WrappedInitializer):
 
     def __init__(self, initializer, num_inputs=1, scale=1.0):
         super().__init__(initializer)
-        self.num_inputs, self.scale = num_inputs, scale
+        self.num_inputs = num_inputs
+        self.scale = scale
 
     def __call__(self, shape, dtype=None):
         inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
@@ -58,7 +59,8 @@ class StackedInitializer(WrappedInitializer):
 
     def __call__(self, shape, dtype=None):
         num_experts, *expert_shape = shape
-        draw, config = self.initializer, self.initializer.get_config()
+        draw = self.initializer
+        config = self.initializer.get_config()
         values = []
         for i in range(num_experts):
             if isinstance(config.get("seed"), int):

@@ -92,7 +92,8 @@ class LatentAttention(MultiHeadAttention):
                 "or `latent`."
             )
         self.value_dim = sizes.value_dim
-        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
+        self.rotary_base = rotary_base
+        self.rotary_scaling = rotary_scaling
         self.set_rotary(sizes.rotary_dim)
         policy = self.dtype_policy
         self.latent_norm = RMSNorm(dtype=policy, name="latent_norm")
@@ -108,16 +109,22 @@ class LatentAttention(MultiHeadAttention):
         return super().__call__(query, key, value, *args, **kwargs)
 
     def add_projections(self) -> None:
-        h, n, sizes = self.hidden_size, self.num_heads, self.sizes
+        h = self.hidden_size
+        n = self.num_heads
+        sizes = self.sizes
         self._add_kernel("latent", (h, sizes.kv_rank + sizes.rotary_dim), ("embed", None))
         self.latent_norm.build((None, None, sizes.kv_rank))
         if sizes.query_rank:
             self._add_kernel("query_down", (h, sizes.query_rank), ("embed", None))
             self.query_latent_norm.build((None, None, sizes.query_rank))
         scale = self.head_dim**-0.5 / self.query_scale if self.query_scale else 1.0
-        name, inputs, axis = "query_up", sizes.query_rank, None
+        name = "query_up"
+        inputs = sizes.query_rank
+        axis = None
         if not inputs:
-            name, inputs, axis = "query", h, "embed"
+            name = "query"
+            inputs = h
+            axis = "embed"
         self._add_kernel(name, (inputs, n, self.head_dim), (axis, "heads", "head_dim"), scale)
         num_features = self.head_dim - sizes.rotary_dim + sizes.value_dim
         self._add_kernel("key_value", (sizes.kv_rank, n, num_features), (None, "heads", "head_dim"))
@@ -130,7 +137,8 @@ class LatentAttention(MultiHeadAttention):
     def _project(self, inputs):
         """Return queries, keys and values, each `[batch, heads, length, head_dim]`."""
         x = inputs["query"]
-        sizes, kernels = self.sizes, [self.latent_kernel]
+        sizes = self.sizes
+        kernels = [self.latent_kernel]
         if sizes.query_rank:
             kernels.append(self.query_down_kernel)
         latent, *query_latent = column_parallel(x, kernels, (None,))

@@ -63,7 +63,9 @@ class TakesLowRank(keras.layers.Layer):
                 self._add_adapter(kernels[name], options)
 
     def _add_adapter(self, kernel, adapter):
-        rank, num_inputs, axes = adapter["rank"], kernel.num_inputs, kernel.logical_axes
+        rank = adapter["rank"]
+        num_inputs = kernel.num_inputs
+        axes = kernel.logical_axes
         shape = tuple(kernel.shape)
         true_shape = tuple(getattr(kernel, "true_shape", shape))
 
@@ -81,7 +83,8 @@ class TakesLowRank(keras.layers.Layer):
         uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
         a = add("a", FlattenedInitializer(uniform, num_inputs), lambda x, r: (*x[:num_inputs], r))
         b = add("b", "zeros", lambda x, r: (r, *x[num_inputs:]))
-        m, rate = None, adapter.get("dropout")
+        m = None
+        rate = adapter.get("dropout")
         if adapter.get("kind") == "dora":
             magnitudes = "ones"
             # Other pipeline stages do not have the kernel's value.

@@ -114,7 +114,10 @@ class MoE(FeedForward):
         drops: bool = True,
     ) -> tf.Tensor:
         check_floating("inputs", inputs)
-        compute = lambda x: self._compute(x, mask, training, drops)
+
+        def compute(x):
+            return self._compute(x, mask, training, drops)
+
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables, add_loss=self.add_loss)
         return compute(inputs)
@@ -126,7 +129,8 @@ class MoE(FeedForward):
         # [batch, length, embed]
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
-        sharded_x, x = x, groups.of_activations(x)
+        sharded_x = x
+        x = groups.of_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:
@@ -143,7 +147,8 @@ class MoE(FeedForward):
     def _route(self, groups, x, is_token, training, drops):
         """Return the combined outputs of the experts, and add the router's losses."""
         routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
-        choices, gates = groups.split(routing.choices), groups.split(routing.gates)
+        choices = groups.split(routing.choices)
+        gates = groups.split(routing.gates)
         is_token = groups.split(is_token)
         # [groups, tokens of a group, experts]
         chosen = tf.one_hot(choices, self.config.expert_num, dtype=INDEX_TYPE)
@@ -175,7 +180,8 @@ class MoE(FeedForward):
         return tf.concat([slots, tf.stack(sums)], 0)
 
     def _router_losses(self, routing, groups, is_token, totals):
-        config, cost = self.config, tf.zeros([])
+        config = self.config
+        cost = tf.zeros([])
         if config.aux_loss_factor:
             tokens = tf.cast(is_token, "float32")[..., None]
             probabilities = groups.split(routing.probabilities) * tokens

@@ -24,7 +24,8 @@ class _Norm(StreamLayer):
     ):
         super().__init__(**kwargs)
         epsilon = self.default_epsilon if epsilon is None else epsilon
-        self.epsilon, self.unit_offset = epsilon, unit_offset
+        self.epsilon = epsilon
+        self.unit_offset = unit_offset
         self.gain_initializer = "zeros" if unit_offset else "ones"
         self.compute_type = compute_type
 
@@ -35,9 +36,9 @@ class _Norm(StreamLayer):
         )
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        compute = lambda x: tf.cast(
-            self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype
-        )
+        def compute(x):
+            return tf.cast(self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype)
+
         return recomputed(compute, [inputs], self.variables) if self.recomputes else compute(inputs)
 
     def normalize(self, x):
@@ -128,7 +129,8 @@ class RMSNorm(_Norm):
         `[..., h]`
     """
 
-    axes, default_epsilon = -1, 1e-6
+    axes = -1
+    default_epsilon = 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient

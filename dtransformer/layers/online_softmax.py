@@ -94,7 +94,9 @@ class OnlineSoftmax:
     def __init__(self, sinks: tf.Tensor | None = None):
         self.context = self._max = self._sum = None
         if sinks is not None:
-            self.context, self._max, self._sum = 0.0, sinks, 1.0
+            self.context = 0.0
+            self._max = sinks
+            self._sum = 1.0
 
     def add(self, scores: tf.Tensor, compute_context: Callable) -> None:
         """Add a block of keys.
@@ -116,7 +118,9 @@ class OnlineSoftmax:
         if self.context is not None:
             decay = tf.exp(self._max - max_scores)
             total, context = self._sum * decay + total, self.context * decay + context
-        self._max, self._sum, self.context = max_scores, total, context
+        self._max = max_scores
+        self._sum = total
+        self.context = context
 
     def results(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the normalized context and the log-sum-exp of the scores.

@@ -24,7 +24,8 @@ class PositionBias:
     """
 
     def __init__(self, compute_bias: Callable, tensors: Sequence[tf.Tensor] = ()):
-        self._compute_bias, self.tensors = compute_bias, list(tensors)
+        self._compute_bias = compute_bias
+        self.tensors = list(tensors)
 
     def block(
         self,

@@ -35,7 +35,8 @@ class SequenceLogProbability(Layer):
 
     def __init__(self, vocab_size: int, mean: bool = False, **kwargs):
         super().__init__(autocast=False, **kwargs)
-        self.vocab_size, self.mean = vocab_size, mean
+        self.vocab_size = vocab_size
+        self.mean = mean
 
     def call(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         counts = tf.cast(labels >= 0, "float32")
@@ -91,7 +92,9 @@ class PreferenceLoss(keras.losses.Loss):
             raise ValueError(
                 f"`smoothing` requires `kind='sigmoid'`, got {kind!r}. Remove `smoothing`."
             )
-        self.kind, self.beta, self.smoothing = kind, beta, smoothing
+        self.kind = kind
+        self.beta = beta
+        self.smoothing = smoothing
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         h = margins(y_true, y_pred)

@@ -179,11 +179,12 @@ def _check_scaling(scaling):
     kind = scaling.get("type")
     if kind not in _SCALING:
         raise ValueError(f"`rotary_scaling` has type {kind!r}, expected one of {list(_SCALING)}.")
-    fields, optional = _SCALING[kind], _YARN if kind == "yarn" else {}
+    fields = _SCALING[kind]
+    optional = _YARN if kind == "yarn" else {}
     numeric_fields = [*fields, *(name for name in optional if scaling.get(name) is not None)]
     invalid = [x for x in numeric_fields if x != "truncate" and not _is_positive(scaling.get(x))]
     if invalid or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
-        accepted = f" and accepts {', '.join(optional)}" * bool(optional)
+        accepted = f" and accepts {', '.join(optional)}" if optional else ""
         raise ValueError(
             f"`rotary_scaling` of type {kind!r} requires the fields {', '.join(fields)}{accepted}, "
             f"all above 0, got {scaling}."

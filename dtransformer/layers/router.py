@@ -124,7 +124,8 @@ class Router(DrawsMasks, Layer):
 
     def _keep_best_groups(self, scores):
         """Return scores `[b, s, E]` with -inf for experts outside of the chosen groups."""
-        groups, chosen = self.config.routing_groups, self.config.routing_groups_chosen
+        groups = self.config.routing_groups
+        chosen = self.config.routing_groups_chosen
         if chosen == groups:
             return scores
         shape = static_or_dynamic_shape(scores)

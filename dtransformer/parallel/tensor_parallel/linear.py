@@ -156,7 +156,10 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
         A list of tensors of shape `[b, ..., *outputs]`, with s in the layout of "inner_length".
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
-    multiply = lambda x, kernel: _columns(x, [kernel], axes)[0]
+
+    def multiply(x, kernel):
+        return _columns(x, [kernel], axes)[0]
+
     return [
         _with_low_rank(y, x, kernel, (None,), multiply, multiply)
         for y, kernel in zip(_columns(x, kernels, axes), kernels)
@@ -213,9 +216,15 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
         A tensor of shape `[b, ..., h]`, sharded along s with sequence parallelism.
     """
     check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
-    multiply_kernel = lambda x, kernel: _rows(x, kernel, axes)
-    multiply = lambda x, b: _rows(x, b, (None,))
-    return _with_low_rank(multiply_kernel(x, kernel), x, kernel, axes, multiply, multiply_kernel)
+
+    def multiply(x, b):
+        return _rows(x, b, (None,))
+
+    def multiply_kernel(x, kernel):
+        return _rows(x, kernel, axes)
+
+    y = multiply_kernel(x, kernel)
+    return _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel)
 
 
 def _rows(x, kernel, axes):
@@ -305,7 +314,8 @@ class _FeatureShards:
     """
 
     def __init__(self, axis, x):
-        self.axis, self.num_shards = axis, axis_size(axis)
+        self.axis = axis
+        self.num_shards = axis_size(axis)
         self.batch = activation_specs(("batch",), x.shape[:1])[0]
         self.length_axis = length_axis_of(x.shape)
         self.inner_length = inner_length_axis_of(x.shape)
