@@ -1,4 +1,4 @@
-"""Runs a Keras layer and the reference on the same numbers and compares everything."""
+"""Comparison of a Keras layer with the reference: output and all gradients."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @contextlib.contextmanager
 def dtype_policy(name):
-    """Layers made inside have Keras' dtype policy `name`, as users set it."""
+    """Set the dtype policy `name` for layers created in the `with` block."""
     outer = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
     try:
@@ -26,21 +26,22 @@ def dtype_policy(name):
 
 
 def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=LAYERS):
-    """Output and every gradient of a layer against the reference.
+    """Compare a layer's output and all gradients with the reference.
 
     Args:
-        policy: The dtype policy to make the layer under.
-        make: Function without arguments that makes the layer.
-        reference: Function (*inputs, weights) -> (output, backward); without the
-            weights where there are none.
-        inputs: List of arrays; float arrays get gradients, ids do not.
-        weights: Nested dict of arrays under the layer's attribute names; the
-            layer must have these weights and no others.
-        call: Function (layer, *tensors) -> the output; the layer itself if None.
-        tolerance: A table of tests/tolerances.py.
+        policy: Name of the dtype policy.
+        make: Function without arguments that creates the layer.
+        reference: Function of `(*inputs, weights)` that returns `(output, backward)`. It takes no
+            weights if `weights` is `None`.
+        inputs: List of arrays. Float arrays have gradients, ids do not.
+        weights: Nested dictionary of arrays with the layer's attribute names. The layer must have
+            exactly these weights.
+        call: Function of `(layer, *tensors)` that returns the output. Defaults to calling the
+            layer.
+        tolerance: Table in tests/tolerances.py.
 
     Returns:
-        The layer, with `weights` in its variables.
+        The layer with `weights` as its variables.
     """
     with dtype_policy(policy):
         layer = make()
@@ -68,9 +69,9 @@ def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=
 
 
 def assign(layer, weights):
-    """Puts nested weights into a layer; returns its variables by their path.
+    """Assign nested weights to a layer and return its variables by path.
 
-    Fails where the layer lacks one, has it in another shape, or has others.
+    Fails if the layer has other weights or other shapes.
     """
     variables = {}
     for path, value in weights_of.leaves(weights):

@@ -48,7 +48,7 @@ def test_gradients_of_large_values(name, dtype, large):
 
 
 class Doubled:
-    """An activation of a user's own, which has no hash."""
+    """Custom activation without a hash."""
 
     __hash__ = None
 
@@ -57,7 +57,7 @@ class Doubled:
 
 
 def gpt_oss_gate(gate, x):
-    """As in gpt-oss' published code, by NumPy's clip."""
+    """Gate of the published gpt-oss code, with NumPy's clip."""
     gate, x = tf.minimum(gate, 7), tf.clip_by_value(x, -7, 7)
     return (x + 1) * gate / (1 + tf.exp(-1.702 * gate))
 
@@ -110,7 +110,7 @@ def test_gates_have_the_gradients_of_products(name, way, dtype, tolerance):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_gates_are_the_activation_times_x_to_the_last_bit(name, dtype):
-    """Eagerly: TensorFlow's optimizing moves constants along a graph's products."""
+    """Runs eagerly, since graph optimizers reorder products with constants."""
     own = PAIRS[name][0]
     gate, x = tf.cast(np.random.default_rng(0).normal(size=(2, 500)) * 3, dtype)
     np.testing.assert_array_equal(gated_product(own, gate, x), own(gate) * x)
@@ -126,7 +126,7 @@ def product_and_gradients(function, gate, x):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_gates_keep(name):
-    """The gate and the other factor; the result is read by the product that comes next."""
+    """Stores the gate and the other factor. The next product stores the result."""
 
     @tf.function(autograph=False)
     def product(gate, x):

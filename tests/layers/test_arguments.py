@@ -1,4 +1,4 @@
-"""Wrong arguments of layers are refused, with what is allowed."""
+"""Invalid arguments of layers raise errors that name the allowed values."""
 
 import keras
 import numpy as np

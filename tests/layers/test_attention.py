@@ -1,4 +1,4 @@
-"""MultiHeadAttention and AttentionMask against the reference; masks are exact."""
+"""MultiHeadAttention and AttentionMask match the reference, and masks are exact."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def make_layer(hidden, heads):
 
 
 def qkv(rng, batch, queries, keys, hidden):
-    """Three inputs of their own, so that no gradient goes to the wrong one."""
+    """Three different inputs, so a swapped gradient is detected."""
     lengths = (queries, keys, keys)
     return [weights_of.numbers(rng, batch, length, hidden) for length in lengths]
 
@@ -66,7 +66,7 @@ def test_inference_has_no_dropout(policy):
 
 
 def with_weights(policy, rng, hidden, heads, **weights):
-    """A layer with random weights, or with those given by name."""
+    """A layer with random weights, except for the weights passed by name."""
     with dtype_policy(policy):
         layer = make_layer(hidden, heads)
     x = tf.zeros((1, 1, hidden))
@@ -91,7 +91,7 @@ def test_masks_of_every_type_mean_the_same(policy):
 
 @each_policy
 def test_masked_positions_have_a_probability_of_exactly_0(policy):
-    """Whatever stands there, great or small, changes no bit and gets no gradient."""
+    """Values at masked positions change no bit of the output and have no gradient."""
     rng = np.random.default_rng(3)
     layer = with_weights(policy, rng, 12, 3)
     q, k, v = qkv(rng, 2, 5, 7, 12)
@@ -132,7 +132,7 @@ def test_queries_that_see_nothing_give_the_output_bias(policy):
 
 @each_policy
 def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
-    """q.k is 64 * 40^2 = 102,400, no float16; scaled by 1/8 it is 12,800."""
+    """q · k is 64 · 40² = 102,400, above float16's range. Scaled by 1/8 it is 12,800."""
     identity = np.eye(64).reshape(64, 1, 64)
     zeros = np.zeros((1, 64))
     layer = with_weights(
@@ -158,7 +158,7 @@ def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
 
 @each_policy
 def test_the_softmax_of_many_equal_scores_sums_to_1(policy):
-    """A bfloat16 sum of ones stops at 256: the softmax is computed in float32."""
+    """A bfloat16 sum of ones stops at 256, so the softmax must be computed in float32."""
     rng = np.random.default_rng(6)
     layer = with_weights(
         policy, rng, 4, 1, value_kernel=np.zeros((4, 1, 4)), value_bias=np.ones((1, 4))
@@ -216,7 +216,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(key, value):
 
 
 def test_the_first_scores_do_not_depend_on_the_scale_of_queries():
-    """Or T5, which does not scale them, would begin with attention that looks at one position."""
+    """Otherwise T5, which does not scale queries, would initially attend to one position."""
     x = tf.constant(np.random.default_rng(4).normal(size=(2, 5, 16)), "float32")
     plain = MultiHeadAttention(16, 4, name="own")(x, x, x)
     for scale in (1.0, 0.25):

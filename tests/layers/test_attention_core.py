@@ -1,4 +1,4 @@
-"""The core of attention against a reference in float64: grouped heads, masks, several parts."""
+"""Attention core against a float64 reference: grouped heads, masks and several parts."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ MASKS = {
 
 
 def reference(q, k, v, mask):
-    """Return the context in float64, with repeated heads."""
+    """Return the context in float64, computed with repeated key and value heads."""
     k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2)
     mask = np.ones((B, T)) if mask is None else mask

@@ -1,4 +1,4 @@
-"""Promise: patterns give each block of a stack its own window, positions, experts and norms."""
+"""Block patterns set the window, positions, experts and norms of each block."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_the_shortest_pattern(period):
 
 
 def test_each_block_computes_by_its_own_arguments():
-    """A stack of a pattern is one block after the other, each made alone."""
+    """A stack with a pattern equals separate blocks applied in sequence."""
     pattern = [{"window": 2, "rotary_base": 100.0}, {"rotary_base": None}]
     stack = TransformerEncoder(3, **BLOCK, **NO_DROPOUT, rotary_base=9.0, block_pattern=pattern)
     x = tf.random.stateless_normal((2, 6, 8), (1, 2))
@@ -82,7 +82,7 @@ def test_blocks_with_a_memory_have_their_sublayers_in_turn():
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_where_norms_are(placement):
-    """Against the formulas of each placement, by the block's own sublayers."""
+    """Compares each placement with its formula, using the block's sublayers."""
     options = {"norm": "rms_norm", "norm_placement": placement, "residual_scale": 0.5}
     stack = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **options)
     x = tf.random.stateless_normal((2, 5, 8), (1, 2))

@@ -1,4 +1,4 @@
-"""Attention by blocks gives what attention with all scores gives: masks, biases, dropout, gradients."""
+"""Blockwise attention matches the reference: masks, biases, dropout and gradients."""
 
 import keras
 import numpy as np
@@ -42,13 +42,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 3 queries and 4 keys, which divide no length."""
+    """Use blocks of 3 queries and 4 keys, which do not divide the lengths."""
     monkeypatch.setattr(blockwise_attention, "ALL_POSITIONS", (3, 4))
     monkeypatch.setattr(attention_core, "ALL_POSITIONS", (3, 4))
 
 
 def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
-    """Return the context, and the gradients of q, k, v and the table."""
+    """Return the context and the gradients of q, k, v and the table."""
     rng = np.random.default_rng(1)
     shapes = (B, N, S, D), (B, M, S, D), (B, M, S, D)
     tensors = [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
@@ -118,7 +118,7 @@ def test_like_with_all_scores_in_bfloat16(case):
 
 @pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments", "prefix"])
 def test_the_same_elements_are_dropped(case):
-    """Gradients too: the backward pass draws the masks again."""
+    """Also for gradients: the backward pass draws the masks again."""
     dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
     expected = results("reference", case, rate=0.3)
     assert np.abs(dropped[0] - kept[0]).max() > 0.1
@@ -154,7 +154,7 @@ def test_unknown_lengths_are_refused():
 
 
 def losses_by(implementation, **options):
-    """Return three steps' losses of a packed language model."""
+    """Return the losses of three steps of a language model on packed sequences."""
     network = CausalLM(
         30,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""A layer or model is made again from its config."""
+"""Layers and models can be recreated from their configs."""
 
 import dataclasses
 
@@ -142,14 +142,14 @@ PUBLIC = [
     name
     for name in layers.__all__
     if isinstance(getattr(layers, name), type)
-    and name not in ("Layer", "TransformerBlock", "BlockStack")  # bases
+    and name not in ("Layer", "TransformerBlock", "BlockStack")  # Base classes.
 ]
 
 
 def run(layer, shapes):
     rng = np.random.default_rng(0)
     tensors = [tf.constant(rng.integers(0, 2, shape), layer.compute_dtype) for shape in shapes]
-    if isinstance(layer, layers.LatentAttention):  # of a sequence to itself
+    if isinstance(layer, layers.LatentAttention):  # Supports only self-attention.
         tensors = tensors[:1] * 3
     return tf.nest.flatten(layer(*tensors))
 
@@ -166,7 +166,7 @@ def test_a_layer_is_made_again_from_its_config(name):
     assert config == layer.get_config()
     for option, value in options.items():
         assert config[option] == value, option
-    # Keras' own way, through JSON, as a saved model goes.
+    # Through JSON, as Keras saves models.
     stored = keras.saving.serialize_keras_object(layer)
     revived = keras.saving.deserialize_keras_object(stored)
     assert type(revived) is cls and revived.get_config() == layer.get_config()
@@ -239,7 +239,7 @@ def test_a_model_is_made_again_from_its_config():
 
 
 def test_a_zero_stays_a_zero():
-    """Rates that are 0 are given, not left out."""
+    """Rates of 0 are stored, not omitted."""
     model = TranslationTransformer(
         11, attention_dropout_rate=0.0, embedding_dropout_rate=0, dropout_rate=0.3
     )
@@ -250,7 +250,7 @@ def test_a_zero_stays_a_zero():
 
 
 def test_a_layer_of_ones_own_needs_no_config_of_its_own():
-    """Its arguments are attributes of the same names."""
+    """Arguments are read from the attributes of the same names."""
 
     class Scaled(Layer):
         def __init__(self, factor, power=1, **kwargs):

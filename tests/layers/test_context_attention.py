@@ -1,4 +1,4 @@
-"""Attention of a sequence that is sharded gives what one device gives: each mode, mask and bias."""
+"""Attention to sharded sequences matches one device, in each mode, for all masks and biases."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def tensors(num_kv_heads, num_keys=S):
 
 
 def results(case, q, k, v, upstream, table):
-    """Return the context, and the gradients of q, k, v and the table."""
+    """Return the context and the gradients of q, k, v and the table."""
     options = dict(CASES[case])
     if "mask" in options:
         options["mask"] = options["mask"]()
@@ -78,7 +78,7 @@ def check(cases, num_kv_heads, num_keys=S, **fields):
     start(**fields)
     for case in cases:
         found = on_devices(case, *arrays)
-        if case == "segments":  # what is padded has no context and no gradient
+        if case == "segments":  # Padding has zero context and gradient.
             for x in found[:4]:
                 assert (np.moveaxis(x, 1, 2)[SEGMENTS == 0] == 0).all()
         for own, theirs in zip(found, expected[case], strict=True):

@@ -1,7 +1,7 @@
-"""Promise: attention by cuDNN's calls is ours for every mask it takes, and the calls are JAX's.
+"""cuDNN attention matches the reference for every supported mask, and its calls equal JAX's.
 
-Elsewhere than on a GPU TensorFlow computes what a call does: values and gradients are compared so.
-What a card is given is compared as text; `benchmarks/gpu.py` compares what it computes.
+Without a GPU, TensorFlow computes the calls, so values and gradients are compared on CPUs. The
+programs for GPUs are compared as text. `benchmarks/gpu.py` compares results on a GPU.
 """
 
 import json
@@ -33,7 +33,7 @@ X = tf.zeros([2, 4, 16, 8], "bfloat16")
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """What is traced is traced for a GPU; it cannot be computed."""
+    """Trace functions for a GPU. They cannot be executed."""
     monkeypatch.setenv("DTRANSFORMER_GPU_BRANCH", "1")
     monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: True)
     monkeypatch.setattr(gpu_calls, "_capability", lambda: (9, 0))
@@ -97,7 +97,8 @@ def test_what_auto_takes_on_a_gpu(on_gpu, options, expected):
     spec = tf.TensorSpec(options.pop("shape", X.shape), options.pop("dtype", "bfloat16"))
     with tf.Graph().as_default():
         assert implementation_for("auto", spec, spec, **options) == expected
-    assert implementation_for("auto", spec, spec, **options) != "cudnn"  # nothing is traced
+    # Executed eagerly, not traced.
+    assert implementation_for("auto", spec, spec, **options) != "cudnn"
 
 
 def test_older_cards_and_cpus_are_left_to_blocks(on_gpu, monkeypatch):
@@ -116,14 +117,14 @@ def test_the_calls_are_those_of_jax(name):
     call = CudnnCall(**shapes, dtype=case["dtype"], causal=case["causal"], window=case["window"])
     own = custom_calls(call.forward()) + custom_calls(call.backward())
     expected = case["calls"]
-    if call.bias:  # JAX has the bias' gradient computed, which nobody asks for
+    if call.bias:  # JAX also computes the bias gradient, which is unused.
         for key in ("results", "result_layouts"):
             expected[1][key].pop(3)
     assert own == expected
 
 
 def hlo_of(mask):
-    """Return what XLA is given of an attention layer with its gradient, for a GPU."""
+    """Return the HLO of an attention layer and its gradient for a GPU."""
     with dtype_policy("mixed_bfloat16"):
         layer = MultiHeadAttention(
             32, 4, 0.0, 0.0, num_kv_heads=2, causal=True, rotary_base=100.0, implementation="auto"

@@ -1,4 +1,4 @@
-"""Dropout masks depend on seeds only, also where blocks are recomputed."""
+"""Dropout masks depend only on seeds, also in recomputed blocks."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_recomputing_a_block_gives_the_same_masks(compiled):
         return block(x, training=True)
 
     def gradients(seed, function):
-        # The gradients too are computed while the seed holds, as a step's are.
+        # Compute gradients under the same seed, like a training step.
         with dropout_seed(seed), tf.GradientTape() as tape:
             tape.watch(x)
             loss = tf.reduce_sum(tf.square(function(x)))

@@ -1,4 +1,4 @@
-"""Promise: values and gradients are those of TensorFlow's operations, and what is kept is less."""
+"""Elementwise operations match TensorFlow's values and gradients, and store less."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 3, 4)), RNG.normal(size=(2, 3, 4))
 ROWS, MASK = RNG.normal(size=(3, 4)), RNG.random(size=(2, 1, 4)) < 0.5
 
-# Ours, TensorFlow's, the arguments that have gradients.
+# Function, TensorFlow equivalent, arguments with gradients.
 CASES = {
     "add": (elementwise.add, lambda x, y: x + y, [X, Y]),
     "add_to_each": (elementwise.add_to_each, lambda x, y: x + y, [X, ROWS]),
@@ -62,7 +62,8 @@ def test_a_function_keeps_no_argument(case):
     open_shapes = [tf.TensorSpec([*x.shape[:-2], None, x.shape[-1]], "float32") for x in arguments]
     graph = gradients.get_concrete_function(*open_shapes).graph
     forward = next(op for op in graph.get_operations() if op.type == "PartitionedCall")
-    assert [x.dtype for x in forward.outputs].count(tf.float32) == 1 + (case == "scale")  # its mask
+    # `scale` stores its mask.
+    assert [x.dtype for x in forward.outputs].count(tf.float32) == 1 + (case == "scale")
 
 
 def test_what_may_be_larger_than_x_is_as_in_tensorflow():

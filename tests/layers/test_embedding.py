@@ -1,4 +1,4 @@
-"""Embeddings, positions and the head against the reference; padded vocabularies."""
+"""Embeddings, positions and the vocabulary head against the reference, with padded vocabularies."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_head(policy, use_bias):
 
 
 def tied_loss(ids, weights, labels):
-    """Embeddings of ids, their products with the table as logits, cross entropy."""
+    """Reference of a tied embedding: look-up, product with the table, cross entropy."""
     table = weights["table"]
     embeddings, embedding_backward = reference.embedding(ids, weights)
     logits, head_backward = reference.linear(embeddings, {"kernel": table.T})
@@ -75,7 +75,7 @@ def tied_loss(ids, weights, labels):
 
 
 def run_tied(policy, weights, ids, labels):
-    """The same with the layers: loss, logits and the gradient of the table."""
+    """Return the loss, logits and table gradient of the tied layers."""
     with dtype_policy(policy):
         embed, head = VocabEmbedding(VOCAB, HIDDEN), VocabHead(VOCAB, tied=True, keeps_padding=True)
     embed(ids)
@@ -100,7 +100,7 @@ def test_a_tied_table_gets_both_gradients(policy):
 
 @each_policy
 def test_rows_past_a_padded_vocabulary_never_matter(policy):
-    """Ten entries over four ranks are twelve rows; whatever the last two hold."""
+    """Ten entries on four ranks are padded to twelve rows. The last two have no effect."""
     rng = np.random.default_rng(3)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
     true = table_of(rng)
@@ -220,7 +220,7 @@ def test_types_of_tokens(policy):
 @pytest.mark.parametrize("hidden", [6, 7])
 @pytest.mark.parametrize("kind", ["sinusoidal", "sinusoidal_paper"])
 def test_sinusoidal_positions(policy, hidden, kind):
-    """Wavelengths from 2 pi to 10000 * 2 pi, or 10000^(2i/h) as in the paper; the sines first."""
+    """Wavelengths from 2π to 10000·2π, or 10000^(2i/h) as in the paper, sines first."""
     rng = np.random.default_rng(6)
     x = weights_of.numbers(rng, 2, 9, hidden)
     half = (hidden + 1) // 2

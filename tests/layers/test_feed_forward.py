@@ -1,4 +1,4 @@
-"""FeedForward and Linear against the reference."""
+"""FeedForward and Linear match the reference."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Fixed sparse attention is attention under the pattern's mask, and computes little besides."""
+"""Fixed sparse attention equals masked attention and computes few extra scores."""
 
 import keras
 import numpy as np
@@ -38,7 +38,7 @@ def inputs(dtype):
 
 
 def by_pattern(layer, q, k, v, mask):
-    """Attention with all scores, under the masks of the heads' patterns."""
+    """Attention with all scores, masked by the pattern of each head."""
     heads = lambda x: tf.transpose(tf.reshape(x, [B, S, N, D]), [0, 2, 1, 3])
     seen = tf.constant(np.stack([layer.pattern.mask(head) for head in range(N)]))[None]
     if isinstance(mask, Segments):
@@ -84,14 +84,14 @@ def test_what_nobody_may_see_has_no_context_and_no_gradient():
 
 
 def test_the_pattern_as_published():
-    """Of 16 blocks of 4 and two patterns: the last block of each window, or the one before."""
+    """With 16 blocks of 4 and two patterns: the last block of each window, or the one before."""
     first, second = (FixedSparsePattern(64, 4, num_patterns=2).mask(p) for p in (0, 1))
     assert set(np.flatnonzero(first[40])) == {*range(12, 16), *range(28, 32), *range(32, 41)}
     assert set(np.flatnonzero(second[40])) == {*range(8, 12), *range(24, 28), *range(32, 41)}
 
 
 def test_with_blocks_that_grow_as_the_root_each_query_sees_some_roots():
-    """And no more scores are computed than twice that."""
+    """The number of computed scores is at most twice the bound on visible keys."""
     for root in (16, 32, 64):
         plan = FixedSparsePattern(root**2, root // 4, global_size=1)
         assert plan.mask(0).sum() <= root**3
@@ -100,7 +100,7 @@ def test_with_blocks_that_grow_as_the_root_each_query_sees_some_roots():
 
 
 class SparseModel(keras.Model):
-    """A language model of one sparse attention."""
+    """Language model with one sparse attention layer."""
 
     def __init__(self):
         super().__init__(name="network")

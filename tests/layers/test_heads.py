@@ -1,4 +1,4 @@
-"""Promise: task heads compute what NumPy does in float64, and padding changes nothing."""
+"""Task heads match NumPy in float64, and padding has no effect."""
 
 import keras
 import numpy as np
@@ -13,12 +13,12 @@ from tests.tolerances import LAYERS
 RNG = np.random.default_rng(0)
 SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}
 X = RNG.normal(size=(3, 5, 8))
-# Padding at the end, at the beginning, and a row that has no token at all.
+# Padding at the end, at the beginning, and in an entire row.
 MASK = np.array([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
 
 
 def expected_pooling(pooling):
-    """Return what NumPy pools, float64 [b, h]."""
+    """Return the pooled vectors computed by NumPy, float64 `[b, h]`."""
     rows = [x[own] for x, own in zip(X, MASK)]
     take = {"first": lambda r: r[0], "last": lambda r: r[-1], "mean": lambda r: r.mean(0)}
     return np.stack([take[pooling](r) if len(r) else np.zeros(8) for r in rows])
@@ -67,7 +67,7 @@ def test_vectors_have_length_one(pooling):
     wanted = expected_pooling(pooling)[:2]
     wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
     np.testing.assert_allclose(found[:2], wanted, atol=LAYERS["float32"])
-    assert not found[2].any()  # a row without a token
+    assert not found[2].any()  # The row without tokens.
 
 
 def test_configs_make_them_again():
@@ -95,7 +95,7 @@ def test_padding_that_is_the_end_token_is_left_out_of_pooling():
 
 
 def test_files_of_keras_have_the_head_of_a_task(tmp_path):
-    """With its labels, and with adapters of its kernels."""
+    """Including labels and adapters."""
     network = MaskedLM(20, **SIZES, next_sentence=True)
     network.build()
     head = SequenceHead(3, hidden_act="tanh", dropout_rate=0.1)

@@ -1,4 +1,4 @@
-"""Promise: a mask of Keras' that comes with a tensor is used, and goes on."""
+"""Keras masks attached to tensors are used and propagated."""
 
 import keras
 import numpy as np

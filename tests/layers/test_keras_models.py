@@ -1,4 +1,4 @@
-"""Promise: every layer works in functional, sequential and subclassed models, as Keras' own do."""
+"""Every layer works in functional, sequential and subclassed Keras models."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16, **RATES}
 EXPERTS = MoEConfig(expert_num=2)
 BOTH = np.repeat((IDS != 0)[:, None], 4, 1)  # [b, t, t]
 
-# Each layer's arguments, and those of its call.
+# Constructor arguments and call arguments of each layer.
 LAYERS = {
     "AttentionMask": ({}, [IDS]),
     "Dropout": ({"rate": 0.0}, [X]),
@@ -53,7 +53,7 @@ LAYERS = {
     "VocabHead, tied": ({"vocab_size": 6, "tied": True}, [X, TABLE]),
 }
 BASES = {"BlockStack", "CrossEntropyLoss", "Layer", "TransformerBlock"}
-DESTROY = "ignore:.*does not support masking"  # a router's choices, and masks made of ids
+DESTROY = "ignore:.*does not support masking"  # Layers that return router choices or masks.
 CALLS = [{}, {"training": None}, {"training": False}, {"training": True}]
 MASKED = [{"mask": MASK}, {"training": False, "mask": MASK}]
 
@@ -85,7 +85,7 @@ def test_all_layers_are_here():
         if isinstance(getattr(layers, name), type)
         and issubclass(getattr(layers, name), keras.layers.Layer)
     }
-    # That one takes one tensor three times; tests of published networks have it.
+    # LatentAttention needs the same tensor three times. Tests of pretrained models cover it.
     assert public - BASES - {"LatentAttention"} == {name.split(",")[0] for name in LAYERS}
 
 

@@ -1,4 +1,4 @@
-"""CrossEntropyLoss against the reference: what counts, and what never does."""
+"""CrossEntropyLoss matches the reference, and ignored tokens and padding have no effect."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def compare(dtype, logits, labels, mask=None, mask_type=None, label_type="int32", **options):
-    """Loss and the logits' gradient, from logits of the type that a model gives."""
+    """Compare the loss and the logits' gradient, for logits in a model's type."""
     with dtype_policy(POLICY_OF[dtype]):
         layer = CrossEntropyLoss(**options)
     given = None if mask is None else tf.cast(mask, mask_type or "float32")
@@ -72,7 +72,7 @@ def test_the_mean_is_over_counted_tokens(dtype, label_smoothing, mask_type):
 @pytest.mark.parametrize("label_type", ["int32", "int64"])
 @pytest.mark.parametrize("ignore_id", [0, 3, -100, -1, 50_000])
 def test_an_ignored_label_never_counts(dtype, label_type, ignore_id):
-    """Padding marks such as -100 are no class, and no error either."""
+    """Labels such as -100 are not a class and do not raise an error."""
     logits, labels = data((4, 6), seed=2)
     labels[0, 2:] = ignore_id
     labels[3] = ignore_id
@@ -103,7 +103,7 @@ def test_a_mask_weighs_tokens():
 @each_dtype
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_padded_columns_never_count(dtype, label_smoothing):
-    """Whatever stands in them changes no bit of the loss, and gets no gradient."""
+    """Padded columns change no bit of the loss and have no gradient."""
     logits, labels = data((4, 6))
     loss = CrossEntropyLoss(label_smoothing=label_smoothing, vocab_size=CLASSES)
     seen = []
@@ -133,7 +133,7 @@ def test_nothing_counted_is_0_and_not_nan(dtype, options):
 
 @each_dtype
 def test_great_logits(dtype):
-    """Nearly the whole range of float16: no overflow, certain in right and wrong."""
+    """Logits over nearly the entire float16 range, for right and wrong labels."""
     logits = np.zeros((3, 4))
     logits[:, 1] = 32768.0
     logits[:, 2] = -32768.0
@@ -142,7 +142,7 @@ def test_great_logits(dtype):
 
 @each_dtype
 def test_many_classes_are_summed_in_float32(dtype):
-    """bfloat16 knows no number near ln(3000) closer than 0.004 to it."""
+    """bfloat16 has no number within 0.004 of ln(3000)."""
     logits = np.full((2, 3000), 0.5)
     compare(dtype, logits, np.array([0, 2999]), label_smoothing=0.1)
 

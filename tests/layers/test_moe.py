@@ -1,4 +1,4 @@
-"""MoE and its router against the reference, and what they promise."""
+"""MoE and its router match the reference and keep their guarantees."""
 
 import keras
 import numpy as np
@@ -36,7 +36,7 @@ each_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 def layer_of(**fields):
-    """Return a layer with random weights and biases, and these by their names."""
+    """Return a layer with random weights and biases, and a dictionary of them."""
     layer = MoE(HIDDEN, INNER, MoEConfig(**FOUR | fields), dropout_rate=0.0)
     layer.build((None, None, HIDDEN))
     rng = np.random.default_rng(3)
@@ -84,7 +84,7 @@ def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
     layer.build(x.shape)
     for weight in plain.weights:
         getattr(layer, weight.name).assign(weight.numpy()[None])
-    # Its probability is 1 but for the rounding of some processors.
+    # Its probability is 1, except for rounding on some processors.
     np.testing.assert_allclose(layer(x), plain(x), rtol=1e-6)
     with tf.GradientTape() as tape, tf.GradientTape() as plain_tape:
         total, plain_total = tf.reduce_sum(layer(x) ** 2), tf.reduce_sum(plain(x) ** 2)
@@ -138,7 +138,7 @@ def test_gradients_are_the_numeric_ones_of_the_reference(name):
 
 def test_busy_experts_lose_their_bias():
     layer, _ = layer_of(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
-    layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # all go to the first
+    layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # All tokens choose the first expert.
     with tf.GradientTape() as tape:
         layer(tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32"), training=True)
         cost = sum(layer.losses)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against the reference, and their numeric range."""
+"""LayerNorm and RMSNorm match the reference over their numeric range."""
 
 from functools import partial
 
@@ -88,7 +88,7 @@ def _without_beta(x, gamma, epsilon):
     ],
 )
 def test_other_norms_are_their_formulas(name, formula, first):
-    """In float64, with the gradients that TensorFlow derives from the formulas."""
+    """In float64, with TensorFlow's gradients of the formulas."""
     layer = make_norm(name, 1e-3, compute_type="float64", dtype="float64")
     x = tf.random.stateless_normal((2, 3, 4, 6), (1, 2), dtype="float64")
     layer(x)

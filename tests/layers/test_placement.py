@@ -1,4 +1,4 @@
-"""Blocks are placed on pipeline stages, evenly or as the user says."""
+"""Blocks are placed on pipeline stages, evenly or by `lambda_func`."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_blocks_are_spread_evenly_by_default(
     blocks = [*network.encoder.blocks, *network.decoder.blocks]
     layers_, group_size = len(blocks), max(len(blocks) // groups, 1)
     per_stage = max(layers_ // stages, 1)
-    # What is written in the specification, and what it comes to.
+    # The specification's formula and its result.
     assert expected_stages == [min(n // per_stage, stages - 1) for n in range(layers_)]
     assert expected_groups == [n // group_size + 1 for n in range(layers_)]
     assert [block.pipeline_stage for block in blocks] == expected_stages
@@ -120,9 +120,9 @@ def test_more_stages_than_layers(make):
 @pytest.mark.parametrize(
     "stages, words",
     [
-        ([1, 0, 1, 1], ["block_1", "stage 0", "stage 1"]),  # in the encoder
-        ([0, 0, 1, 0], ["block_1", "stage 0", "stage 1"]),  # in the decoder
-        ([0, 1, 0, 0], ["block_0", "stage 0", "stage 1"]),  # from one to the other
+        ([1, 0, 1, 1], ["block_1", "stage 0", "stage 1"]),  # Within the encoder.
+        ([0, 0, 1, 0], ["block_1", "stage 0", "stage 1"]),  # Within the decoder.
+        ([0, 1, 0, 0], ["block_0", "stage 0", "stage 1"]),  # From encoder to decoder.
         ([0, 0, 1, 2], ["block_1", "stage 2", "0 to 1"]),
         ([-1, 0, 1, 1], ["block_0", "stage -1", "0 to 1"]),
     ],

@@ -1,4 +1,4 @@
-"""What positions add to scores, against formulas and published values."""
+"""Position biases match formulas and published values."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_alibi(num_heads, slopes):
 
 
 def test_ranges_of_distances():
-    """Those of T5: eight of one distance each, then eight that grow up to 128."""
+    """T5's ranges: eight with one distance each, then eight logarithmic ones up to 128."""
     ranges = distance_ranges(16, 128)
     assert ranges[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert [ranges[x] for x in (11, 12, 15, 16, 22, 23, 64, 90, 91, 127, 128)] == [
@@ -46,7 +46,7 @@ def test_relative(causal, first_query, s, first_key, t):
 
 
 def test_the_gradient_has_known_shapes():
-    """On a mesh DTensor has to know them, in a block's function, too, which gets no constants."""
+    """DTensor needs static shapes on a mesh, also in shared block functions without constants."""
 
     @tf.function(autograph=False)
     def of_block(table):
@@ -83,7 +83,7 @@ def test_wrong_ranges(max_distance):
     ids=lambda options: next(iter(options)),
 )
 def test_one_position_after_the_other(options):
-    """With the cache, position by position, and with two sequences of a source."""
+    """One position per call with a cache, after a prefix of two positions."""
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
     table = tf.random.stateless_normal((8, 4), [1, 2])

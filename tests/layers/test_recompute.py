@@ -1,4 +1,4 @@
-"""Promise: recompute changes the memory a step needs, and not one bit of its results."""
+"""Recompute reduces a step's memory and does not change a bit of its results."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 16, "num_heads": 2, "encoder_layers": 1, "decoder_layers
 
 
 def train(recompute=False, **options):
-    """Return losses, gradients' norms and weights of three steps with dropout."""
+    """Return losses, gradient norms and weights after three steps with dropout."""
     with parallel_config(recompute=recompute):
         trainer = Trainer(TranslationTransformer(VOCAB, **SIZES, **options))
         trainer.compile(keras.optimizers.SGD(0.1, momentum=0.9), CrossEntropyLoss(0.1, ignore_id=0))
@@ -37,7 +37,7 @@ def recomputed():
 
 
 def assert_same(found, expected):
-    """Assert that losses, norms and weights are equal to the last bit."""
+    """Assert bitwise equality of losses, norms and weights."""
     assert found[0] == expected[0]
     for weight, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_array_equal(weight, wanted)
@@ -101,7 +101,7 @@ def test_in_micro_batches():
 
 
 def peak_of_a_step(recompute):
-    """Return the bytes that a step has at its peak, above what stays."""
+    """Return a step's peak memory in bytes above the persistent memory."""
     with parallel_config(recompute=recompute):
         sizes = {"encoder_layers": 4, "decoder_layers": 4, "hidden_size": 64, "num_heads": 4}
         trainer = Trainer(TranslationTransformer(VOCAB, **sizes))
@@ -118,8 +118,8 @@ def peak_of_a_step(recompute):
 @pytest.mark.long
 def test_a_step_takes_a_fraction_of_the_memory():
     kept = peak_of_a_step(False)
-    assert peak_of_a_step(True) < 0.3 * kept  # an eighth, and what the block at work takes
+    assert peak_of_a_step(True) < 0.3 * kept  # An eighth, plus the block being recomputed.
     attention = TransformerRecomputeConfig(select=("attention",))
-    # The scores, the weights and their dropout: 2 · 4 + 1 bytes of each of the squares.
+    # Scores, probabilities and the dropout mask: 2 · 4 + 1 bytes per score.
     squares = 12 * 32 * 4 * 64 * 64
     assert peak_of_a_step(attention) < kept - 0.75 * 9 * squares

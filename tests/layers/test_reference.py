@@ -1,4 +1,4 @@
-"""The reference's hand-written gradients agree with numeric differentiation."""
+"""Hand-written gradients of the reference match numeric differentiation."""
 
 from functools import partial
 
@@ -13,7 +13,10 @@ HIDDEN, HEADS, INNER = 4, 2, 3
 
 
 def numeric_gradient(function, array, step=1e-5):
-    """Central differences of the scalar `function()` by the entries of `array`, in place."""
+    """Return the central differences of a function by the elements of an array.
+
+    `function` takes no arguments and returns a scalar. `array` is modified in place.
+    """
     gradient = np.zeros_like(array)
     for index in np.ndindex(array.shape):
         kept = array[index]
@@ -26,7 +29,7 @@ def numeric_gradient(function, array, step=1e-5):
 
 
 def check(function, inputs, weights=None):
-    """Every gradient of sum(output * random) by inputs and weights."""
+    """Check all gradients of sum(output · random) by inputs and weights."""
     arguments = list(inputs) if weights is None else [*inputs, weights]
     output, backward = function(*arguments)
     factor = np.random.default_rng(1).normal(size=np.shape(output))

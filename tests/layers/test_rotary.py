@@ -1,4 +1,4 @@
-"""Rotary positions: products depend on distances; frequencies are those of the papers."""
+"""Rotary embedding: products depend on distances, and frequencies match the papers."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,10 @@ def test_scaled_frequencies():
 
 
 def test_ntk_scaling_is_that_of_transformers_at_a_length():
-    """Their dynamic scaling at a length L is that by the factor f·L / M − (f − 1), M being the most."""
+    """Matches the dynamic scaling of transformers.
+
+    At length L it equals a factor of f·L / M − (f − 1), where M is the original length.
+    """
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -138,7 +141,7 @@ YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
     ],
 )
 def test_positions_that_count_are_those_in_the_own_text(options):
-    """That of packed texts, of one that is continued after padding, and of the next token."""
+    """In packed sequences, in left-padded sequences, and for the next token."""
     layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
     layer.build((1, 9, 16))
     for norm in filter(None, (layer.query_norm, layer.key_norm)):

@@ -1,4 +1,4 @@
-"""Promise: configs keep what was set on a layer after it was made, and who places blocks."""
+"""Configs store settings made after construction, and the placement function."""
 
 import keras
 import numpy as np

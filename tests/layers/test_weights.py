@@ -1,4 +1,4 @@
-"""Initial weights depend on seed and name only; padded vocabularies change no true weight."""
+"""Initial weights depend only on seed and name, and vocabulary padding does not change them."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ from dtransformer.layers import (
 from dtransformer.models import TranslationTransformer
 from tests.tolerances import LAYERS, assert_all_close
 
-VOCAB = 10  # three ranks pad it to twelve
+VOCAB = 10  # Three ranks pad it to 12.
 INPUTS = {
     "source": np.array([[5, 4, 3, 0], [9, 8, 7, 6]], "int32"),
     "target": np.array([[2, 4, 9], [2, 5, 0]], "int32"),
@@ -42,8 +42,8 @@ def by_path(model):
 @each_variant
 def test_the_same_seed_gives_the_same_weights(variant):
     first = by_path(small_model(variant))
-    keras.utils.set_random_seed(99)  # neither Keras' nor TensorFlow's generator matters
-    small_model("untied", hidden_size=24)  # nor what was made before
+    keras.utils.set_random_seed(99)  # The generators of Keras and TensorFlow have no effect.
+    small_model("untied", hidden_size=24)  # Earlier models have no effect.
     second = by_path(small_model(variant))
     assert list(first) == list(second) and len(first) > 40
     for path, value in first.items():
@@ -81,7 +81,7 @@ def test_a_seed_of_the_users_own_is_kept():
 
 
 def test_kernels_have_glorots_spread():
-    """Attention kernels are matrices of h × h, not convolutions with n × d outputs."""
+    """Attention kernels are matrices of size h × h, not convolutions with n × d outputs."""
     layer = MultiHeadAttention(128, 8)
     layer.build((None, None, 128))
     bound = np.sqrt(6 / (128 + 128))
@@ -116,7 +116,7 @@ def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=saved):
         model = small_model(variant, **sizes)
-        dtransformer.set_seed(1)  # so that only the file can make them equal
+        dtransformer.set_seed(1)  # Only the file can make the weights equal.
         for weight in model.variables:
             weight.assign_add(0.01 * np.random.default_rng(0).standard_normal(weight.shape))
         expected = model(INPUTS)[..., :VOCAB].numpy()
@@ -133,7 +133,7 @@ def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
 @pytest.mark.parametrize("variant", ["untied", "tied"])
 @pytest.mark.parametrize("model_parallel", [1, 3])
 def test_a_file_of_another_vocabulary_is_refused(variant, model_parallel, tmp_path):
-    """Also where both are padded to the same size."""
+    """Also if both are padded to the same size."""
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=model_parallel):
         options = {"hidden_size": 12, "num_heads": 3, "encoder_layers": 1, "decoder_layers": 1}
