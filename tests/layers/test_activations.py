@@ -25,7 +25,7 @@ def result_and_gradient(function, x):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 4e-3)])
 @pytest.mark.parametrize("name", PAIRS)
-def test_results_and_gradients_are_those_of_keras(name, dtype, tolerance, traced):
+def test_values_and_gradients_match_keras(name, dtype, tolerance, traced):
     own, of_keras = PAIRS[name]
     assert get_activation(name) is own
     x = np.concatenate([np.linspace(-12, 12, 97), [0.0, -0.0, 1e-4, -50.0, 50.0]])
@@ -39,7 +39,7 @@ def test_results_and_gradients_are_those_of_keras(name, dtype, tolerance, traced
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype, large", [("float32", 1e6), ("float16", 700.0)])
-def test_gradients_of_large_values(name, dtype, large):
+def test_gradients_of_large_values_are_0_and_1(name, dtype, large):
     x = tf.constant([-large, large], dtype)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -63,7 +63,7 @@ def gpt_oss_gate(gate, x):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("bfloat16", 3e-2)])
-def test_a_clamped_gate_is_that_of_gpt_oss(dtype, tolerance):
+def test_clamped_swiglu_matches_gpt_oss(dtype, tolerance):
     values = np.random.default_rng(0).normal(size=(2, 60)) * 6
     own = functools.partial(gated_product, get_activation("clamped_swiglu"))
     found = product_and_gradients(own, *tf.cast(values, dtype))
@@ -76,7 +76,7 @@ def test_a_clamped_gate_is_that_of_gpt_oss(dtype, tolerance):
         )
 
 
-def test_a_gate_is_no_activation_by_itself():
+def test_gated_activation_requires_gated_layer():
     with pytest.raises(ValueError, match="'clamped_swiglu'` requires `gated=True`"):
         FeedForward(4, 8, hidden_act="clamped_swiglu")
 
@@ -94,7 +94,7 @@ OTHERS = {"relu": [keras.activations.relu] * 2, "own": [Doubled()] * 2}
     ],
 )
 @pytest.mark.parametrize("name", [*PAIRS, *OTHERS])
-def test_gates_have_the_gradients_of_products(name, way, dtype, tolerance):
+def test_gated_product_gradients_match_autodiff(name, way, dtype, tolerance):
     own, of_keras = {**PAIRS, **OTHERS}[name]
     values = np.random.default_rng(0).normal(size=(2, 60)) * 3
     run = lambda *args: product_and_gradients(functools.partial(gated_product, own), *args)
@@ -109,7 +109,7 @@ def test_gates_have_the_gradients_of_products(name, way, dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_gates_are_the_activation_times_x_to_the_last_bit(name, dtype):
+def test_gated_product_is_bitwise_equal_to_activation_times_x(name, dtype):
     """Runs eagerly, since graph optimizers reorder products with constants."""
     own = PAIRS[name][0]
     gate, x = tf.cast(np.random.default_rng(0).normal(size=(2, 500)) * 3, dtype)
@@ -125,7 +125,7 @@ def product_and_gradients(function, gate, x):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_gates_keep(name):
+def test_gated_product_stores_only_its_arguments(name):
     """Stores the gate and the other factor. The next product stores the result."""
 
     @tf.function(autograph=False)

@@ -76,7 +76,7 @@ def with_weights(policy, rng, hidden, heads, **weights):
 
 
 @each_policy
-def test_masks_of_every_type_mean_the_same(policy):
+def test_masks_of_all_dtypes_are_equivalent(policy):
     rng = np.random.default_rng(2)
     layer = with_weights(policy, rng, 12, 3)
     q, k, v = qkv(rng, 2, 5, 7, 12)
@@ -90,7 +90,7 @@ def test_masks_of_every_type_mean_the_same(policy):
 
 
 @each_policy
-def test_masked_positions_have_a_probability_of_exactly_0(policy):
+def test_masked_positions_have_probability_exactly_0(policy):
     """Values at masked positions change no bit of the output and have no gradient."""
     rng = np.random.default_rng(3)
     layer = with_weights(policy, rng, 12, 3)
@@ -113,7 +113,7 @@ def test_masked_positions_have_a_probability_of_exactly_0(policy):
 
 
 @each_policy
-def test_queries_that_see_nothing_give_the_output_bias(policy):
+def test_queries_without_visible_keys_return_the_output_bias(policy):
     rng = np.random.default_rng(4)
     layer = with_weights(policy, rng, 12, 3)
     tensors = [tf.constant(x, tf.float32) for x in qkv(rng, 2, 5, 7, 12)]
@@ -131,7 +131,7 @@ def test_queries_that_see_nothing_give_the_output_bias(policy):
 
 
 @each_policy
-def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
+def test_queries_are_scaled_before_the_product_to_avoid_overflow(policy):
     """q · k is 64 · 40² = 102,400, above float16's range. Scaled by 1/8 it is 12,800."""
     identity = np.eye(64).reshape(64, 1, 64)
     zeros = np.zeros((1, 64))
@@ -157,7 +157,7 @@ def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
 
 
 @each_policy
-def test_the_softmax_of_many_equal_scores_sums_to_1(policy):
+def test_softmax_of_many_equal_scores_sums_to_1(policy):
     """A bfloat16 sum of ones stops at 256, so the softmax must be computed in float32."""
     rng = np.random.default_rng(6)
     layer = with_weights(
@@ -189,7 +189,7 @@ def test_dynamic_shapes_in_one_compiled_function():
 
 @each_policy
 @pytest.mark.parametrize("dtype", ["int32", "bool", "float32"])
-def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
+def test_attention_mask_is_lower_triangle_of_outer_product(policy, dtype):
     padding = np.array([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     with dtype_policy(policy):
         layer = AttentionMask()
@@ -200,7 +200,7 @@ def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
 @pytest.mark.parametrize(
     "shape", [(1, 3), (3, 3), (2, 4), (2, 4, 1), (1, 4, 3), (2, 3, 4), (2, 3, 4, 3), (3,)]
 )
-def test_masks_that_would_be_broadcast_are_refused(shape):
+def test_masks_that_would_broadcast_raise(shape):
     query, key = tf.ones((2, 4, 8)), tf.ones((2, 3, 8))
     with pytest.raises(ValueError, match=r"mask has shape .* expected \[2, 3\], \[2, 4, 3\]"):
         MultiHeadAttention(8, 2)(query, key, key, tf.ones(shape))
@@ -209,13 +209,13 @@ def test_masks_that_would_be_broadcast_are_refused(shape):
 @pytest.mark.parametrize(
     ["key", "value"], [((1, 3, 8), None), ((2, 3, 4), None), (None, (2, 5, 8))]
 )
-def test_keys_and_values_that_do_not_fit_are_refused(key, value):
+def test_keys_and_values_of_wrong_shape_raise(key, value):
     key, value = key or (2, 3, 8), value or (2, 3, 8)
     with pytest.raises(ValueError, match=r"(key|value)` has shape"):
         MultiHeadAttention(8, 2)(tf.ones((2, 4, 8)), tf.ones(key), tf.ones(value))
 
 
-def test_the_first_scores_do_not_depend_on_the_scale_of_queries():
+def test_initial_scores_do_not_depend_on_query_scale():
     """Otherwise T5, which does not scale queries, would initially attend to one position."""
     x = tf.constant(np.random.default_rng(4).normal(size=(2, 5, 16)), "float32")
     plain = MultiHeadAttention(16, 4, name="own")(x, x, x)

@@ -31,7 +31,7 @@ def reference(q, k, v, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("parts", [[T], [3, 4], [0, 7]])
-def test_context_and_gradients(num_kv_heads, mask, parts):
+def test_context_and_gradients_match_reference(num_kv_heads, mask, parts):
     rng = np.random.default_rng(1)
     q = rng.normal(size=(B, N, S, D))
     k, v = rng.normal(size=(2, B, num_kv_heads, T, D))
@@ -57,7 +57,7 @@ def test_context_and_gradients(num_kv_heads, mask, parts):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "cudnn"])
-def test_a_sink_is_a_key_of_each_head_without_a_value(implementation):
+def test_sink_equals_an_extra_key_without_value(implementation):
     q, k, v = np.random.default_rng(2).normal(size=(3, B, N, T, D))
     sinks, seen = np.linspace(-2.0, 3.0, N), MASKS["keys"] > 0
     scores = np.where(seen[:, None, None], q @ k.swapaxes(-1, -2), -np.inf)
@@ -74,7 +74,7 @@ def test_a_sink_is_a_key_of_each_head_without_a_value(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_all_of_a_sequence_sees_its_prefix(implementation):
+def test_all_queries_see_the_prefix(implementation):
     segments = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])
     prefix = np.array([[1, 1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], "bool")
     i, j = np.mgrid[:T, :T]

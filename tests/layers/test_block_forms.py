@@ -11,7 +11,7 @@ BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True
 NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
 
 
-def test_a_pattern_begins_anew():
+def test_block_pattern_repeats():
     arguments = {"window": 7, "block_pattern": [{"window": 3}, {}, {"window": None}]}
     found = [arguments_of_block(arguments, i)["window"] for i in range(7)]
     assert found == [3, 7, None, 3, 7, None, 3]
@@ -27,19 +27,19 @@ def test_a_pattern_begins_anew():
         (2, [{"experts": True}, {}], [True, True, True, True]),
     ],
 )
-def test_which_blocks_have_experts(every, pattern, expected):
+def test_moe_every_and_pattern_select_expert_blocks(every, pattern, expected):
     arguments = {"moe_every": every, "block_pattern": pattern}
     assert [has_experts(arguments, i) for i in range(4)] == expected
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
-def test_the_shortest_pattern(period):
+def test_shortest_finds_the_period(period):
     pattern = [{"window": i + 1} for i in range(period)]
     assert shortest([pattern[i % period] for i in range(11)]) == pattern
     assert shortest([]) == []
 
 
-def test_each_block_computes_by_its_own_arguments():
+def test_stack_with_pattern_equals_separate_blocks():
     """A stack with a pattern equals separate blocks applied in sequence."""
     pattern = [{"window": 2, "rotary_base": 100.0}, {"rotary_base": None}]
     stack = TransformerEncoder(3, **BLOCK, **NO_DROPOUT, rotary_base=9.0, block_pattern=pattern)
@@ -70,18 +70,18 @@ def test_each_block_computes_by_its_own_arguments():
         ({"norm_placement": "pre", "post_layernorm_residual": True}, "differ: give one"),
     ],
 )
-def test_what_does_not_fit(options, told):
+def test_invalid_block_options_raise(options, told):
     with pytest.raises(ValueError, match=told):
         TransformerEncoder(2, **BLOCK, **options)
 
 
-def test_blocks_with_a_memory_have_their_sublayers_in_turn():
+def test_decoder_rejects_parallel_norm_placement():
     with pytest.raises(ValueError, match="Decoder blocks do not support norm_placement='parallel'"):
         TransformerDecoder(1, **BLOCK, norm_placement="parallel")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_where_norms_are(placement):
+def test_norm_placements_match_their_formulas(placement):
     """Compares each placement with its formula, using the block's sublayers."""
     options = {"norm": "rms_norm", "norm_placement": placement, "residual_scale": 0.5}
     stack = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **options)

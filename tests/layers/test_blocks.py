@@ -181,7 +181,7 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
     )
 
 
-def test_without_a_decoder_the_output_is_the_encoder_s():
+def test_without_decoder_returns_encoder_output():
     rng = np.random.default_rng(5)
     x, mask = weights_of.numbers(rng, 2, 7, 12), weights_of.padding_mask(rng, 2, 7)
     x = tf.constant(x, "float32")
@@ -194,7 +194,7 @@ def test_without_a_decoder_the_output_is_the_encoder_s():
         Transformer(1, 1, 12, 3, 10)(x)
 
 
-def test_the_output_has_the_shape_of_the_decoder_inputs():
+def test_output_has_the_shape_of_decoder_inputs():
     both, alone = Transformer(1, 1, 8, 2, 16), Transformer(1, 0, 8, 2, 16)
     source, target = (2, 5, 8), (2, 4, 8)
     assert both.compute_output_shape(source, None, target) == target
@@ -203,7 +203,7 @@ def test_the_output_has_the_shape_of_the_decoder_inputs():
 
 
 @pytest.mark.parametrize("mask", [None, "given as None"])
-def test_no_mask_at_all(mask):
+def test_works_without_masks(mask):
     """The stacks and the Transformer accept omitted masks and `None`."""
     rng = np.random.default_rng(8)
     given = () if mask is None else (None,)
@@ -232,7 +232,7 @@ def test_no_mask_at_all(mask):
 
 
 @each_policy
-def test_the_dtype_argument_reaches_every_part(policy):
+def test_dtype_argument_reaches_all_sublayers(policy):
     layer = Transformer(1, 1, 12, 3, 10, dtype=policy)
     x = tf.ones((2, 4, 12))
     assert layer(x, tf.ones((2, 4)), x, None).dtype == layer.compute_dtype
@@ -257,7 +257,7 @@ def test_inference_has_no_dropout(policy):
 
 @each_policy
 @each_arrangement
-def test_decoding_step_by_step_with_a_cache(policy, post):
+def test_cached_decoding_matches_full_sequence(policy, post):
     """Each position's output equals its output in the full sequence."""
     rng = np.random.default_rng(6)
     weights = weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, not post)
@@ -277,7 +277,7 @@ def test_decoding_step_by_step_with_a_cache(policy, post):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_compiled_with_gradients(jit_compile):
+def test_compiled_results_and_gradients_match_eager(jit_compile):
     """Results are equal in `tf.function`, with dynamic shapes and, under XLA, static shapes."""
     rng = np.random.default_rng(7)
     weights = weights_of.stack(rng, weights_of.decoder_layer, 1, 12, 3, 10, final_norm=True)

@@ -85,19 +85,19 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_like_with_all_scores(case):
+def test_blockwise_matches_reference(case):
     for own, expected in zip(results("blockwise", case), results("reference", case), strict=True):
         np.testing.assert_allclose(own, expected, rtol=0, atol=1e-13)
 
 
-def test_like_with_all_scores_in_a_function():
+def test_blockwise_matches_reference_in_a_function():
     own = results("blockwise", "relative causal", rate=0.3, compiled=True)
     for x, expected in zip(own, results("reference", "relative causal", rate=0.3), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
-def test_like_with_all_scores_in_float32(case):
+def test_blockwise_matches_reference_in_float32(case):
     for own, expected in zip(
         results("blockwise", case, "float32"), results("reference", case), strict=True
     ):
@@ -107,7 +107,7 @@ def test_like_with_all_scores_in_float32(case):
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
-def test_like_with_all_scores_in_bfloat16(case):
+def test_blockwise_matches_reference_in_bfloat16(case):
     for own, expected in zip(
         results("blockwise", case, "bfloat16"), results("reference", case), strict=True
     ):
@@ -117,7 +117,7 @@ def test_like_with_all_scores_in_bfloat16(case):
 
 
 @pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments", "prefix"])
-def test_the_same_elements_are_dropped(case):
+def test_blockwise_dropout_matches_reference(case):
     """Also for gradients: the backward pass draws the masks again."""
     dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
     expected = results("reference", case, rate=0.3)
@@ -126,7 +126,7 @@ def test_the_same_elements_are_dropped(case):
         np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-13)
 
 
-def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
+def test_query_without_visible_keys_has_zero_context_and_gradient():
     context, *gradients = results("blockwise", "segments")
     rows = SEGMENTS.numpy() == 0
     assert rows.any()
@@ -134,7 +134,7 @@ def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
         assert (np.moveaxis(array, 1, 2)[rows] == 0).all()
 
 
-def test_blocks_of_which_nothing_is_seen_are_not_computed():
+def test_fully_masked_blocks_are_skipped():
     plan = ContextPlan("ulysses", 1, 12, 12)
     count = lambda **options: sum(map(len, plan.seen(**options, sizes=(3, 4))[0]))
     assert count(causal=False, window=None) == 12
@@ -142,7 +142,7 @@ def test_blocks_of_which_nothing_is_seen_are_not_computed():
     assert count(causal=True, window=1) == 4
 
 
-def test_unknown_lengths_are_refused():
+def test_unknown_lengths_raise():
     x = tf.TensorSpec([1, 2, None, 4])
 
     @tf.function(input_signature=[x])
@@ -178,7 +178,7 @@ def losses_by(implementation, **options):
 
 
 @on_mesh
-def test_the_same_on_a_mesh():
+def test_blockwise_training_on_a_mesh_matches_reference():
     blockwise_attention.ALL_POSITIONS = attention_core.ALL_POSITIONS = 5, 4
     options = {"positions": "alibi", "prefix": True}
     expected = losses_by("reference", **options)

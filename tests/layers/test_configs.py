@@ -155,7 +155,7 @@ def run(layer, shapes):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_layer_is_made_again_from_its_config(name):
+def test_layer_config_round_trip(name):
     options, shapes = LAYER_OPTIONS[name]
     cls = getattr(layers, name)
     layer = cls(**options, name="the_layer", dtype="mixed_bfloat16")
@@ -193,14 +193,14 @@ def half(x):
     ],
     ids=["FeedForward", "TransformerEncoder", "Transformer"],
 )
-def test_an_activation_of_the_users_own_survives_the_config(make, shapes):
+def test_custom_activation_survives_config_round_trip(make, shapes):
     layer = make()
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     for expected, actual in zip(run(layer, shapes), run(again, shapes), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_model_is_made_again_from_its_config():
+def test_model_config_round_trip():
     options = {
         "source_vocab_size": 11,
         "target_vocab_size": 9,
@@ -238,7 +238,7 @@ def test_a_model_is_made_again_from_its_config():
             np.testing.assert_array_equal(by_path(made)[path], value, path)
 
 
-def test_a_zero_stays_a_zero():
+def test_zero_rates_survive_config_round_trip():
     """Rates of 0 are stored, not omitted."""
     model = TranslationTransformer(
         11, attention_dropout_rate=0.0, embedding_dropout_rate=0, dropout_rate=0.3
@@ -249,7 +249,7 @@ def test_a_zero_stays_a_zero():
     assert model.transformer.encoder.blocks[0].attention.attention_dropout.rate == 0.0
 
 
-def test_a_layer_of_ones_own_needs_no_config_of_its_own():
+def test_custom_layer_needs_no_get_config():
     """Arguments are read from the attributes of the same names."""
 
     class Scaled(Layer):

@@ -137,21 +137,21 @@ def test_four_rounds():
 
 @pytest.mark.long
 @on_mesh
-def test_by_heads_of_which_several_devices_have_the_same_keys():
+def test_by_heads_with_replicated_keys():
     check(["segments"], 2, model_parallel=1, context_parallel=4, **BY_HEADS)
     check(["relative"], 2, model_parallel=2, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_to_a_memory_of_another_length():
+def test_cross_attention_to_another_length():
     use_small_blocks()
     for mode in (RING, GATHERED, BY_HEADS):
         check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1, **mode)
 
 
 @on_mesh
-def test_what_cannot_be_is_refused():
+def test_indivisible_lengths_and_heads_raise():
     start(model_parallel=1, context_parallel=2, **RING)
     arrays = [x[:, :, :15] for x in tensors(2)]
     raises(ValueError, ["must divide", "15", "16"], lambda: on_devices("all", *arrays, TABLE))

@@ -19,7 +19,7 @@ def mask_of(layer, seed, x=None):
         return layer(x, training=True).numpy()
 
 
-def test_masks_depend_on_the_seed_and_the_layer_only():
+def test_masks_depend_only_on_seed_and_layer():
     first, second = Dropout(0.3, name="first"), Dropout(0.3, name="second")
     again = Dropout(0.3, name="first")
     mask = mask_of(first, [7, 3])
@@ -33,7 +33,7 @@ def test_masks_depend_on_the_seed_and_the_layer_only():
 
 @each_policy
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_how_much_is_kept_and_how_it_is_scaled(policy, rate):
+def test_kept_fraction_and_scale(policy, rate):
     layer = Dropout(rate, dtype=policy)
     x = np.full((256, 256), 3.0, "float32")
     dropped = mask_of(layer, [1, 2], x).astype("float64")
@@ -44,7 +44,7 @@ def test_how_much_is_kept_and_how_it_is_scaled(policy, rate):
     np.testing.assert_array_equal(layer(x, training=False).numpy().astype("float64"), x)
 
 
-def test_outside_of_a_seed_every_call_has_a_mask_of_its_own():
+def test_without_a_seed_every_call_draws_a_new_mask():
     layer = Dropout(0.5)
     x = np.ones((64, 64), "float32")
     first, second = layer(x, training=True).numpy(), layer(x, training=True).numpy()
@@ -55,7 +55,7 @@ def test_outside_of_a_seed_every_call_has_a_mask_of_its_own():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_recomputing_a_block_gives_the_same_masks(compiled):
+def test_recompute_draws_the_same_masks(compiled):
     block = layers.TransformerEncoderLayer(12, 3, 7, 0.3, 0.3, name="block")
     x = tf.constant(np.random.default_rng(0).standard_normal((2, 5, 12)), "float32")
     block(x)
@@ -78,7 +78,7 @@ def test_recomputing_a_block_gives_the_same_masks(compiled):
     assert_all_close(run_step(seed, tf.recompute_grad(apply)), expected, LAYERS["float32"])
 
 
-def test_a_step_inside_one_compiled_function_has_its_own_mask():
+def test_each_step_of_a_compiled_function_draws_a_new_mask():
     layer = Dropout(0.5, name="dropout")
     x = np.ones((64, 64), "float32")
 

@@ -30,7 +30,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_values_and_gradients(case, dtype, compiled):
+def test_values_and_gradients_match_tensorflow(case, dtype, compiled):
     ours, tensorflows, arguments = CASES[case]
     arguments = [tf.constant(x, dtype) for x in arguments]
 
@@ -48,7 +48,7 @@ def test_values_and_gradients(case, dtype, compiled):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_function_keeps_no_argument(case):
+def test_gradients_store_no_arguments(case):
     ours, _, arguments = CASES[case]
     inner = tf.function(lambda *args: ours(*(tf.identity(x) for x in args)), autograph=False)
 
@@ -66,7 +66,7 @@ def test_a_function_keeps_no_argument(case):
     assert [x.dtype for x in forward.outputs].count(tf.float32) == 1 + (case == "scale")
 
 
-def test_what_may_be_larger_than_x_is_as_in_tensorflow():
+def test_broadcasting_operands_match_tensorflow():
     x, y = tf.constant(X[:1]), tf.constant(Y)
     mask = tf.constant(MASK)
     for ours, tensorflows in (

@@ -88,7 +88,7 @@ def run_tied(policy, weights, ids, labels):
 
 
 @each_policy
-def test_a_tied_table_gets_both_gradients(policy):
+def test_tied_table_receives_both_gradients(policy):
     rng = np.random.default_rng(2)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
     weights = table_of(rng)
@@ -99,7 +99,7 @@ def test_a_tied_table_gets_both_gradients(policy):
 
 
 @each_policy
-def test_rows_past_a_padded_vocabulary_never_matter(policy):
+def test_padded_rows_do_not_change_results(policy):
     """Ten entries on four ranks are padded to twelve rows. The last two have no effect."""
     rng = np.random.default_rng(3)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
@@ -125,7 +125,7 @@ def test_rows_past_a_padded_vocabulary_never_matter(policy):
 
 @each_policy
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_a_padded_head_of_its_own_matches_the_true_one(policy, use_bias):
+def test_padded_untied_head_matches_unpadded_head(policy, use_bias):
     rng = np.random.default_rng(4)
     weights = weights_of.linear(rng, HIDDEN, PADDED, use_bias)
     x = weights_of.numbers(rng, 2, 5, HIDDEN)
@@ -154,7 +154,7 @@ def test_a_padded_head_of_its_own_matches_the_true_one(policy, use_bias):
         )
 
 
-def test_initial_rows_do_not_depend_on_the_padding():
+def test_initial_values_do_not_depend_on_padding():
     tables = []
     for model_parallel in (1, 4):
         with parallel_config(TransformerOpParallelConfig(model_parallel=model_parallel)):
@@ -165,7 +165,7 @@ def test_initial_rows_do_not_depend_on_the_padding():
 
 
 @pytest.mark.parametrize("number", [10, 11, 12, -1])
-def test_ids_of_padded_rows_are_out_of_range(number):
+def test_ids_of_padded_rows_raise(number):
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         layer = VocabEmbedding(10, 4)
         assert layer(tf.constant([[0, 9]]))[1].shape == (12, 4)
@@ -195,7 +195,7 @@ def test_learned_positions(policy):
 
 
 @each_policy
-def test_types_of_tokens(policy):
+def test_token_type_embedding(policy):
     rng = np.random.default_rng(7)
     x, types = weights_of.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
     weights = {"table": weights_of.numbers(rng, 3, HIDDEN)}
@@ -236,7 +236,7 @@ def test_sinusoidal_positions(policy, hidden, kind):
     )
 
 
-def test_positions_begin_anew_in_each_segment_and_take_linear_memory():
+def test_positions_restart_in_each_segment_in_linear_memory():
     rng = np.random.default_rng(8)
     numbers = np.cumsum(rng.integers(0, 2, (3, 37)), axis=1, dtype="int32")
     expected = [[np.flatnonzero(row == number)[0] for number in row] for row in numbers]

@@ -37,7 +37,7 @@ def test_sequence_heads_match_the_reference(pooling, hidden_act):
     np.testing.assert_allclose(found, wanted, atol=LAYERS["float32"] * np.abs(wanted).max())
 
 
-def test_what_is_padded_has_no_part_and_no_gradient():
+def test_padding_has_no_effect_and_no_gradient():
     head = SequenceHead(1, "mean", use_bias=False)
     x, other = tf.constant(X, "float32"), tf.constant(np.where(MASK[..., None], X, 9.0), "float32")
     np.testing.assert_array_equal(head(x, tf.constant(MASK)), head(other, tf.constant(MASK)))
@@ -47,7 +47,7 @@ def test_what_is_padded_has_no_part_and_no_gradient():
     assert not tape.gradient(total, x).numpy()[~MASK].any()
 
 
-def test_without_a_mask_all_positions_count():
+def test_without_a_mask_all_positions_are_pooled():
     x = tf.constant(X, "float32")
     for pooling in ("first", "mean", "last"):
         head = SequenceHead(2, pooling)
@@ -62,7 +62,7 @@ def test_token_heads_match_the_reference():
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "last"])
-def test_vectors_have_length_one(pooling):
+def test_pooled_vectors_have_length_1(pooling):
     found = PoolingHead(pooling)(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
     wanted = expected_pooling(pooling)[:2]
     wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
@@ -70,14 +70,14 @@ def test_vectors_have_length_one(pooling):
     assert not found[2].any()  # The row without tokens.
 
 
-def test_configs_make_them_again():
+def test_head_config_round_trip():
     sequence = SequenceHead(3, "last", hidden_act="tanh", dropout_rate=0.1)
     for head in (sequence, TokenHead(3, norm="layer_norm")):
         again = type(head).from_config(head.get_config())
         assert again.get_config() == head.get_config()
 
 
-def test_a_network_without_padding_takes_any_head():
+def test_network_without_padding_accepts_all_heads():
     for head, shape in (
         (SequenceHead(3, "last"), (2, 3)),
         (TokenHead(3), (2, 5, 3)),
@@ -87,14 +87,14 @@ def test_a_network_without_padding_takes_any_head():
         assert network(np.ones((2, 5), "int32")).shape == shape
 
 
-def test_padding_that_is_the_end_token_is_left_out_of_pooling():
+def test_padding_with_the_end_token_is_excluded_from_pooling():
     network = with_task_head(CausalLM(20, pad_id=None, **SIZES), SequenceHead(3, "last", pad_id=3))
     ids = np.array([[5, 6, 7, 3, 3]])
     for inputs in (ids, {"tokens": ids, "attention_mask": np.array([[1, 1, 1, 1, 0]])}):
         np.testing.assert_allclose(network(inputs), network(ids[:, :3]), atol=LAYERS["float32"])
 
 
-def test_files_of_keras_have_the_head_of_a_task(tmp_path):
+def test_keras_files_store_task_heads(tmp_path):
     """Including labels and adapters."""
     network = MaskedLM(20, **SIZES, next_sentence=True)
     network.build()
@@ -110,13 +110,13 @@ def test_files_of_keras_have_the_head_of_a_task(tmp_path):
     assert again.head.label_names == head.label_names and again.sentence_head is None
 
 
-def test_labels_are_no_next_tokens():
+def test_generate_rejects_classification_heads():
     network = with_task_head(CausalLM(20, **SIZES), TokenHead(3))
     with pytest.raises(ValueError, match="a TokenHead gives labels: generate needs tokens"):
         network.generate([[5, 6]], 3)
 
 
-def test_what_is_wrong_is_told():
+def test_invalid_head_options_raise():
     with pytest.raises(ValueError, match="first, mean, last"):
         SequenceHead(3, "cls")
     with pytest.raises(ValueError, match="num_labels"):

@@ -78,7 +78,7 @@ def same(outputs, expected):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_all_layers_are_here():
+def test_all_public_layers_are_tested():
     public = {
         name
         for name in layers.__all__
@@ -91,7 +91,7 @@ def test_all_layers_are_here():
 
 @pytest.mark.filterwarnings(DESTROY)
 @pytest.mark.parametrize("name", LAYERS)
-def test_models_give_what_the_layer_gives(name):
+def test_keras_models_match_the_layer(name):
     arguments, inputs = LAYERS[name]
     layer = getattr(layers, name.split(",")[0])(**arguments)
     inputs = [tf.constant(x) for x in inputs]
@@ -119,7 +119,7 @@ def test_models_give_what_the_layer_gives(name):
 
 
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "TransformerEncoder", "TransformerDecoder"])
-def test_a_mask_by_its_name_is_used(name):
+def test_mask_keyword_is_used(name):
     arguments, inputs = LAYERS[name]
     layer = getattr(layers, name)(**arguments)
     inputs = [inputs[0], *(None if x is BOTH else x for x in inputs[1:])]
@@ -128,7 +128,7 @@ def test_a_mask_by_its_name_is_used(name):
     assert np.abs(masked - layer(*inputs)).max() > 1e-3
 
 
-def test_a_functional_model_with_a_head_of_ours_is_trained():
+def test_functional_model_with_task_head_trains():
     ids = keras.Input((4,), dtype="int32")
     x = keras.layers.Embedding(6, 8, mask_zero=True)(ids)
     network = keras.Model(ids, layers.VocabHead(6)(x))

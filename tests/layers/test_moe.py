@@ -52,7 +52,7 @@ def numbers(*shape):
 
 @each_config
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["no padding", "padding"])
-def test_outputs_and_costs_are_those_of_the_reference(name, mask):
+def test_outputs_and_losses_match_the_reference(name, mask):
     layer, weights = layer_of(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
     given = None if mask is None else tf.constant(mask)
@@ -64,7 +64,7 @@ def test_outputs_and_costs_are_those_of_the_reference(name, mask):
     np.testing.assert_allclose(sum(layer.losses), cost, rtol=1e-5)
 
 
-def test_a_compiled_layer_gives_the_same():
+def test_compiled_layer_matches_eager():
     layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     compiled = tf.function(
@@ -75,7 +75,7 @@ def test_a_compiled_layer_gives_the_same():
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
+def test_single_expert_equals_feed_forward(gated, use_bias):
     form = {"dropout_rate": 0.0, "gated": gated, "use_bias": use_bias}
     plain = FeedForward(HIDDEN, INNER, **form)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
@@ -95,7 +95,7 @@ def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
 
 
 @pytest.mark.parametrize("name", ["one of four", "groups of tokens", "sigmoid"])
-def test_the_gradient_of_what_is_added_is_the_numeric_one(name):
+def test_auxiliary_loss_gradient_matches_numeric(name):
     layer, weights = layer_of(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
     with tf.GradientTape() as tape:
@@ -115,7 +115,7 @@ def test_the_gradient_of_what_is_added_is_the_numeric_one(name):
 
 
 @each_config
-def test_gradients_are_the_numeric_ones_of_the_reference(name):
+def test_gradients_match_numeric_gradients_of_the_reference(name):
     layer, weights = layer_of(**CONFIGS[name])
     given = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
     factor = given["inputs"][::-1]
@@ -136,7 +136,7 @@ def test_gradients_are_the_numeric_ones_of_the_reference(name):
         np.testing.assert_allclose((gradient * direction).numpy().sum(), numeric, rtol=1e-3)
 
 
-def test_busy_experts_lose_their_bias():
+def test_bias_of_overloaded_experts_decreases():
     layer, _ = layer_of(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
     layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # All tokens choose the first expert.
     with tf.GradientTape() as tape:
@@ -147,13 +147,13 @@ def test_busy_experts_lose_their_bias():
     np.testing.assert_allclose(gradient, [0.75, -0.25, -0.25, -0.25], rtol=1e-6)
 
 
-def test_tokens_without_sequences_are_one():
+def test_flat_tokens_are_one_sequence():
     layer, _ = layer_of(expert_group_size=4, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH * LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer(x), layer(x[None])[0])
 
 
-def test_shared_experts_take_every_token():
+def test_shared_experts_process_every_token():
     layer, _ = layer_of(shared_experts=2)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     assert layer.shared_experts.mapping_kernel.shape == (HIDDEN, 2 * INNER)
@@ -163,7 +163,7 @@ def test_shared_experts_take_every_token():
     np.testing.assert_allclose(total, layer(x) + shared(x), rtol=1e-4, atol=1e-5)
 
 
-def test_jitter_is_in_training_only():
+def test_router_jitter_applies_only_in_training():
     layer, _ = layer_of(router_jitter=0.5)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer.router(x).logits, layer.router(x).logits)
@@ -171,7 +171,7 @@ def test_jitter_is_in_training_only():
     assert np.abs(jittered - layer.router(x).logits).max() > 0.1
 
 
-def test_recompute_changes_nothing():
+def test_recompute_does_not_change_results():
     layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
 
@@ -188,7 +188,7 @@ def test_recompute_changes_nothing():
         np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_blocks_that_are_named_have_experts():
+def test_use_experts_selects_blocks():
     def last_one(network, layer_id, layers, **_):
         network.use_experts(layer_id == layers - 1)
 
@@ -206,7 +206,7 @@ def test_the_blocks_that_are_named_have_experts():
         block.use_experts()
 
 
-def test_a_config_makes_the_layer_again():
+def test_moe_config_round_trip():
     stack = TransformerEncoder(2, 8, 2, 16, moe_config=MoEConfig(expert_num=2), moe_every=2)
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
     first, second = again.blocks
@@ -223,7 +223,7 @@ def test_a_config_makes_the_layer_again():
         ({"routing_groups": 4, "num_experts_chosen": 2}, "num_experts_chosen=2 is more than there"),
     ],
 )
-def test_fields_that_do_not_work_together_are_refused(fields, words):
+def test_conflicting_fields_raise(fields, words):
     with pytest.raises(ValueError, match=words):
         layer_of(**fields)
 
@@ -235,6 +235,6 @@ def test_fields_that_do_not_work_together_are_refused(fields, words):
         ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
     ],
 )
-def test_what_a_layout_cannot_do_is_refused(layout, fields, words):
+def test_unsupported_layouts_raise(layout, fields, words):
     with parallel_config(**layout), pytest.raises(ValueError, match=words):
         layer_of(**fields)

@@ -13,7 +13,7 @@ from dtransformer.models import TranslationTransformer
 
 
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(3, 2), (1, 1), (0, 4)])
-def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
+def test_lambda_func_is_called_once_per_block(encoder_layers, decoder_layers):
     calls = []
     Transformer(
         encoder_layers, decoder_layers, 12, 3, 7, lambda_func=lambda **call: calls.append(call)
@@ -52,7 +52,7 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
         (7, 5, [2, 1, 1, 1, 2]),
     ],
 )
-def test_chunks_of_a_single_stage_are_compiled_soon(layers, chunks, sizes):
+def test_chunks_of_a_single_stage_minimize_compile_time(layers, chunks, sizes):
     fields = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks}
     with parallel_config(**fields):
         network = TransformerEncoder(layers, 12, 3, 7)
@@ -109,7 +109,7 @@ def test_blocks_are_spread_evenly_by_default(
         lambda: TranslationTransformer(11, encoder_layers=2, decoder_layers=1),
     ],
 )
-def test_more_stages_than_layers(make):
+def test_more_stages_than_blocks_raises(make):
     with parallel_config(pipeline_stage=4):
         with pytest.raises(ValueError, match="pipeline_stage=4.*has 3"):
             make()
@@ -127,7 +127,7 @@ def test_more_stages_than_layers(make):
         ([-1, 0, 1, 1], ["block_0", "stage -1", "0 to 1"]),
     ],
 )
-def test_wrong_stages_are_refused(stages, words):
+def test_invalid_stages_raise(stages, words):
     def place(network, layer_id, offset, parallel_config, layers):
         network.pipeline_stage = stages[layer_id + offset]
 

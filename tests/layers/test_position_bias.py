@@ -13,14 +13,14 @@ def whole(bias, s, t, first_query=0, first_key=0):
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
-def test_alibi(num_heads, slopes):
+def test_alibi_slopes(num_heads, slopes):
     bias = whole(alibi(num_heads), 3, 5)
     for head, slope in enumerate(slopes):
         expected = [[-abs(i - j) / slope for j in range(5)] for i in range(3)]
         np.testing.assert_allclose(bias[head], expected, rtol=1e-6)
 
 
-def test_ranges_of_distances():
+def test_distance_ranges_match_t5():
     """T5's ranges: eight with one distance each, then eight logarithmic ones up to 128."""
     ranges = distance_ranges(16, 128)
     assert ranges[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
@@ -31,7 +31,7 @@ def test_ranges_of_distances():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("first_query, s, first_key, t", [(0, 6, 0, 6), (4, 3, 2, 9), (7, 1, 0, 8)])
-def test_relative(causal, first_query, s, first_key, t):
+def test_relative_bias_matches_table_look_up(causal, first_query, s, first_key, t):
     table = np.random.default_rng(0).normal(size=(8, 2))
     bias = whole(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
     ranges = distance_ranges(8 if causal else 4, 5)
@@ -45,7 +45,7 @@ def test_relative(causal, first_query, s, first_key, t):
             np.testing.assert_allclose(bias[:, i, j], table[number])
 
 
-def test_the_gradient_has_known_shapes():
+def test_gradient_has_static_shapes():
     """DTensor needs static shapes on a mesh, also in shared block functions without constants."""
 
     @tf.function(autograph=False)
@@ -66,7 +66,7 @@ def test_the_gradient_has_known_shapes():
 
 
 @pytest.mark.parametrize("max_distance", [0, 3])
-def test_wrong_ranges(max_distance):
+def test_invalid_max_distance_raises(max_distance):
     with pytest.raises(ValueError, match="relative_max_distance"):
         distance_ranges(8, max_distance)
 
@@ -82,7 +82,7 @@ def test_wrong_ranges(max_distance):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_one_position_after_the_other(options):
+def test_cached_decoding_with_positions_matches_full_sequence(options):
     """One position per call with a cache, after a prefix of two positions."""
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")

@@ -43,7 +43,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(weight, wanted)
 
 
-def test_results_are_the_same_to_the_last_bit(recomputed, kept):
+def test_full_recompute_is_bitwise_equal(recomputed, kept):
     assert_same(recomputed, kept)
 
 
@@ -56,16 +56,16 @@ def test_results_are_the_same_to_the_last_bit(recomputed, kept):
     ],
     ids=["without_sums", "attention", "feed_forward_and_norm"],
 )
-def test_results_of_parts_are_the_same_to_the_last_bit(recompute, kept):
+def test_selective_recompute_is_bitwise_equal(recompute, kept):
     assert_same(train(recompute), kept)
 
 
 @pytest.mark.long
-def test_in_16_bits():
+def test_recompute_in_16_bits_is_bitwise_equal():
     assert_same(train(True, dtype="mixed_float16"), train(dtype="mixed_float16"))
 
 
-def test_blocks_are_chosen_one_by_one(kept):
+def test_recompute_of_single_blocks(kept):
     def every_second(network, layer_id, **others):
         spread_evenly(network, layer_id, **others)
         network.recompute(layer_id % 2 == 1)
@@ -81,7 +81,7 @@ def test_blocks_are_chosen_one_by_one(kept):
     }
 
 
-def test_predictions_and_evaluation_do_not_change(kept, recomputed):
+def test_predict_and_evaluate_are_unchanged(kept, recomputed):
     inputs, labels = sentences()
     expected, found = kept[2], recomputed[2]
     outputs, sums = (
@@ -94,7 +94,7 @@ def test_predictions_and_evaluation_do_not_change(kept, recomputed):
 
 
 @pytest.mark.long
-def test_in_micro_batches():
+def test_recompute_with_micro_batches_is_bitwise_equal():
     with parallel_config(micro_batch_num=2):
         expected, found = train(), train(True)
     assert found[0] == expected[0]
@@ -116,7 +116,7 @@ def peak_of_a_step(recompute):
 
 
 @pytest.mark.long
-def test_a_step_takes_a_fraction_of_the_memory():
+def test_recompute_reduces_peak_memory():
     kept = peak_of_a_step(False)
     assert peak_of_a_step(True) < 0.3 * kept  # An eighth, plus the block being recomputed.
     attention = TransformerRecomputeConfig(select=("attention",))

@@ -83,7 +83,7 @@ def test_masked_softmax(rng):
     check(partial(reference.masked_softmax, allowed=allowed), [rng.normal(size=(2, 3, 5))])
 
 
-def test_masked_softmax_of_great_scores_and_empty_rows():
+def test_masked_softmax_of_large_scores_and_empty_rows():
     scores = np.array([[1e6, 1e6, -1e6], [1e308, -1e308, 0.0], [1.0, 2.0, 3.0]])
     allowed = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0]]) != 0
     probabilities, _ = reference.masked_softmax(scores, allowed)
@@ -114,7 +114,7 @@ def test_cross_entropy(rng, options):
     check(loss, [rng.normal(size=(2, 3, 6))])
 
 
-def test_cross_entropy_of_equal_logits_is_the_log_of_the_classes():
+def test_cross_entropy_of_equal_logits_is_log_num_classes():
     logits, labels = np.zeros((3, 8)), np.array([0, 2, 4])
     for smoothing in (0.0, 0.3):
         loss, _ = reference.cross_entropy(logits, labels, None, smoothing, None, 5)

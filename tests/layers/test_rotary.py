@@ -18,7 +18,7 @@ LLAMA_3 = {
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_features_are_turned_as_complex_numbers(fraction):
+def test_rotation_equals_complex_multiplication(fraction):
     frequencies = rotary_frequencies(16, 100.0, fraction)
     x = np.random.default_rng(0).normal(size=(2, 3, 5, 16))
     positions = np.array([0, 1, 7, 30, 31])
@@ -31,7 +31,7 @@ def test_features_are_turned_as_complex_numbers(fraction):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-def test_products_depend_on_the_distance_alone():
+def test_products_depend_only_on_distance():
     frequencies = rotary_frequencies(8)
     q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 8)).astype("float32")
     products = [
@@ -42,7 +42,7 @@ def test_products_depend_on_the_distance_alone():
     np.testing.assert_allclose(*products, rtol=0, atol=1e-4)
 
 
-def test_scaled_frequencies():
+def test_linear_and_llama3_scaling():
     plain = rotary_frequencies(32, 500.0)
     linear = rotary_frequencies(32, 500.0, scaling={"type": "linear", "factor": 4.0})
     np.testing.assert_allclose(linear, plain / 4)
@@ -56,7 +56,7 @@ def test_scaled_frequencies():
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
-def test_ntk_scaling_is_that_of_transformers_at_a_length():
+def test_ntk_scaling_matches_transformers():
     """Matches the dynamic scaling of transformers.
 
     At length L it equals a factor of f·L / M − (f − 1), where M is the original length.
@@ -100,7 +100,7 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
         ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "requires the fields factor"),
     ],
 )
-def test_wrong_arguments(arguments, told):
+def test_invalid_rotary_options_raise(arguments, told):
     with pytest.raises(ValueError, match=told):
         rotary_frequencies(**arguments)
 
@@ -114,7 +114,7 @@ def test_wrong_arguments(arguments, told):
         {"truncate": False},
     ],
 )
-def test_yarn_is_that_of_transformers(own):
+def test_yarn_matches_transformers(own):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -140,7 +140,7 @@ YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
         {"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
     ],
 )
-def test_positions_that_count_are_those_in_the_own_text(options):
+def test_absolute_positions_restart_in_each_sequence(options):
     """In packed sequences, in left-padded sequences, and for the next token."""
     layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
     layer.build((1, 9, 16))

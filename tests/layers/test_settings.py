@@ -22,11 +22,11 @@ def again(layer):
     return type(layer).from_config(layer.get_config())
 
 
-def test_nothing_is_kept_of_a_layer_on_which_nothing_was_set():
+def test_default_settings_are_not_stored():
     assert "settings" not in TransformerEncoder(2, **SIZES).get_config()
 
 
-def test_rules_of_a_layer_s_own():
+def test_sharding_rules_survive_config_round_trip():
     assert again(FeedForward(8, 16).shard(mlp=None))._own_rules == {"mlp": None}
     encoder = TransformerEncoder(2, **SIZES)
     encoder.blocks[1].attention.shard(heads=None)
@@ -36,7 +36,7 @@ def test_rules_of_a_layer_s_own():
 
 
 @pytest.mark.parametrize("select", [(), ("attention", "norm")])
-def test_what_is_recomputed(select):
+def test_recompute_survives_config_round_trip(select):
     config = TransformerRecomputeConfig(recompute=not select, select=select)
     model = CausalLM(10, hidden_size=8, num_heads=2, num_layers=2)
     model.blocks.blocks[1].recompute(config)
@@ -52,13 +52,13 @@ def test_what_is_recomputed(select):
         lambda: CausalLM(10, hidden_size=8, num_heads=2, num_layers=2, lambda_func=all_on_one),
     ],
 )
-def test_who_places_blocks(make):
+def test_lambda_func_survives_config_round_trip(make):
     found = again(make())
     blocks = getattr(found, "blocks", found)
     assert [block.comm_fusion for block in getattr(blocks, "blocks", blocks)] == [7, 7]
 
 
-def test_all_of_it_in_a_file(tmp_path):
+def test_settings_survive_keras_file(tmp_path):
     inputs = keras.Input((3, 8))
     encoder = TransformerEncoder(2, **SIZES, lambda_func=all_on_one, hidden_act=keras.layers.ReLU)
     encoder.blocks[0].recompute(True)
@@ -73,7 +73,7 @@ def test_all_of_it_in_a_file(tmp_path):
     np.testing.assert_array_equal(loaded(x), model(x))
 
 
-def test_a_function_that_is_not_registered_is_an_error_where_it_is_loaded(tmp_path):
+def test_unregistered_lambda_func_raises_on_load(tmp_path):
     inputs = keras.Input((3, 8))
     place = lambda network, **_: None
     model = keras.Model(inputs, TransformerEncoder(2, **SIZES, lambda_func=place)(inputs))
@@ -82,7 +82,7 @@ def test_a_function_that_is_not_registered_is_an_error_where_it_is_loaded(tmp_pa
         keras.saving.load_model(tmp_path / "model.keras")
 
 
-def test_an_activation_may_be_a_layer_s_class():
+def test_activation_may_be_a_layer_class():
     x = tf.random.normal((2, 3, 8))
     layer = TransformerEncoderLayer(**SIZES, hidden_act=keras.layers.LeakyReLU)
     copy, expected = again(layer), layer(x)

@@ -40,7 +40,7 @@ def by_path(model):
 
 
 @each_variant
-def test_the_same_seed_gives_the_same_weights(variant):
+def test_same_seed_gives_same_weights(variant):
     first = by_path(small_model(variant))
     keras.utils.set_random_seed(99)  # The generators of Keras and TensorFlow have no effect.
     small_model("untied", hidden_size=24)  # Earlier models have no effect.
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_weights(variant):
         np.testing.assert_array_equal(second[path], value, path)
 
 
-def test_another_seed_gives_other_weights():
+def test_different_seed_gives_different_weights():
     first = by_path(small_model())
     dtransformer.set_seed(1)
     second = by_path(small_model())
@@ -59,19 +59,19 @@ def test_another_seed_gives_other_weights():
         assert is_random != np.array_equal(second[path], value), path
 
 
-def test_no_two_weights_are_equal():
+def test_all_weights_differ():
     model = small_model(encoder_layers=2, decoder_layers=2)
     starts = [v.numpy().ravel()[:6].tobytes() for v in model.variables if v.numpy().std() > 0]
     assert len(starts) > 25 and len(set(starts)) == len(starts)
 
 
-def test_a_weight_does_not_depend_on_the_layers_around_it():
+def test_weight_does_not_depend_on_other_layers():
     small, large = by_path(small_model()), by_path(small_model(encoder_layers=3, head_bias=True))
     for path, value in small.items():
         np.testing.assert_array_equal(large[path], value, path)
 
 
-def test_a_seed_of_the_users_own_is_kept():
+def test_explicit_initializer_seed_is_kept():
     initializer = keras.initializers.RandomNormal(seed=5)
     tables = []
     for seed in (0, 1):
@@ -80,7 +80,7 @@ def test_a_seed_of_the_users_own_is_kept():
     np.testing.assert_array_equal(tables[0], tables[1])
 
 
-def test_kernels_have_glorots_spread():
+def test_kernels_have_glorot_variance():
     """Attention kernels are matrices of size h × h, not convolutions with n × d outputs."""
     layer = MultiHeadAttention(128, 8)
     layer.build((None, None, 128))
@@ -96,7 +96,7 @@ def test_kernels_have_glorots_spread():
 
 @each_variant
 @pytest.mark.parametrize("model_parallel", [3, 4])
-def test_padding_the_vocabulary_changes_no_true_weight(variant, model_parallel):
+def test_vocabulary_padding_does_not_change_weights(variant, model_parallel):
     sizes = {"hidden_size": 12, "num_heads": 12}
     true = by_path(small_model(variant, **sizes))
     with parallel_config(model_parallel=model_parallel):
@@ -111,7 +111,7 @@ def test_padding_the_vocabulary_changes_no_true_weight(variant, model_parallel):
 
 @each_variant
 @pytest.mark.parametrize("saved, loaded", [(3, 1), (1, 3), (3, 2), (4, 3)])
-def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
+def test_weight_files_fit_all_layouts(variant, saved, loaded, tmp_path):
     sizes = {"hidden_size": 12, "num_heads": 12}
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=saved):
@@ -132,7 +132,7 @@ def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
 
 @pytest.mark.parametrize("variant", ["untied", "tied"])
 @pytest.mark.parametrize("model_parallel", [1, 3])
-def test_a_file_of_another_vocabulary_is_refused(variant, model_parallel, tmp_path):
+def test_file_with_another_vocab_size_raises(variant, model_parallel, tmp_path):
     """Also if both are padded to the same size."""
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=model_parallel):
