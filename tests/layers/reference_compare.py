@@ -60,11 +60,11 @@ def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=
 
     expected, backward = reference(*inputs) if weights is None else reference(*inputs, weights)
     input_gradients, weight_gradients = backward(factor)
-    wanted = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    wanted.update(weights_of.leaves(weight_gradients))
+    expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
+    expected_gradients.update(weights_of.leaves(weight_gradients))
     assert output.dtype == tf.as_dtype(keras.DTypePolicy(policy).compute_dtype)
     assert_all_close({"output": output}, {"output": expected}, tolerance[policy])
-    assert_all_close(gradients, wanted, tolerance[policy])
+    assert_all_close(gradients, expected_gradients, tolerance[policy])
     return layer
 
 
@@ -82,7 +82,7 @@ def assign(layer, weights):
         part.assign(value)
         variables[path] = part
     known = {id(variable) for variable in variables.values()}
-    others = [v.path for v in layer.trainable_variables if id(v) not in known]
-    assert not others, f"weights that the contract does not name: {others}"
+    unexpected = [v.path for v in layer.trainable_variables if id(v) not in known]
+    assert not unexpected, f"weights that the contract does not name: {unexpected}"
     assert len(layer.trainable_variables) == len(variables)
     return variables

@@ -51,7 +51,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
     output, costs, dropped = np.zeros_like(x), [], set()
     groups, size = groups_of(config, batch, length)
     share = config.num_experts_chosen * config.capacity_factor / config.expert_num
-    most = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
+    max_tokens = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
     for group in groups:
         tokens = [p for p in group if mask is None or mask[p]]
         load, taken = np.zeros(config.expert_num), np.zeros(config.expert_num)
@@ -63,7 +63,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
             square += np.log(np.exp(logits).sum()) ** 2
             for expert, gate in zip(chosen, gates):
                 load[expert] += 1
-                if taken[expert] >= most:
+                if taken[expert] >= max_tokens:
                     dropped.add((*position, expert))
                     continue
                 taken[expert] += 1

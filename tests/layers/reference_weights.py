@@ -94,7 +94,7 @@ def leaves(tree, path=""):
     if isinstance(tree, np.ndarray):
         return [(path, tree)]
     items = enumerate(tree) if isinstance(tree, list) else tree.items()
-    found = []
+    pairs = []
     for key, value in items:
-        found += leaves(value, f"{path}.{key}" if path else str(key))
-    return found
+        pairs += leaves(value, f"{path}.{key}" if path else str(key))
+    return pairs

@@ -26,15 +26,15 @@ def result_and_gradient(function, x):
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 4e-3)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_gradients_match_keras(name, dtype, tolerance, traced):
-    own, of_keras = PAIRS[name]
-    assert get_activation(name) is own
+    function, keras_function = PAIRS[name]
+    assert get_activation(name) is function
     x = np.concatenate([np.linspace(-12, 12, 97), [0.0, -0.0, 1e-4, -50.0, 50.0]])
-    run = tf.function(own) if traced else own
-    found = result_and_gradient(run, tf.constant(x, dtype))
-    expected = result_and_gradient(of_keras, tf.constant(x, "float64"))
-    for own, reference in zip(found, expected):
-        assert own.dtype == dtype
-        np.testing.assert_allclose(own, reference, rtol=tolerance, atol=tolerance)
+    run = tf.function(function) if traced else function
+    results = result_and_gradient(run, tf.constant(x, dtype))
+    expected = result_and_gradient(keras_function, tf.constant(x, "float64"))
+    for function, reference in zip(results, expected):
+        assert function.dtype == dtype
+        np.testing.assert_allclose(function, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -65,11 +65,11 @@ def gpt_oss_gate(gate, x):
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("bfloat16", 3e-2)])
 def test_clamped_swiglu_matches_gpt_oss(dtype, tolerance):
     values = np.random.default_rng(0).normal(size=(2, 60)) * 6
-    own = functools.partial(gated_product, get_activation("clamped_swiglu"))
-    found = product_and_gradients(own, *tf.cast(values, dtype))
+    function = functools.partial(gated_product, get_activation("clamped_swiglu"))
+    results = product_and_gradients(function, *tf.cast(values, dtype))
     expected = product_and_gradients(gpt_oss_gate, *tf.constant(values))
     assert (values[0] > 7).any() and (np.abs(values[1]) > 7).any()
-    for x, reference in zip(found, expected):
+    for x, reference in zip(results, expected):
         scale = np.abs(reference).max()
         np.testing.assert_allclose(
             tf.cast(x, "float64"), reference, rtol=tolerance, atol=tolerance * scale
@@ -95,25 +95,25 @@ OTHERS = {"relu": [keras.activations.relu] * 2, "own": [Doubled()] * 2}
 )
 @pytest.mark.parametrize("name", [*PAIRS, *OTHERS])
 def test_gated_product_gradients_match_autodiff(name, way, dtype, tolerance):
-    own, of_keras = {**PAIRS, **OTHERS}[name]
+    function, keras_function = {**PAIRS, **OTHERS}[name]
     values = np.random.default_rng(0).normal(size=(2, 60)) * 3
-    run = lambda *args: product_and_gradients(functools.partial(gated_product, own), *args)
+    run = lambda *args: product_and_gradients(functools.partial(gated_product, function), *args)
     run = run if way == "eager" else tf.function(run, jit_compile=way == "xla")
-    found = run(*tf.cast(values, dtype))
-    expected = product_and_gradients(lambda gate, x: of_keras(gate) * x, *tf.constant(values))
-    for own, reference in zip(found, expected):
-        assert own.dtype == dtype
-        own = tf.cast(own, "float64")
-        np.testing.assert_allclose(own, reference, rtol=tolerance, atol=4 * tolerance)
+    results = run(*tf.cast(values, dtype))
+    expected = product_and_gradients(lambda gate, x: keras_function(gate) * x, *tf.constant(values))
+    for function, reference in zip(results, expected):
+        assert function.dtype == dtype
+        function = tf.cast(function, "float64")
+        np.testing.assert_allclose(function, reference, rtol=tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_gated_product_is_bitwise_equal_to_activation_times_x(name, dtype):
     """Runs eagerly, since graph optimizers reorder products with constants."""
-    own = PAIRS[name][0]
+    activation = PAIRS[name][0]
     gate, x = tf.cast(np.random.default_rng(0).normal(size=(2, 500)) * 3, dtype)
-    np.testing.assert_array_equal(gated_product(own, gate, x), own(gate) * x)
+    np.testing.assert_array_equal(gated_product(activation, gate, x), activation(gate) * x)
 
 
 def product_and_gradients(function, gate, x):
@@ -141,5 +141,5 @@ def test_gated_product_stores_only_its_arguments(name):
 
     graph = run.get_concrete_function(*[tf.TensorSpec([4, None])] * 2).graph
     (_, backward) = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
-    kept = {x.ref() for x in backward.inputs if x.shape.as_list() == [4, None]}
-    assert len(kept) == 3
+    stored = {x.ref() for x in backward.inputs if x.shape.as_list() == [4, None]}
+    assert len(stored) == 3

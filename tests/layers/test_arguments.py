@@ -157,7 +157,7 @@ def test_invalid_encoder_layers_raise(encoder_layers):
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    "make, message",
     [
         (lambda: layers.Linear(4, parallel="rows"), "'column', 'row' or None, got 'rows'"),
         (
@@ -168,8 +168,8 @@ def test_invalid_encoder_layers_raise(encoder_layers):
         (lambda: model_with(target_vocab_size=9, shared_embeddings=True), "11.*9"),
     ],
 )
-def test_unknown_option_values_raise(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_unknown_option_values_raise(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -179,7 +179,7 @@ MODEL = {"num_layers": 1, **SIZES}
 
 
 @pytest.mark.parametrize(
-    "make, error, words",
+    "make, error, message",
     [
         (
             lambda: TransformerEncoder(num_layers=True, **BLOCK),
@@ -211,8 +211,8 @@ MODEL = {"num_layers": 1, **SIZES}
         (lambda: Linear(4, use_bias="no"), TypeError, "`use_bias` must be a bool"),
     ],
 )
-def test_arguments_are_checked_by_type_hint_and_range(make, error, words):
-    with pytest.raises(error, match=words):
+def test_arguments_are_checked_by_type_hint_and_range(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 

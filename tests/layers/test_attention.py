@@ -98,9 +98,9 @@ def test_masked_positions_have_probability_exactly_0(policy):
     mask = np.array([[1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]])
     hidden = (mask == 0)[:, :, None]
     outputs = []
-    for other in (0.0, 300.0, -300.0):
-        key = tf.constant(np.where(hidden, other, k), tf.float32)
-        value = tf.constant(np.where(hidden, other, v), tf.float32)
+    for fill in (0.0, 300.0, -300.0):
+        key = tf.constant(np.where(hidden, fill, k), tf.float32)
+        value = tf.constant(np.where(hidden, fill, v), tf.float32)
         with tf.GradientTape() as tape:
             tape.watch([key, value])
             output = layer(q, key, value, mask)
@@ -125,9 +125,9 @@ def test_queries_without_visible_keys_return_the_output_bias(policy):
         output = layer(*tensors, mask)
     bias = np.broadcast_to(layer.output_bias.numpy(), (empty.sum(), 12))
     np.testing.assert_array_equal(output.numpy()[empty].astype(np.float32), bias)
-    query_gradient, *others = tape.gradient(output, tensors)
+    query_gradient, *other_gradients = tape.gradient(output, tensors)
     np.testing.assert_array_equal(query_gradient.numpy()[empty], 0.0)
-    assert all(np.isfinite(gradient.numpy()).all() for gradient in others)
+    assert all(np.isfinite(gradient.numpy()).all() for gradient in other_gradients)
 
 
 @each_policy

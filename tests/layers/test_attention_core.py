@@ -45,12 +45,12 @@ def test_context_and_gradients_match_reference(num_kv_heads, mask, parts):
         total = tf.reduce_sum(context * upstream)
     expected = reference(q, k, v, mask)
     np.testing.assert_allclose(context, expected, rtol=0, atol=1e-12)
-    for number, gradient in enumerate(tape.gradient(total, inputs)):
-        own = [q, k, v]
-        direction = rng.normal(size=own[number].shape)
+    for index, gradient in enumerate(tape.gradient(total, inputs)):
+        arrays = [q, k, v]
+        direction = rng.normal(size=arrays[index].shape)
         ends = []
         for step in (1e-6, -1e-6):
-            moved = [x + step * direction if i == number else x for i, x in enumerate(own)]
+            moved = [x + step * direction if i == index else x for i, x in enumerate(arrays)]
             ends.append((reference(*moved, mask) * upstream).sum())
         slope = (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose((gradient * direction).numpy().sum(), slope, rtol=0, atol=1e-7)

@@ -13,8 +13,8 @@ NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
 
 def test_block_pattern_repeats():
     arguments = {"window": 7, "block_pattern": [{"window": 3}, {}, {"window": None}]}
-    found = [arguments_of_block(arguments, i)["window"] for i in range(7)]
-    assert found == [3, 7, None, 3, 7, None, 3]
+    windows = [arguments_of_block(arguments, i)["window"] for i in range(7)]
+    assert windows == [3, 7, None, 3, 7, None, 3]
     assert arguments_of_block({"window": 7}, 2)["window"] == 7
 
 
@@ -46,19 +46,19 @@ def test_stack_with_pattern_equals_separate_blocks():
     x = tf.random.stateless_normal((2, 6, 8), (1, 2))
     y, expected = stack(x), x
     for i in range(3):
-        own = {"rotary_base": 9.0, **pattern[i % 2]}
-        alone = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **own)
+        options = {"rotary_base": 9.0, **pattern[i % 2]}
+        alone = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **options)
         alone.build((None, None, 8))
         for weight, value in zip(alone.blocks[0].weights, stack.blocks[i].weights, strict=True):
             weight.assign(value)
         expected = alone.blocks[0](expected)
     np.testing.assert_allclose(y, stack.final_norm(expected), rtol=1e-5, atol=1e-6)
-    again = TransformerEncoder.from_config(stack.get_config())
-    assert [block.arguments for block in again.blocks] == [b.arguments for b in stack.blocks]
+    restored = TransformerEncoder.from_config(stack.get_config())
+    assert [block.arguments for block in restored.blocks] == [b.arguments for b in stack.blocks]
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         ({"block_pattern": []}, "block_pattern is empty"),
         ({"block_pattern": [{"hidden_size": 3}]}, "block_pattern has 'hidden_size', expected some"),
@@ -70,8 +70,8 @@ def test_stack_with_pattern_equals_separate_blocks():
         ({"norm_placement": "pre", "post_layernorm_residual": True}, "differ: give one"),
     ],
 )
-def test_invalid_block_options_raise(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_block_options_raise(options, message):
+    with pytest.raises(ValueError, match=message):
         TransformerEncoder(2, **BLOCK, **options)
 
 
@@ -95,9 +95,10 @@ def test_norm_placements_match_their_formulas(placement):
     y = stack(x)
     attend = lambda x: block.attention(x, x, x)
     if block.placement.is_parallel:
-        one, norm = block.attention_norm, getattr(block, "feed_forward_norm", block.attention_norm)
-        assert (norm is one) == (placement == "parallel_one_norm")
-        x += 0.5 * (attend(one(x)) + block.feed_forward(norm(x)))
+        attention_norm = block.attention_norm
+        norm = getattr(block, "feed_forward_norm", attention_norm)
+        assert (norm is attention_norm) == (placement == "parallel_one_norm")
+        x += 0.5 * (attend(attention_norm(x)) + block.feed_forward(norm(x)))
         np.testing.assert_allclose(y, stack.final_norm(x), rtol=1e-5, atol=1e-6)
         return
     for name, apply in {"attention": attend, "feed_forward": block.feed_forward}.items():

@@ -186,10 +186,10 @@ def test_without_decoder_returns_encoder_output():
     x, mask = weights_of.numbers(rng, 2, 7, 12), weights_of.padding_mask(rng, 2, 7)
     x = tf.constant(x, "float32")
     layer = Transformer(2, 0, 12, 3, 10, **NO_DROPOUT)
-    found, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
+    output, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
     encoder.build(x.shape)
     encoder.set_weights(layer.get_weights())
-    np.testing.assert_array_equal(found, encoder(x, mask))
+    np.testing.assert_array_equal(output, encoder(x, mask))
     with pytest.raises(ValueError, match="`decoder_inputs` is missing"):
         Transformer(1, 1, 12, 3, 10)(x)
 
@@ -206,7 +206,7 @@ def test_output_has_the_shape_of_decoder_inputs():
 def test_works_without_masks(mask):
     """The stacks and the Transformer accept omitted masks and `None`."""
     rng = np.random.default_rng(8)
-    given = () if mask is None else (None,)
+    mask_arguments = () if mask is None else (None,)
     sizes = (2, 12, 3, 10)
     compare(
         "float32",
@@ -214,7 +214,7 @@ def test_works_without_masks(mask):
         reference_blocks.encoder,
         [weights_of.numbers(rng, 2, 7, 12)],
         weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
-        call=lambda layer, x: layer(x, *given),
+        call=lambda layer, x: layer(x, *mask_arguments),
         tolerance=BLOCKS,
     )
     compare(
@@ -226,7 +226,7 @@ def test_works_without_masks(mask):
             "encoder": weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
             "decoder": weights_of.stack(rng, weights_of.decoder_layer, *sizes, final_norm=True),
         },
-        call=lambda layer, source, target: layer(source, None, target, None, *given),
+        call=lambda layer, source, target: layer(source, None, target, None, *mask_arguments),
         tolerance=BLOCKS,
     )
 
@@ -309,7 +309,7 @@ def test_compiled_results_and_gradients_match_eager(jit_compile):
     output, gradients = step(*inputs)
     expected, backward = reference_blocks.decoder(x, memory, weights, causal, memory_mask)
     input_gradients, weight_gradients = backward(expected)
-    wanted = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    wanted.update(weights_of.leaves(weight_gradients))
+    expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
+    expected_gradients.update(weights_of.leaves(weight_gradients))
     assert_all_close({"output": output}, {"output": expected}, BLOCKS["float32"])
-    assert_all_close(gradients, wanted, BLOCKS["float32"])
+    assert_all_close(gradients, expected_gradients, BLOCKS["float32"])

@@ -86,44 +86,46 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
 
 @pytest.mark.parametrize("case", CASES)
 def test_blockwise_matches_reference(case):
-    for own, expected in zip(results("blockwise", case), results("reference", case), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-13)
+    for actual, expected in zip(
+        results("blockwise", case), results("reference", case), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-13)
 
 
 def test_blockwise_matches_reference_in_a_function():
-    own = results("blockwise", "relative causal", rate=0.3, compiled=True)
-    for x, expected in zip(own, results("reference", "relative causal", rate=0.3), strict=True):
+    actual = results("blockwise", "relative causal", rate=0.3, compiled=True)
+    for x, expected in zip(actual, results("reference", "relative causal", rate=0.3), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
 def test_blockwise_matches_reference_in_float32(case):
-    for own, expected in zip(
+    for actual, expected in zip(
         results("blockwise", case, "float32"), results("reference", case), strict=True
     ):
         np.testing.assert_allclose(
-            own, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1)
+            actual, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1)
         )
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
 def test_blockwise_matches_reference_in_bfloat16(case):
-    for own, expected in zip(
+    for actual, expected in zip(
         results("blockwise", case, "bfloat16"), results("reference", case), strict=True
     ):
         np.testing.assert_allclose(
-            own, expected, rtol=0, atol=2e-2 * max(np.abs(expected).max(), 1)
+            actual, expected, rtol=0, atol=2e-2 * max(np.abs(expected).max(), 1)
         )
 
 
 @pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments", "prefix"])
 def test_blockwise_dropout_matches_reference(case):
     """Also for gradients: the backward pass draws the masks again."""
-    dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
+    dropped, undropped = results("blockwise", case, rate=0.3), results("blockwise", case)
     expected = results("reference", case, rate=0.3)
-    assert np.abs(dropped[0] - kept[0]).max() > 0.1
-    for own, theirs in zip(dropped, expected, strict=True):
-        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-13)
+    assert np.abs(dropped[0] - undropped[0]).max() > 0.1
+    for actual, reference in zip(dropped, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-13)
 
 
 def test_query_without_visible_keys_has_zero_context_and_gradient():

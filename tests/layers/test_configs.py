@@ -159,10 +159,10 @@ def test_layer_config_round_trip(name):
     options, shapes = LAYER_OPTIONS[name]
     cls = getattr(layers, name)
     layer = cls(**options, name="the_layer", dtype="mixed_bfloat16")
-    again = cls.from_config(layer.get_config())
-    assert type(again) is cls and again.name == "the_layer"
-    assert again.dtype_policy.name == "mixed_bfloat16"
-    config = again.get_config()
+    restored = cls.from_config(layer.get_config())
+    assert type(restored) is cls and restored.name == "the_layer"
+    assert restored.dtype_policy.name == "mixed_bfloat16"
+    config = restored.get_config()
     assert config == layer.get_config()
     for option, value in options.items():
         assert config[option] == value, option
@@ -173,10 +173,10 @@ def test_layer_config_round_trip(name):
     if shapes is None:
         return
     outputs = run(layer, shapes)
-    for other in (again, revived):
-        for expected, actual in zip(outputs, run(other, shapes), strict=True):
+    for copy in (restored, revived):
+        for expected, actual in zip(outputs, run(copy, shapes), strict=True):
             np.testing.assert_array_equal(tf.cast(actual, "float64"), tf.cast(expected, "float64"))
-        assert by_path(other).keys() == by_path(layer).keys()
+        assert by_path(copy).keys() == by_path(layer).keys()
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -195,8 +195,8 @@ def half(x):
 )
 def test_custom_activation_survives_config_round_trip(make, shapes):
     layer = make()
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
-    for expected, actual in zip(run(layer, shapes), run(again, shapes), strict=True):
+    restored = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+    for expected, actual in zip(run(layer, shapes), run(restored, shapes), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
@@ -226,16 +226,16 @@ def test_model_config_round_trip():
     }
     model = TranslationTransformer(**options, dtype="mixed_bfloat16")
     stored = keras.saving.serialize_keras_object(model)
-    again = keras.saving.deserialize_keras_object(stored)
-    assert type(again) is TranslationTransformer
-    for made in (again, TranslationTransformer.from_config(model.get_config())):
-        assert made.get_config() == model.get_config()
-        assert {option: made.get_config()[option] for option in options} == options
-        assert made.dtype_policy.name == "mixed_bfloat16"
+    restored = keras.saving.deserialize_keras_object(stored)
+    assert type(restored) is TranslationTransformer
+    for copy in (restored, TranslationTransformer.from_config(model.get_config())):
+        assert copy.get_config() == model.get_config()
+        assert {option: copy.get_config()[option] for option in options} == options
+        assert copy.dtype_policy.name == "mixed_bfloat16"
         model.build()
-        made.build()
+        copy.build()
         for path, value in by_path(model).items():
-            np.testing.assert_array_equal(by_path(made)[path], value, path)
+            np.testing.assert_array_equal(by_path(copy)[path], value, path)
 
 
 def test_zero_rates_survive_config_round_trip():
@@ -260,8 +260,8 @@ def test_custom_layer_needs_no_get_config():
         def call(self, inputs):
             return inputs**self.power * self.factor
 
-    again = Scaled.from_config(Scaled(3, power=2, name="squared", dtype="float16").get_config())
-    assert (again.name, again.factor, again.power, again.compute_dtype) == (
+    restored = Scaled.from_config(Scaled(3, power=2, name="squared", dtype="float16").get_config())
+    assert (restored.name, restored.factor, restored.power, restored.compute_dtype) == (
         "squared",
         3,
         2,

@@ -77,13 +77,13 @@ def check(cases, num_kv_heads, num_keys=S, **fields):
     expected = {case: results(case, *map(tf.constant, arrays)) for case in cases}
     start(**fields)
     for case in cases:
-        found = on_devices(case, *arrays)
+        actuals = on_devices(case, *arrays)
         if case == "segments":  # Padding has zero context and gradient.
-            for x in found[:4]:
+            for x in actuals[:4]:
                 assert (np.moveaxis(x, 1, 2)[SEGMENTS == 0] == 0).all()
-        for own, theirs in zip(found, expected[case], strict=True):
-            tolerance = 1e-5 * max(np.abs(theirs).max(), 1)
-            np.testing.assert_allclose(own, theirs, rtol=0, atol=tolerance, err_msg=case)
+        for actual, reference in zip(actuals, expected[case], strict=True):
+            tolerance = 1e-5 * max(np.abs(reference).max(), 1)
+            np.testing.assert_allclose(actual, reference, rtol=0, atol=tolerance, err_msg=case)
     stop()
 
 

@@ -49,16 +49,16 @@ def warned_anew():
 def test_cudnn_matches_reference(case, compiled):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = results("cudnn", case, compiled=compiled)
-    for x, expected in zip(own, results("reference", case), strict=True):
+        actual = results("cudnn", case, compiled=compiled)
+    for x, expected in zip(actual, results("reference", case), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 5e-2), ("float16", 4e-3)])
 @pytest.mark.parametrize("case", ["causal window", "segments", "prefix"])
 def test_cudnn_matches_reference_in_other_types(case, dtype, atol):
-    own, expected = results("cudnn", case, dtype), results("reference", case)
-    for x, y in zip(own, expected, strict=True):
+    actual, expected = results("cudnn", case, dtype), results("reference", case)
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(np.abs(y).max(), 1))
 
 
@@ -66,11 +66,11 @@ def test_cudnn_matches_reference_in_other_types(case, dtype, atol):
 def test_unsupported_options_use_blocks_and_warn_once(case, rate):
     reason = {"soft cap": "soft cap", "all": "dropout masks"}.get(case, "position bias")
     with pytest.warns(UserWarning, match=f"without cuDNN: .*{reason}"):
-        own = results("cudnn", case, rate=rate)
+        actual = results("cudnn", case, rate=rate)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         results("cudnn", case, rate=rate)
-    for x, expected in zip(own, results("blockwise", case, rate=rate), strict=True):
+    for x, expected in zip(actual, results("blockwise", case, rate=rate), strict=True):
         np.testing.assert_array_equal(x, expected)
 
 
@@ -115,12 +115,12 @@ def test_calls_equal_those_of_jax(name):
     case = JAX_CALLS[name]
     shapes = {key: tuple(case[key]) for key in ("queries", "keys", "bias") if case[key]}
     call = CudnnCall(**shapes, dtype=case["dtype"], causal=case["causal"], window=case["window"])
-    own = custom_calls(call.forward()) + custom_calls(call.backward())
+    calls = custom_calls(call.forward()) + custom_calls(call.backward())
     expected = case["calls"]
     if call.bias:  # JAX also computes the bias gradient, which is unused.
         for key in ("results", "result_layouts"):
             expected[1][key].pop(3)
-    assert own == expected
+    assert calls == expected
 
 
 def hlo_of(mask):
@@ -162,9 +162,9 @@ def test_training_matches_reference_attention(monkeypatch, recompute):
     )
     with warnings.catch_warnings(), parallel_config(recompute=recompute):
         warnings.simplefilter("error", UserWarning)
-        own = losses_by("cudnn")
+        losses = losses_by("cudnn")
     assert counted
-    np.testing.assert_allclose(own, losses_by("reference"), rtol=1e-5)
+    np.testing.assert_allclose(losses, losses_by("reference"), rtol=1e-5)
 
 
 def test_mesh_uses_blocks_with_a_warning(on_gpu):
@@ -175,10 +175,10 @@ def test_mesh_uses_blocks_with_a_warning(on_gpu):
 def test_supports_a_single_query():
     q = tf.random.stateless_normal([2, 4, 1, 8], [1, 2])
     k = tf.random.stateless_normal([2, 2, 7, 8], [3, 4])
-    own, expected = (
+    actual, expected = (
         attention(q, [k], [k], causal=True, implementation=name) for name in ("cudnn", "reference")
     )
-    np.testing.assert_allclose(own, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_memory_report_assumes_cudnn_on_gpus(on_gpu):
@@ -186,8 +186,8 @@ def test_memory_report_assumes_cudnn_on_gpus(on_gpu):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0)
     network.build()
     assert memory._attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
-    kept = memory.activation_bytes(network, tf.TensorShape([2, 8]))
+    num_bytes = memory.activation_bytes(network, tf.TensorShape([2, 8]))
     with dtype_policy("mixed_bfloat16"):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0, implementation="reference")
     network.build()
-    assert kept < memory.activation_bytes(network, tf.TensorShape([2, 8]))
+    assert num_bytes < memory.activation_bytes(network, tf.TensorShape([2, 8]))

@@ -21,12 +21,12 @@ def mask_of(layer, seed, x=None):
 
 def test_masks_depend_only_on_seed_and_layer():
     first, second = Dropout(0.3, name="first"), Dropout(0.3, name="second")
-    again = Dropout(0.3, name="first")
+    same_name = Dropout(0.3, name="first")
     mask = mask_of(first, [7, 3])
     np.testing.assert_array_equal(mask_of(first, [7, 3]), mask)
-    np.testing.assert_array_equal(mask_of(again, [7, 3]), mask)
-    others = [mask_of(first, [7, 4]), mask_of(first, [8, 3]), mask_of(second, [7, 3])]
-    for other in others:
+    np.testing.assert_array_equal(mask_of(same_name, [7, 3]), mask)
+    other_masks = [mask_of(first, [7, 4]), mask_of(first, [8, 3]), mask_of(second, [7, 3])]
+    for other in other_masks:
         agree = ((other == 0) == (mask == 0)).mean()
         assert abs(agree - (0.3**2 + 0.7**2)) < 0.05, "masks are independent"
 
@@ -37,10 +37,10 @@ def test_kept_fraction_and_scale(policy, rate):
     layer = Dropout(rate, dtype=policy)
     x = np.full((256, 256), 3.0, "float32")
     dropped = mask_of(layer, [1, 2], x).astype("float64")
-    kept = dropped != 0
+    is_kept = dropped != 0
     # Five standard deviations of 65,536 draws.
-    assert abs(kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate)) / 256
-    np.testing.assert_allclose(dropped[kept], 3.0 / (1 - rate), rtol=LAYERS[policy])
+    assert abs(is_kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate)) / 256
+    np.testing.assert_allclose(dropped[is_kept], 3.0 / (1 - rate), rtol=LAYERS[policy])
     np.testing.assert_array_equal(layer(x, training=False).numpy().astype("float64"), x)
 
 
@@ -83,11 +83,11 @@ def test_each_step_of_a_compiled_function_draws_a_new_mask():
     x = np.ones((64, 64), "float32")
 
     @tf.function
-    def step(number):
-        with dropout_seed(tf.stack([7, number])):
+    def step(index):
+        with dropout_seed(tf.stack([7, index])):
             return layer(x, training=True)
 
-    masks = [step(tf.constant(number)).numpy() for number in (0, 1, 0)]
+    masks = [step(tf.constant(index)).numpy() for index in (0, 1, 0)]
     assert (masks[0] != masks[1]).mean() > 0.4
     np.testing.assert_array_equal(masks[0], masks[2])
     np.testing.assert_array_equal(masks[0], mask_of(layer, [7, 0]))

@@ -31,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_and_gradients_match_tensorflow(case, dtype, compiled):
-    ours, tensorflows, arguments = CASES[case]
+    ours, expected_function, arguments = CASES[case]
     arguments = [tf.constant(x, dtype) for x in arguments]
 
     def results(function):
@@ -42,15 +42,15 @@ def test_values_and_gradients_match_tensorflow(case, dtype, compiled):
         return [y, *tape.gradient(loss, arguments)]
 
     run = tf.function(results, autograph=False) if compiled else results
-    for own, other in zip(run(ours), results(tensorflows), strict=True):
-        assert own.dtype == other.dtype
-        np.testing.assert_array_equal(own, other)
+    for actual, expected in zip(run(ours), results(expected_function), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_store_no_arguments(case):
-    ours, _, arguments = CASES[case]
-    inner = tf.function(lambda *args: ours(*(tf.identity(x) for x in args)), autograph=False)
+    function, _, arguments = CASES[case]
+    inner = tf.function(lambda *args: function(*(tf.identity(x) for x in args)), autograph=False)
 
     @tf.function(autograph=False)
     def gradients(*args):
@@ -69,7 +69,7 @@ def test_gradients_store_no_arguments(case):
 def test_broadcasting_operands_match_tensorflow():
     x, y = tf.constant(X[:1]), tf.constant(Y)
     mask = tf.constant(MASK)
-    for ours, tensorflows in (
+    for function, expected_function in (
         (elementwise.add, lambda x: x + y),
         (elementwise.add_to_each, lambda x: x + y),
         (lambda x, _: elementwise.select(mask, x, 0.0), lambda x: tf.where(mask, x, 0.0)),
@@ -77,6 +77,6 @@ def test_broadcasting_operands_match_tensorflow():
     ):
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
-            own, other = ours(x, y), tensorflows(x)
-        np.testing.assert_array_equal(own, other)
-        np.testing.assert_array_equal(tape.gradient(own, x), tape.gradient(other, x))
+            actual, expected = function(x, y), expected_function(x)
+        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(tape.gradient(actual, x), tape.gradient(expected, x))

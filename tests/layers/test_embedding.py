@@ -107,8 +107,8 @@ def test_padded_rows_do_not_change_results(policy):
     expected, backward = tied_loss(ids, true, labels)
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         seen = []
-        for other in (0.0, 1000.0, -1000.0):
-            rows = np.full((PADDED - VOCAB, HIDDEN), other)
+        for fill in (0.0, 1000.0, -1000.0):
+            rows = np.full((PADDED - VOCAB, HIDDEN), fill)
             weights = {"table": np.concatenate([true["table"], rows])}
             seen.append(run_tied(policy, weights, ids, labels))
     for loss, logits, gradient in seen:
@@ -204,15 +204,15 @@ def test_token_type_embedding(policy):
         rows, backward = reference.embedding(types, weights)
         return x + rows, lambda grad: ((grad,), backward(grad)[1])
 
-    for given in (types, None):
-        rows = np.zeros_like(types) if given is None else given
+    for token_types in (types, None):
+        rows = np.zeros_like(types) if token_types is None else token_types
         compare(
             policy,
             lambda: TokenTypeEmbedding(3),
             lambda x, weights: with_types(x, weights, rows),
             [x],
             weights,
-            call=lambda layer, x: layer(x, given),
+            call=lambda layer, x: layer(x, token_types),
         )
 
 
@@ -239,10 +239,10 @@ def test_sinusoidal_positions(policy, hidden, kind):
 def test_positions_restart_in_each_segment_in_linear_memory():
     rng = np.random.default_rng(8)
     numbers = np.cumsum(rng.integers(0, 2, (3, 37)), axis=1, dtype="int32")
-    expected = [[np.flatnonzero(row == number)[0] for number in row] for row in numbers]
+    expected = [[np.flatnonzero(row == segment)[0] for segment in row] for row in numbers]
     anyhow = tf.function(first_of_segment, input_signature=[tf.TensorSpec([None, None], "int32")])
-    for found in (first_of_segment(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
-        np.testing.assert_array_equal(found, np.array(expected)[:, : found.shape[1]])
+    for result in (first_of_segment(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
+        np.testing.assert_array_equal(result, np.array(expected)[:, : result.shape[1]])
 
     graph = tf.function(first_of_segment).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
     sizes = [out.shape.num_elements() for op in graph.graph.get_operations() for out in op.outputs]

@@ -68,9 +68,9 @@ def test_matches_attention_with_the_pattern_as_mask(monkeypatch, pattern, mask, 
     monkeypatch.setattr(layer_module, "_MIN_QUERIES", 24)
     layer = FixedSparseAttention(N, D, seq_length=S, dtype=dtype, **PATTERNS[pattern])
     tensors = inputs(dtype)
-    own = with_gradients(lambda q, k, v: layer(q, k, v, MASKS[mask]), *tensors)
+    actual = with_gradients(lambda q, k, v: layer(q, k, v, MASKS[mask]), *tensors)
     expected = with_gradients(lambda q, k, v: by_pattern(layer, q, k, v, MASKS[mask]), *tensors)
-    for x, y in zip(own, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 1))
 
 
@@ -130,15 +130,15 @@ def test_heads_and_batch_are_sharded():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"seq_length": 40}, "16 positions, must divide `seq_length=40`"),
         ({"num_different_global_patterns": 5}, "at most 4, one per block.*got 5"),
         ({"global_size": 5}, "`global_size=5` must be at most `block_size=4`"),
     ],
 )
-def test_invalid_patterns_raise(arguments, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_patterns_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
         FixedSparseAttention(N, D, **{"block_size": 4, "seq_length": S, **arguments})
 
 

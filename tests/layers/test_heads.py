@@ -19,7 +19,7 @@ MASK = np.array([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
 
 def expected_pooling(pooling):
     """Return the pooled vectors computed by NumPy, float64 `[b, h]`."""
-    rows = [x[own] for x, own in zip(X, MASK)]
+    rows = [x[is_token] for x, is_token in zip(X, MASK)]
     take = {"first": lambda r: r[0], "last": lambda r: r[-1], "mean": lambda r: r.mean(0)}
     return np.stack([take[pooling](r) if len(r) else np.zeros(8) for r in rows])
 
@@ -28,19 +28,22 @@ def expected_pooling(pooling):
 @pytest.mark.parametrize("pooling", ["first", "mean", "last"])
 def test_sequence_heads_match_the_reference(pooling, hidden_act):
     head = SequenceHead(3, pooling, hidden_act=hidden_act)
-    found = head(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
+    logits = head(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
     x = expected_pooling(pooling)
     if hidden_act:
         x = x @ head.pooler.kernel.numpy() + head.pooler.bias.numpy()
         x = np.tanh(x) if hidden_act == "tanh" else np.maximum(x, 0)
-    wanted = x @ head.classifier.kernel.numpy() + head.classifier.bias.numpy()
-    np.testing.assert_allclose(found, wanted, atol=LAYERS["float32"] * np.abs(wanted).max())
+    expected = x @ head.classifier.kernel.numpy() + head.classifier.bias.numpy()
+    np.testing.assert_allclose(logits, expected, atol=LAYERS["float32"] * np.abs(expected).max())
 
 
 def test_padding_has_no_effect_and_no_gradient():
     head = SequenceHead(1, "mean", use_bias=False)
-    x, other = tf.constant(X, "float32"), tf.constant(np.where(MASK[..., None], X, 9.0), "float32")
-    np.testing.assert_array_equal(head(x, tf.constant(MASK)), head(other, tf.constant(MASK)))
+    x, changed = (
+        tf.constant(X, "float32"),
+        tf.constant(np.where(MASK[..., None], X, 9.0), "float32"),
+    )
+    np.testing.assert_array_equal(head(x, tf.constant(MASK)), head(changed, tf.constant(MASK)))
     with tf.GradientTape() as tape:
         tape.watch(x)
         total = tf.reduce_sum(head(x, tf.constant(MASK)))
@@ -56,25 +59,25 @@ def test_without_a_mask_all_positions_are_pooled():
 
 def test_token_heads_match_the_reference():
     head = TokenHead(4)
-    found = head(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
-    wanted = X @ head.classifier.kernel.numpy() + head.classifier.bias.numpy()
-    np.testing.assert_allclose(found, wanted, atol=LAYERS["float32"] * np.abs(wanted).max())
+    logits = head(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
+    expected = X @ head.classifier.kernel.numpy() + head.classifier.bias.numpy()
+    np.testing.assert_allclose(logits, expected, atol=LAYERS["float32"] * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "last"])
 def test_pooled_vectors_have_length_1(pooling):
-    found = PoolingHead(pooling)(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
-    wanted = expected_pooling(pooling)[:2]
-    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
-    np.testing.assert_allclose(found[:2], wanted, atol=LAYERS["float32"])
-    assert not found[2].any()  # The row without tokens.
+    vectors = PoolingHead(pooling)(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
+    expected = expected_pooling(pooling)[:2]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors[:2], expected, atol=LAYERS["float32"])
+    assert not vectors[2].any()  # The row without tokens.
 
 
 def test_head_config_round_trip():
     sequence = SequenceHead(3, "last", hidden_act="tanh", dropout_rate=0.1)
     for head in (sequence, TokenHead(3, norm="layer_norm")):
-        again = type(head).from_config(head.get_config())
-        assert again.get_config() == head.get_config()
+        restored = type(head).from_config(head.get_config())
+        assert restored.get_config() == head.get_config()
 
 
 def test_network_without_padding_accepts_all_heads():
@@ -104,10 +107,10 @@ def test_keras_files_store_task_heads(tmp_path):
     for factor in network.trainable_variables:
         factor.assign_add(np.ones(factor.shape))
     network.save(tmp_path / "network.keras")
-    again = keras.saving.load_model(tmp_path / "network.keras")
+    restored = keras.saving.load_model(tmp_path / "network.keras")
     ids = np.arange(10).reshape(2, 5)
-    np.testing.assert_array_equal(again(ids), network(ids))
-    assert again.head.label_names == head.label_names and again.sentence_head is None
+    np.testing.assert_array_equal(restored(ids), network(ids))
+    assert restored.head.label_names == head.label_names and restored.sentence_head is None
 
 
 def test_generate_rejects_classification_heads():

@@ -123,8 +123,11 @@ def test_mask_keyword_is_used(name):
     arguments, inputs = LAYERS[name]
     layer = getattr(layers, name)(**arguments)
     inputs = [inputs[0], *(None if x is BOTH else x for x in inputs[1:])]
-    given = [X, *(_compat.with_mask(tf.constant(X), MASK) if x is X else x for x in inputs[1:])]
-    masked = layer(*given, mask=MASK)
+    masked_inputs = [
+        X,
+        *(_compat.with_mask(tf.constant(X), MASK) if x is X else x for x in inputs[1:]),
+    ]
+    masked = layer(*masked_inputs, mask=MASK)
     assert np.abs(masked - layer(*inputs)).max() > 1e-3
 
 
@@ -137,5 +140,7 @@ def test_functional_model_with_task_head_trains():
     models, loss = [Trainer(network), alike], keras.losses.SparseCategoricalCrossentropy(True)
     for model in models:
         model.compile(keras.optimizers.SGD(0.1), loss)
-    found, expected = (model.fit(IDS, IDS, epochs=2, verbose=0).history["loss"] for model in models)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    losses, expected = (
+        model.fit(IDS, IDS, epochs=2, verbose=0).history["loss"] for model in models
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)

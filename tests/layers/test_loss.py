@@ -22,11 +22,11 @@ def compare(dtype, logits, labels, mask=None, mask_type=None, label_type="int32"
     """Compare the loss and the logits' gradient, for logits in a model's type."""
     with dtype_policy(POLICY_OF[dtype]):
         layer = CrossEntropyLoss(**options)
-    given = None if mask is None else tf.cast(mask, mask_type or "float32")
+    mask_tensor = None if mask is None else tf.cast(mask, mask_type or "float32")
     logits_given = tf.constant(logits, dtype)
     with tf.GradientTape() as tape:
         tape.watch(logits_given)
-        loss = layer(logits_given, tf.constant(labels, label_type), given)
+        loss = layer(logits_given, tf.constant(labels, label_type), mask_tensor)
     gradient = tape.gradient(loss, logits_given)
     expected, backward = reference.cross_entropy(logits, labels, mask, **options)
     (expected_gradient,), _ = backward(1.0)
@@ -107,13 +107,13 @@ def test_padded_columns_do_not_change_the_loss(dtype, label_smoothing):
     logits, labels = data((4, 6))
     loss = CrossEntropyLoss(label_smoothing=label_smoothing, vocab_size=CLASSES)
     seen = []
-    for other in (0.0, 3e4, -3e4, tf.as_dtype(dtype).min):
-        logits[..., CLASSES:] = other
-        given = tf.constant(logits, dtype)
+    for fill in (0.0, 3e4, -3e4, tf.as_dtype(dtype).min):
+        logits[..., CLASSES:] = fill
+        tensor = tf.constant(logits, dtype)
         with tf.GradientTape() as tape:
-            tape.watch(given)
-            value = loss(given, labels)
-        gradient = tf.cast(tape.gradient(value, given), "float32").numpy()
+            tape.watch(tensor)
+            value = loss(tensor, labels)
+        gradient = tf.cast(tape.gradient(value, tensor), "float32").numpy()
         np.testing.assert_array_equal(gradient[..., CLASSES:], 0.0)
         seen.append((float(value), gradient))
     for value, gradient in seen[1:]:

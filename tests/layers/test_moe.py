@@ -55,8 +55,8 @@ def numbers(*shape):
 def test_outputs_and_losses_match_the_reference(name, mask):
     layer, weights = layer_of(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
-    given = None if mask is None else tf.constant(mask)
-    output = layer(tf.constant(x, "float32"), mask=given, training=True)
+    mask_tensor = None if mask is None else tf.constant(mask)
+    output = layer(tf.constant(x, "float32"), mask=mask_tensor, training=True)
     expected, cost, dropped = reference_moe.moe(layer.config, x, weights, mask)
     assert name not in DROPPING or dropped or mask is not None, "the case is to drop something"
     assert not dropped or not layer.config.dropless
@@ -89,9 +89,9 @@ def test_single_expert_equals_feed_forward(gated, use_bias):
     with tf.GradientTape() as tape, tf.GradientTape() as plain_tape:
         total, plain_total = tf.reduce_sum(layer(x) ** 2), tf.reduce_sum(plain(x) ** 2)
     wanted_ones = plain_tape.gradient(plain_total, [w.value for w in plain.weights])
-    found = tape.gradient(total, [getattr(layer, w.name).value for w in plain.weights])
-    for own, wanted in zip(found, wanted_ones, strict=True):
-        np.testing.assert_allclose(own[0], wanted, rtol=1e-5, atol=1e-6)
+    gradients = tape.gradient(total, [getattr(layer, w.name).value for w in plain.weights])
+    for actual, expected in zip(gradients, wanted_ones, strict=True):
+        np.testing.assert_allclose(actual[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["one of four", "groups of tokens", "sigmoid"])
@@ -101,7 +101,7 @@ def test_auxiliary_loss_gradient_matches_numeric(name):
     with tf.GradientTape() as tape:
         layer(tf.constant(x, "float32"), mask=tf.constant(PADDING), training=True)
         cost = sum(layer.losses)
-    found = tape.gradient(cost, layer.router.kernel.value).numpy()
+    gradient = tape.gradient(cost, layer.router.kernel.value).numpy()
     kernel, step = weights["router_kernel"], 1e-5
     for position in np.ndindex(kernel.shape):
         costs = []
@@ -111,15 +111,15 @@ def test_auxiliary_loss_gradient_matches_numeric(name):
             changed = {**weights, "router_kernel": moved}
             costs.append(reference_moe.moe(layer.config, x, changed, PADDING)[1])
         numeric = (costs[0] - costs[1]) / (2 * step)
-        np.testing.assert_allclose(found[position], numeric, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(gradient[position], numeric, rtol=1e-3, atol=1e-6)
 
 
 @each_config
 def test_gradients_match_numeric_gradients_of_the_reference(name):
     layer, weights = layer_of(**CONFIGS[name])
-    given = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
-    factor = given["inputs"][::-1]
-    x = tf.constant(given["inputs"], "float32")
+    arrays = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
+    factor = arrays["inputs"][::-1]
+    x = tf.constant(arrays["inputs"], "float32")
     with tf.GradientTape() as tape:
         tape.watch(x)
         total = tf.reduce_sum(layer(x, mask=tf.constant(PADDING)) * factor.astype("float32"))
@@ -129,7 +129,7 @@ def test_gradients_match_numeric_gradients_of_the_reference(name):
     for source, gradient in tape.gradient(total, sources).items():
         direction, totals = rng.normal(size=gradient.shape), []
         for sign in (1, -1):
-            moved = {**given, source: given[source] + sign * step * direction}
+            moved = {**arrays, source: arrays[source] + sign * step * direction}
             output, *_ = reference_moe.moe(layer.config, moved.pop("inputs"), moved, PADDING)
             totals.append((output * factor).sum())
         numeric = (totals[0] - totals[1]) / (2 * step)
@@ -180,12 +180,12 @@ def test_recompute_does_not_change_results():
             cost = tf.reduce_sum(layer(x, training=True) ** 2) + sum(layer.losses)
         return cost, tape.gradient(cost, [w.value for w in layer.trainable_weights])
 
-    cost, kept = gradients()
+    cost, stored = gradients()
     layer.recomputes = True
-    again, recomputed = gradients()
-    np.testing.assert_allclose(again, cost, rtol=1e-6)
-    for own, wanted in zip(recomputed, kept):
-        np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)
+    recomputed_cost, recomputed = gradients()
+    np.testing.assert_allclose(recomputed_cost, cost, rtol=1e-6)
+    for actual, expected in zip(recomputed, stored):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_use_experts_selects_blocks():
@@ -208,8 +208,8 @@ def test_use_experts_selects_blocks():
 
 def test_moe_config_round_trip():
     stack = TransformerEncoder(2, 8, 2, 16, moe_config=MoEConfig(expert_num=2), moe_every=2)
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
-    first, second = again.blocks
+    restored = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
+    first, second = restored.blocks
     assert type(first.feed_forward) is FeedForward
     assert second.feed_forward.config == stack.blocks[1].feed_forward.config
 

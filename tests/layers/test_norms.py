@@ -95,12 +95,12 @@ def test_norm_variants_match_their_formulas(name, formula, first):
     (gamma,) = layer.trainable_variables
     np.testing.assert_array_equal(gamma, first * np.ones(gamma.shape))
     gamma.assign(tf.random.stateless_normal(gamma.shape, (3, 4), dtype="float64"))
-    found = []
+    results = []
     for function in (layer, lambda x: formula(x, tf.convert_to_tensor(gamma.value), 1e-3)):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = function(x)
             loss = tf.reduce_sum(y * tf.reshape(tf.range(144.0, dtype="float64"), x.shape))
-        found.append([y, *tape.gradient(loss, [x, gamma.value])])
-    for own, expected in zip(*found, strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)
+        results.append([y, *tape.gradient(loss, [x, gamma.value])])
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)

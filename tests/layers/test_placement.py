@@ -19,8 +19,8 @@ def test_lambda_func_is_called_once_per_block(encoder_layers, decoder_layers):
         encoder_layers, decoder_layers, 12, 3, 7, lambda_func=lambda **call: calls.append(call)
     )
     total = encoder_layers + decoder_layers
-    expected = [(number, 0) for number in range(encoder_layers)]
-    expected += [(number, encoder_layers) for number in range(decoder_layers)]
+    expected = [(index, 0) for index in range(encoder_layers)]
+    expected += [(index, encoder_layers) for index in range(decoder_layers)]
     assert [(call["layer_id"], call["offset"]) for call in calls] == expected
     assert len({id(call["network"]) for call in calls}) == total
     for call in calls:

@@ -8,13 +8,13 @@ from dtransformer.layers import MultiHeadAttention
 from dtransformer.layers.position_bias import alibi, distance_ranges, relative_bias
 
 
-def whole(bias, s, t, first_query=0, first_key=0):
+def bias_block(bias, s, t, first_query=0, first_key=0):
     return bias.block(bias.tensors, first_query, s, first_key, t).numpy()
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
 def test_alibi_slopes(num_heads, slopes):
-    bias = whole(alibi(num_heads), 3, 5)
+    bias = bias_block(alibi(num_heads), 3, 5)
     for head, slope in enumerate(slopes):
         expected = [[-abs(i - j) / slope for j in range(5)] for i in range(3)]
         np.testing.assert_allclose(bias[head], expected, rtol=1e-6)
@@ -33,16 +33,16 @@ def test_distance_ranges_match_t5():
 @pytest.mark.parametrize("first_query, s, first_key, t", [(0, 6, 0, 6), (4, 3, 2, 9), (7, 1, 0, 8)])
 def test_relative_bias_matches_table_look_up(causal, first_query, s, first_key, t):
     table = np.random.default_rng(0).normal(size=(8, 2))
-    bias = whole(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
+    bias = bias_block(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
     ranges = distance_ranges(8 if causal else 4, 5)
     for i in range(s):
         for j in range(t):
             distance = first_key + j - first_query - i
             if causal:
-                number = ranges[min(max(-distance, 0), 5)]
+                index = ranges[min(max(-distance, 0), 5)]
             else:
-                number = ranges[min(abs(distance), 5)] + 4 * (distance > 0)
-            np.testing.assert_allclose(bias[:, i, j], table[number])
+                index = ranges[min(abs(distance), 5)] + 4 * (distance > 0)
+            np.testing.assert_allclose(bias[:, i, j], table[index])
 
 
 def test_gradient_has_static_shapes():
@@ -87,24 +87,26 @@ def test_cached_decoding_with_positions_matches_full_sequence(options):
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
     table = tf.random.stateless_normal((8, 4), [1, 2])
-    given = {"position_table": table} if "relative_max_distance" in options else {}
-    expected = layer(x, x, x, **given)
+    options_of_call = {"position_table": table} if "relative_max_distance" in options else {}
+    expected = layer(x, x, x, **options_of_call)
 
     prefix = x[:, :2]
-    start, cache = layer(prefix, prefix, prefix, cache={}, **given)
+    start, cache = layer(prefix, prefix, prefix, cache={}, **options_of_call)
     cache |= layer.init_cache(2, 4)
     parts = [start]
     for place in range(2, 6):
         new = x[:, place : place + 1]
-        y, cache = layer(new, new, new, cache=cache, **given)
+        y, cache = layer(new, new, new, cache=cache, **options_of_call)
         parts.append(y)
     np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=2e-6)
 
-    one = x[:1, :2]
-    _, cache = layer(one, one, one, cache={}, **given)
+    first_prefix = x[:1, :2]
+    _, cache = layer(first_prefix, first_prefix, first_prefix, cache={}, **options_of_call)
     cache |= layer.init_cache(1, 1, num_hypotheses=2)
     new = tf.stack([x[0, 2], x[1, 2]])[:, None]
-    own = tf.constant([[[True, False], [False, True]]])
-    y, _ = layer(new, new, new, own, cache=cache, **given)
-    both = tf.concat([tf.repeat(one, 2, axis=0), new], axis=1)
-    np.testing.assert_allclose(y, layer(both, both, both, **given)[:, 2:], rtol=0, atol=2e-6)
+    visible = tf.constant([[[True, False], [False, True]]])
+    y, _ = layer(new, new, new, visible, cache=cache, **options_of_call)
+    both = tf.concat([tf.repeat(first_prefix, 2, axis=0), new], axis=1)
+    np.testing.assert_allclose(
+        y, layer(both, both, both, **options_of_call)[:, 2:], rtol=0, atol=2e-6
+    )

@@ -19,12 +19,12 @@ def numeric_gradient(function, array, step=1e-5):
     """
     gradient = np.zeros_like(array)
     for index in np.ndindex(array.shape):
-        kept = array[index]
-        array[index] = kept + step
+        value = array[index]
+        array[index] = value + step
         above = function()
-        array[index] = kept - step
+        array[index] = value - step
         gradient[index] = (above - function()) / (2.0 * step)
-        array[index] = kept
+        array[index] = value
     return gradient
 
 

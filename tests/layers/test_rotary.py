@@ -1,5 +1,7 @@
 """Rotary embedding: products depend on distances, and frequencies match the papers."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -27,8 +29,8 @@ def test_rotation_equals_complex_multiplication(fraction):
         1j * positions[:, None] * 100.0 ** (-2 * np.arange(r // 2) / r)
     )
     expected = np.concatenate([turned.real, turned.imag, x[..., r:]], axis=-1)
-    found = rotate(tf.constant(x, "float32"), tf.constant(positions), frequencies)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    actual = rotate(tf.constant(x, "float32"), tf.constant(positions), frequencies)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 def test_products_depend_only_on_distance():
@@ -72,8 +74,8 @@ def test_ntk_scaling_matches_transformers():
         rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
     )
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=512)
-    found = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 2.0 * 4 - 1})
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    actual = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 2.0 * 4 - 1})
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-6)
 
 
 def test_ntk_scaling_stretches_the_longest_wavelength():
@@ -84,7 +86,7 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ({"head_dim": 7}, "`rotary_fraction=1.0` of `head_dim=7` rotates 7"),
         ({"head_dim": 8, "fraction": 0.1}, "rotates 0 features"),
@@ -100,13 +102,13 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
         ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "requires the fields factor"),
     ],
 )
-def test_invalid_rotary_options_raise(arguments, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_rotary_options_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
         rotary_frequencies(**arguments)
 
 
 @pytest.mark.parametrize(
-    "own",
+    "extra",
     [
         {},
         {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
@@ -114,19 +116,22 @@ def test_invalid_rotary_options_raise(arguments, told):
         {"truncate": False},
     ],
 )
-def test_yarn_matches_transformers(own):
+def test_yarn_matches_transformers(extra):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, **own}
-    theirs = {"rope_type": "yarn", "rope_theta": 500.0, **scaling}
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, **extra}
+    hf_scaling = {"rope_type": "yarn", "rope_theta": 500.0, **scaling}
     config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=2, rope_parameters=theirs, max_position_embeddings=512
+        hidden_size=64,
+        num_attention_heads=2,
+        rope_parameters=hf_scaling,
+        max_position_embeddings=512,
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    ours = {"type": "yarn", **scaling}
-    np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=ours), expected, rtol=1e-5)
-    assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    options = {"type": "yarn", **scaling}
+    np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=options), expected, rtol=1e-5)
+    assert attention_factor(options) == pytest.approx(factor, rel=1e-12)
     assert attention_factor({"type": "linear", "factor": 2.0}) == 1
 
 
@@ -149,14 +154,14 @@ def test_absolute_positions_restart_in_each_sequence(options):
     attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
     x = tf.random.stateless_normal((1, 9, 16), [0, 1])
     expected = attend(x)
-    check = lambda found, own: np.testing.assert_allclose(found, own, rtol=0, atol=1e-5)
+    check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
     segments = tf.constant([[1] * 9 + [2] * 9])
     twice = attend(tf.concat([x, x], 1), Segments(segments, segments))
     check(twice, tf.concat([expected, expected], 1))
     is_token = tf.constant([[False] * 4 + [True] * 8])
     padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
-    found, cache = attend(padded, Segments(is_token, is_token), cache={})
-    check(found[:, 4:], expected[:, :8])
+    output, cache = attend(padded, Segments(is_token, is_token), cache={})
+    check(output[:, 4:], expected[:, :8])
     cache |= layer.init_cache(1, 2)
-    found, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
-    check(found, expected[:, 8:])
+    output, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
+    check(output, expected[:, 8:])

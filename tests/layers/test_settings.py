@@ -18,7 +18,7 @@ def all_on_one(network, layer_id, offset, parallel_config, layers):
     network.set_comm_fusion(7)
 
 
-def again(layer):
+def restored_from_config(layer):
     return type(layer).from_config(layer.get_config())
 
 
@@ -27,12 +27,12 @@ def test_default_settings_are_not_stored():
 
 
 def test_sharding_rules_survive_config_round_trip():
-    assert again(FeedForward(8, 16).shard(mlp=None))._own_rules == {"mlp": None}
+    assert restored_from_config(FeedForward(8, 16).shard(mlp=None))._own_rules == {"mlp": None}
     encoder = TransformerEncoder(2, **SIZES)
     encoder.blocks[1].attention.shard(heads=None)
-    found = again(encoder)
-    assert found.blocks[1].attention._own_rules == {"heads": None}
-    assert not found.blocks[0].attention._own_rules
+    restored = restored_from_config(encoder)
+    assert restored.blocks[1].attention._own_rules == {"heads": None}
+    assert not restored.blocks[0].attention._own_rules
 
 
 @pytest.mark.parametrize("select", [(), ("attention", "norm")])
@@ -40,7 +40,7 @@ def test_recompute_survives_config_round_trip(select):
     config = TransformerRecomputeConfig(recompute=not select, select=select)
     model = CausalLM(10, hidden_size=8, num_heads=2, num_layers=2)
     model.blocks.blocks[1].recompute(config)
-    first, second = again(model).blocks.blocks
+    first, second = restored_from_config(model).blocks.blocks
     assert second.recompute_config == config and not first.recompute_config.recompute
     assert second.attention.recomputes == bool(select)
 
@@ -53,8 +53,8 @@ def test_recompute_survives_config_round_trip(select):
     ],
 )
 def test_lambda_func_survives_config_round_trip(make):
-    found = again(make())
-    blocks = getattr(found, "blocks", found)
+    restored = restored_from_config(make())
+    blocks = getattr(restored, "blocks", restored)
     assert [block.comm_fusion for block in getattr(blocks, "blocks", blocks)] == [7, 7]
 
 
@@ -66,9 +66,9 @@ def test_settings_survive_keras_file(tmp_path):
     model = keras.Model(inputs, encoder(inputs))
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
-    found = loaded.layers[-1]
-    assert found.blocks[0].comm_fusion == 7 and found.blocks[0].recompute_config.recompute
-    assert found.blocks[1].feed_forward._own_rules == {"mlp": None}
+    restored = loaded.layers[-1]
+    assert restored.blocks[0].comm_fusion == 7 and restored.blocks[0].recompute_config.recompute
+    assert restored.blocks[1].feed_forward._own_rules == {"mlp": None}
     x = tf.random.normal((2, 3, 8))
     np.testing.assert_array_equal(loaded(x), model(x))
 
@@ -85,7 +85,7 @@ def test_unregistered_lambda_func_raises_on_load(tmp_path):
 def test_activation_may_be_a_layer_class():
     x = tf.random.normal((2, 3, 8))
     layer = TransformerEncoderLayer(**SIZES, hidden_act=keras.layers.LeakyReLU)
-    copy, expected = again(layer), layer(x)
+    copy, expected = restored_from_config(layer), layer(x)
     copy.build(x.shape)
     copy.set_weights(layer.get_weights())
     np.testing.assert_array_equal(copy(x), expected)
