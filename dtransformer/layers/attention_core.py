@@ -9,10 +9,10 @@ from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed
 from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
-from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention, obstacle
+from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention, cudnn_obstacle
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.elementwise import add_to_each, apply_soft_cap, scale, select
-from dtransformer.layers.online_softmax import attention_context, attention_scores, by_heads
+from dtransformer.layers.elementwise import add_to_rows, apply_soft_cap, scale, select
+from dtransformer.layers.online_softmax import attention_context, attention_scores, per_head
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
@@ -102,7 +102,7 @@ def attention(
     if bias is not None:
         if isinstance(bias, PositionBias):
             bias = tf.cast(bias.block(bias.tensors, 0, s, 0, t), scores.dtype)
-            scores = add_to_each(scores, bias)
+            scores = add_to_rows(scores, bias)
         else:
             scores += tf.cast(bias, scores.dtype)
     visible = allowed(mask, options.near(tf.range(s), tf.range(t)))
@@ -122,7 +122,7 @@ def attention(
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if sinks is not None:
         sums = tf.reduce_logsumexp(scores, axis=-1, keepdims=True)
-        kept_fraction = tf.sigmoid(sums - tf.cast(by_heads(sinks), sums.dtype))
+        kept_fraction = tf.sigmoid(sums - tf.cast(per_head(sinks), sums.dtype))
         context *= tf.cast(kept_fraction, context.dtype)
     if any_visible is not None:
         context = scale(context, tf.cast(any_visible, context.dtype))
@@ -142,7 +142,7 @@ def implementation_for(implementation: str, q: tf.Tensor, k: tf.Tensor, **option
     """
     reason = None
     if implementation == "cudnn" or (implementation == "auto" and auto_uses_cudnn()):
-        reason = obstacle(q.shape, k.shape, q.dtype.name, AttentionOptions(**options))
+        reason = cudnn_obstacle(q.shape, k.shape, q.dtype.name, AttentionOptions(**options))
         if reason is None:
             return "cudnn"
     return chosen_implementation(implementation, q.shape[2], k.shape[2], reason)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments, is_near
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import apply_soft_cap
-from dtransformer.layers.online_softmax import attention_scores, block_context, by_heads
+from dtransformer.layers.online_softmax import attention_scores, block_context, per_head
 from dtransformer.layers.position_bias import PositionBias
 
 
@@ -50,7 +50,7 @@ class AttentionOptions:
 
         Sinks are one tensor of shape `[1, n, 1, 1]`, or an empty list.
         """
-        sinks = [] if self.sinks is None else [tf.cast(by_heads(self.sinks), self.compute_type)]
+        sinks = [] if self.sinks is None else [tf.cast(per_head(self.sinks), self.compute_type)]
         return sinks, [] if self.bias is None else self.bias.tensors
 
     def near(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor | None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
-from dtransformer.layers.initializers import seeded
+from dtransformer.layers.initializers import with_derived_seed
 from dtransformer.layers.low_rank import TakesLowRank, build_with_adapters
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
@@ -31,7 +31,7 @@ class Layer(KeepsSettings, TakesLowRank):
     The backward pass computes the layer again if `recomputes` is `True`. See `parallel.recompute`.
     """
 
-    _own_rules = {}
+    _sharding_rules = {}
     # See `parallel.recompute`.
     recomputes = False
     # Index of the layer's pipeline stage or, with several model chunks per stage, of its chunk. -1
@@ -91,7 +91,7 @@ class Layer(KeepsSettings, TakesLowRank):
             if layer.weights:
                 raise ValueError(f"{layer.path} already has weights. Call `shard` before `build`.")
             if isinstance(layer, Layer):
-                layer._own_rules = {**layer._own_rules, **rules}
+                layer._sharding_rules = {**layer._sharding_rules, **rules}
         return self
 
     def __call__(self, *args, **kwargs):
@@ -101,9 +101,9 @@ class Layer(KeepsSettings, TakesLowRank):
             if mask is not None:
                 first = Masked(dtype=self.dtype_policy)(first, mask=mask)
             args = first, *other_args
-        if not self._own_rules:
+        if not self._sharding_rules:
             return super().__call__(*args, **kwargs)
-        with override_rules(self._own_rules):
+        with override_rules(self._sharding_rules):
             return super().__call__(*args, **kwargs)
 
     def add_weight(
@@ -145,10 +145,10 @@ class Layer(KeepsSettings, TakesLowRank):
         """
         check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
-        with keras.name_scope(self.name, caller=self), override_rules(self._own_rules):
+        with keras.name_scope(self.name, caller=self), override_rules(self._sharding_rules):
             path = f"{_compat.current_path()}/{name}"
             weight = make_variable(
-                seeded(keras.initializers.get(initializer), path),
+                with_derived_seed(keras.initializers.get(initializer), path),
                 shape=shape,
                 axes=axes,
                 path=path,

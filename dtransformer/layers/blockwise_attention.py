@@ -63,7 +63,7 @@ def blockwise_attention(
     """
     sinks, tensors = options.differentiated
     blocks = _Blocks(exchange, _shard_mask(exchange, options.mask), options)
-    sinks = [blocks.of_heads(sink) for sink in sinks]
+    sinks = [blocks.shard_sinks(sink) for sink in sinks]
 
     @custom_gradient
     def attend(q, k, v, *rest):
@@ -222,7 +222,7 @@ class _Blocks:
         """Return x with a dependency on `done`, unless `done` is `None`."""
         return x if done is None else self.exchange.after(x, done)
 
-    def of_heads(self, sinks):
+    def shard_sinks(self, sinks):
         """Convert sinks `[1, n, 1, 1]` to the layout of the shards, `[c or 1, 1, n, 1, 1]`."""
         return (
             self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)

@@ -8,7 +8,7 @@ w of each hypothesis.
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
-from dtransformer.layers.position import first_of_segment
+from dtransformer.layers.position import segment_starts
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -137,7 +137,7 @@ def next_positions(
         if cache is not None:
             return positions - _count(~tf.cast(mask.queries, "bool"))[:, None]
         if not mask.queries.dtype.is_bool:
-            return positions - first_of_segment(mask.queries)
+            return positions - segment_starts(mask.queries)
     return positions
 
 

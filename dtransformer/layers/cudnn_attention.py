@@ -18,14 +18,14 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near
 from dtransformer.layers.attention_options import AttentionOptions
-from dtransformer.layers.cudnn_call import CudnnCall, why_not
+from dtransformer.layers.cudnn_call import CudnnCall, unsupported_reason
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     attention_scores,
     block_context,
     block_gradients,
-    by_heads,
     mask_scores,
+    per_head,
     sink_gradients,
 )
 from dtransformer.parallel.ops import gpu_calls
@@ -37,7 +37,7 @@ _OPEN_SHAPES = (
 )
 
 
-def obstacle(
+def cudnn_obstacle(
     queries: Sequence[int | None], keys: Sequence[int | None], dtype: str, options: AttentionOptions
 ) -> str | None:
     """Return the reason why cuDNN cannot compute an attention, or `None` if it can.
@@ -67,7 +67,7 @@ def obstacle(
     call = _call(queries, keys, dtype, options)
     if call.bias is not None and 2 * math.prod(call.bias) > _MAX_MASK_BYTES:
         return f"the mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
-    return why_not(call) if gpu_calls.takes_gpu_branch() else None
+    return unsupported_reason(call) if gpu_calls.takes_gpu_branch() else None
 
 
 def auto_uses_cudnn() -> bool:
@@ -80,9 +80,9 @@ def cudnn_attention(
 ) -> tf.Tensor:
     """Return the attention outputs of queries, computed by cuDNN. See `attention`.
 
-    Call it only if `obstacle` returns `None`. The kernels do not support sinks. The forward pass
-    therefore rescales their results by the larger sum, and the backward pass computes probabilities
-    from it.
+    Call it only if `cudnn_obstacle` returns `None`. The kernels do not support sinks. The forward
+    pass therefore rescales their results by the larger sum, and the backward pass computes
+    probabilities from it.
 
     Args:
         q: Tensor of shape `[b, n, s, d]`.
@@ -128,7 +128,7 @@ def cudnn_attention(
 
         return context, gradient
 
-    sinks = [] if sinks is None else [tf.cast(by_heads(sinks), _sums_type(q))]
+    sinks = [] if sinks is None else [tf.cast(per_head(sinks), _sums_type(q))]
     return _swap_heads(attend(*map(_swap_heads, (q, k, v)), *sinks))
 
 

@@ -162,7 +162,7 @@ class CudnnCall:
         return _tensor(shape, _TYPES[self.dtype][0])
 
 
-def why_not(call: CudnnCall) -> str | None:
+def unsupported_reason(call: CudnnCall) -> str | None:
     """Return the reason why cuDNN does not support a call, or `None` if it does."""
     d, s, t = call.queries[3], call.queries[1], call.keys[1]
     if call.dtype not in _TYPES:

@@ -23,7 +23,7 @@ def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     return total(x, y)
 
 
-def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+def add_to_rows(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     """Return x + y, where x is `[b, ...]` and y is `[...]` and is added to each of the b rows."""
     if not _same_shape(x.shape[1:], y.shape):
         return x + y

@@ -172,7 +172,7 @@ class TransformerEncoderLayer(TransformerBlock):
     def complete(self) -> None:
         if not hasattr(self, "feed_forward"):
             make = self.make_moe if self.has_experts else self.make_feed_forward
-            self.feed_forward = make("feed_forward").shard(**self._own_rules)
+            self.feed_forward = make("feed_forward").shard(**self._sharding_rules)
             self.recompute(self.recompute_config)
 
     def make_norm(self, name: str) -> LayerNorm | RMSNorm:

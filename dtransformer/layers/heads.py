@@ -29,7 +29,7 @@ def check_pooling(pooling: str) -> str:
     return pooling
 
 
-def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
+def pool(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
     """Reduce each sequence to one vector.
 
     Args:
@@ -44,7 +44,7 @@ def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor
 
     >>> x = tf.reshape(tf.range(6.0), (1, 3, 2))
     >>> mask = tf.constant([[False, True, True]])
-    >>> [pooled(x, mask, name).numpy().tolist() for name in POOLINGS]
+    >>> [pool(x, mask, name).numpy().tolist() for name in POOLINGS]
     [[[2.0, 3.0]], [[3.0, 4.0]], [[4.0, 5.0]]]
     """
     check_pooling(pooling)
@@ -141,7 +141,7 @@ class SequenceHead(LabelHead):
 
     Args:
         num_labels: Integer. Number of logits. Use 1 for a score, such as a reward.
-        pooling: `"first"`, `"mean"` or `"last"`, see `pooled`. Defaults to `"first"`.
+        pooling: `"first"`, `"mean"` or `"last"`, see `pool`. Defaults to `"first"`.
         pad_id: Integer. Token id that the network excludes from pooling although its blocks attend
             to it, if padding is also the end token. Defaults to `None`.
         **kwargs: Other arguments of `LabelHead`.
@@ -174,7 +174,7 @@ class SequenceHead(LabelHead):
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
         # [b, s, h] -> [b, h]
-        return self.logits(pooled(inputs, mask, self.pooling), training)
+        return self.logits(pool(inputs, mask, self.pooling), training)
 
     def compute_mask(self, *args) -> None:
         return None  # The output has no sequence dimension.
@@ -221,7 +221,7 @@ class PoolingHead(Layer):
     """Embedding head: pool each sequence to a vector and normalize its length to 1.
 
     Args:
-        pooling: `"first"`, `"mean"` or `"last"`, see `pooled`. Defaults to `"mean"`.
+        pooling: `"first"`, `"mean"` or `"last"`, see `pool`. Defaults to `"mean"`.
         normalize: Boolean, whether to normalize vectors. Defaults to `True`.
 
     Call arguments:
@@ -252,7 +252,7 @@ class PoolingHead(Layer):
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
-        x = tf.cast(pooled(inputs, mask, self.pooling), "float32")
+        x = tf.cast(pool(inputs, mask, self.pooling), "float32")
         if not self.normalize:
             return x
         return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)

@@ -70,13 +70,13 @@ class StackedInitializer(WrappedInitializer):
         return tf.stack(values)
 
 
-def seeded(initializer, path: str):
+def with_derived_seed(initializer, path: str):
     """Return an initializer with a seed derived from the job's seed and `path`.
 
     Initializers that are not random or already have a seed are returned as they are.
     """
     if isinstance(initializer, WrappedInitializer):
-        return initializer.around(seeded(initializer.initializer, path))
+        return initializer.around(with_derived_seed(initializer.initializer, path))
     if not isinstance(initializer, keras.initializers.Initializer):
         return initializer
     config = initializer.get_config()

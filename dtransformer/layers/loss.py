@@ -117,7 +117,7 @@ class CrossEntropyLoss(Layer):
         """
         weights = tf.ones_like(labels, "float32")
         if mask is not None:
-            weights *= with_rank(tf.cast(mask, "float32"), len(labels.shape))
+            weights *= expand_to_rank(tf.cast(mask, "float32"), len(labels.shape))
         if self.ignore_id is not None:
             weights = tf.where(labels == self.ignore_id, tf.zeros_like(weights), weights)
         return weights
@@ -159,7 +159,7 @@ def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     return tf.squeeze(labels, -1) if extra else labels
 
 
-def with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
+def expand_to_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Append dimensions of size 1 to weights until they have `rank` dimensions."""
     return weights[(..., *[None] * (rank - len(weights.shape)))]
 

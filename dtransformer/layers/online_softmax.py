@@ -50,7 +50,7 @@ def mask_scores(scores: tf.Tensor, seen: tf.Tensor | None) -> tf.Tensor:
     return scores if seen is None else tf.where(seen, scores, tf.constant(-math.inf, scores.dtype))
 
 
-def by_heads(x: tf.Tensor) -> tf.Tensor:
+def per_head(x: tf.Tensor) -> tf.Tensor:
     """Reshape a tensor with one element per head from `[n]` to `[1, n, 1, 1]`."""
     return tf.reshape(x, [1, x.shape[0], 1, 1])
 

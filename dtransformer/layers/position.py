@@ -95,7 +95,7 @@ class PositionEmbedding(StreamLayer):
         else:
             positions += start
         if segments is not None:
-            positions -= first_of_segment(segments)
+            positions -= segment_starts(segments)
         if self.offset:
             positions += self.offset
         if self.kind == "learned" and by_rows:
@@ -109,7 +109,7 @@ class PositionEmbedding(StreamLayer):
         return inputs + tf.cast(rows, inputs.dtype)
 
 
-def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
+def segment_starts(segments: tf.Tensor) -> tf.Tensor:
     """Return the first position of each position's segment.
 
     A segment ends where the id changes.

@@ -13,7 +13,7 @@ ROWS, MASK = RNG.normal(size=(3, 4)), RNG.random(size=(2, 1, 4)) < 0.5
 # Function, TensorFlow equivalent, arguments with gradients.
 CASES = {
     "add": (elementwise.add, lambda x, y: x + y, [X, Y]),
-    "add_to_each": (elementwise.add_to_each, lambda x, y: x + y, [X, ROWS]),
+    "add_to_rows": (elementwise.add_to_rows, lambda x, y: x + y, [X, ROWS]),
     "scale": (
         lambda x: elementwise.scale(x, tf.constant(MASK, x.dtype)),
         lambda x: x * tf.constant(MASK, x.dtype),
@@ -71,7 +71,7 @@ def test_broadcasting_operands_match_tensorflow():
     mask = tf.constant(MASK)
     for function, expected_function in (
         (elementwise.add, lambda x: x + y),
-        (elementwise.add_to_each, lambda x: x + y),
+        (elementwise.add_to_rows, lambda x: x + y),
         (lambda x, _: elementwise.select(mask, x, 0.0), lambda x: tf.where(mask, x, 0.0)),
         (lambda x, y: elementwise.scale(x, y), lambda x: x * y),
     ):

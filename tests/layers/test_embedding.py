@@ -12,7 +12,7 @@ from dtransformer.layers import (
     VocabEmbedding,
     VocabHead,
 )
-from dtransformer.layers.position import first_of_segment
+from dtransformer.layers.position import segment_starts
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
@@ -240,10 +240,10 @@ def test_positions_restart_in_each_segment_in_linear_memory():
     rng = np.random.default_rng(8)
     numbers = np.cumsum(rng.integers(0, 2, (3, 37)), axis=1, dtype="int32")
     expected = [[np.flatnonzero(row == segment)[0] for segment in row] for row in numbers]
-    anyhow = tf.function(first_of_segment, input_signature=[tf.TensorSpec([None, None], "int32")])
-    for result in (first_of_segment(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
+    anyhow = tf.function(segment_starts, input_signature=[tf.TensorSpec([None, None], "int32")])
+    for result in (segment_starts(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
         np.testing.assert_array_equal(result, np.array(expected)[:, : result.shape[1]])
 
-    graph = tf.function(first_of_segment).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
+    graph = tf.function(segment_starts).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
     sizes = [out.shape.num_elements() for op in graph.graph.get_operations() for out in op.outputs]
     assert max(sizes) <= 2 * 2 * 512

@@ -27,12 +27,12 @@ def test_default_settings_are_not_stored():
 
 
 def test_sharding_rules_survive_config_round_trip():
-    assert restored_from_config(FeedForward(8, 16).shard(mlp=None))._own_rules == {"mlp": None}
+    assert restored_from_config(FeedForward(8, 16).shard(mlp=None))._sharding_rules == {"mlp": None}
     encoder = TransformerEncoder(2, **SIZES)
     encoder.blocks[1].attention.shard(heads=None)
     restored = restored_from_config(encoder)
-    assert restored.blocks[1].attention._own_rules == {"heads": None}
-    assert not restored.blocks[0].attention._own_rules
+    assert restored.blocks[1].attention._sharding_rules == {"heads": None}
+    assert not restored.blocks[0].attention._sharding_rules
 
 
 @pytest.mark.parametrize("select", [(), ("attention", "norm")])
@@ -68,7 +68,7 @@ def test_settings_survive_keras_file(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     restored = loaded.layers[-1]
     assert restored.blocks[0].comm_fusion == 7 and restored.blocks[0].recompute_config.recompute
-    assert restored.blocks[1].feed_forward._own_rules == {"mlp": None}
+    assert restored.blocks[1].feed_forward._sharding_rules == {"mlp": None}
     x = tf.random.normal((2, 3, 8))
     np.testing.assert_array_equal(loaded(x), model(x))
 
