@@ -10,8 +10,9 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
+from dtransformer.trainers.optimizer.loss_scale import LossScale
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
-from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
+from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.step_compiler import StepCompiler
 
 WEIGHTS = [
@@ -134,9 +135,9 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
     @tf.function(jit_compile=compiled)
     def update(gradients, values):
         for variable, value in zip(flat, values):
-            variable.hold(value)
+            variable.bind(value)
         sharded.apply(gradients, flat)
-        return [variable.release() for variable in flat]
+        return [variable.unbind() for variable in flat]
 
     halves = [start.reshape(2, 10)[0], start.reshape(2, 10)[0]]
     for gradient in steps:
@@ -165,9 +166,9 @@ def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
     handed.build([held])
     for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
         plain.apply([gradient], [full])
-        held.hold(value)
+        held.bind(value)
         handed.apply([gradient], [held])
-        value = held.release()
+        value = held.unbind()
     np.testing.assert_allclose(value, full.numpy(), rtol=1e-6)
 
 
