@@ -28,7 +28,7 @@ def grouped_calls(keys, sizes, max_size):
     Args:
         keys: Key of each item. Equal keys can share a function.
         sizes: Size of each item.
-        max_size: Maximum total size of a call. A larger item has its own call.
+        max_size: Maximum total size of a call. A larger item is alone in a call.
 
     Returns:
         A list of lists of item positions.
@@ -65,6 +65,7 @@ class _Unit:
     """A unit and the variables of its update.
 
     Args:
+        index: Integer. Index of the unit in the optimizer.
         proxy: `ParameterProxy` that the optimizer updates while a function is traced.
         variable: Keras variable of the value, or `None` if each call passes the value.
         states: List of Keras variables. The optimizer's states of the unit.
@@ -72,6 +73,7 @@ class _Unit:
         key: Hashable. Units of equal keys have equal updates.
     """
 
+    index: int
     proxy: ParameterProxy
     variable: keras.Variable | None
     states: list
@@ -79,7 +81,7 @@ class _Unit:
     key: Hashable
 
     @classmethod
-    def create(cls, optimizer, parameter, states, group):
+    def create(cls, optimizer, index, parameter, states, group):
         """Return the unit of a parameter: a Keras variable or a `ParameterProxy`."""
         proxy = parameter
         variable = None
@@ -91,12 +93,16 @@ class _Unit:
             group,
             tuple(proxy.shape),
             proxy.dtype,
-            # By the variable's name, as in Keras: it may end with ":0".
+            # Keras also matches the name of the `tf.Variable`, which may end with ":0".
             _compat.uses_weight_decay(optimizer, proxy if variable is None else variable.value),
             id(proxy.constraint),
             *((name, tuple(state.shape), state.dtype) for name, state in states),
         )
-        return cls(proxy, variable, [state for _, state in states], group, key)
+        return cls(index, proxy, variable, [state for _, state in states], group, key)
+
+    def state_values(self):
+        """Return the `tf.Variable`s of the states."""
+        return [state.value for state in self.states]
 
 
 class GroupedUpdate:
@@ -128,17 +134,18 @@ class GroupedUpdate:
         self._scalars = []
         self._functions = {}
         self._units = [
-            _Unit.create(optimizer, *arguments) for arguments in zip(parameters, states, groups)
+            _Unit.create(optimizer, index, *arguments)
+            for index, arguments in enumerate(zip(parameters, states, groups))
         ]
         by_device = {}
-        for i, unit in enumerate(self._units):
-            by_device.setdefault(unit.proxy.device, []).append(i)
+        for unit in self._units:
+            by_device.setdefault(unit.proxy.device, []).append(unit)
         self._calls = []
-        for device, indices in by_device.items():
-            keys = [self._units[i].key for i in indices]
-            sizes = [math.prod(self._units[i].proxy.shape) for i in indices]
+        for device, units in by_device.items():
+            keys = [unit.key for unit in units]
+            sizes = [math.prod(unit.proxy.shape) for unit in units]
             for call in grouped_calls(keys, sizes, _MAX_ELEMENTS):
-                self._calls.append((device, [indices[i] for i in call]))
+                self._calls.append((device, [units[i] for i in call]))
 
     def __call__(self, gradients, values):
         self._drop_outdated_functions()
@@ -149,18 +156,18 @@ class GroupedUpdate:
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
         new_values = {}
         last = {}  # device -> control inputs of its next call, so that calls run one by one
-        for device, indices in self._calls:
+        for device, units in self._calls:
             arguments = (
-                [gradients[i] for i in indices],
-                [values[i] for i in indices],
-                [[state.value for state in self._units[i].states] for i in indices],
+                [gradients[unit.index] for unit in units],
+                [values[unit.index] for unit in units],
+                [unit.state_values() for unit in units],
                 scalars,
             )
-            function = self._function(indices, arguments)
+            function = self._function(units, arguments)
             with tf.device(device), tf.control_dependencies(last.get(device, [])):
                 results, done = function(*arguments)
             last[device] = [done]
-            passed = [i for i in indices if self._units[i].variable is None]
+            passed = [unit.index for unit in units if unit.variable is None]
             new_values.update(zip(passed, results))
         self._optimizer.iterations.assign_add(1)
         return [new_values[i] for i in sorted(new_values)]
@@ -177,38 +184,36 @@ class GroupedUpdate:
             scalars = [self._optimizer.iterations, rate]
             self._scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
 
-    def _function(self, indices, arguments):
-        """Return the function of a call, which is traced and optimized for its first call only.
+    def _function(self, units, arguments):
+        """Return the function of a call, traced and optimized for the first call with equal units.
 
         Args:
-            indices: List of the indices of the call's units.
+            units: List of the `_Unit`s of the call.
             arguments: Tuple. Arguments of the call.
         """
-        units = [self._units[i] for i in indices]
         key = tuple(unit.key for unit in units)
         if key not in self._functions:
             traced = tf.function(
-                partial(self._update, units, indices),
+                partial(self._update, units),
                 jit_compile=self._jit_compile,
                 autograph=False,
-                # Inlined, Grappler would optimize each call.
+                # If TensorFlow inlined the function, Grappler would optimize every call.
                 experimental_attributes={"_noinline": True},
             )
             specs = tf.nest.map_structure(
                 lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x,
                 arguments,
             )
-            # Outside of the current device scope: each call runs on its own device.
+            # Leave the current device scope, because each call sets a device.
             with tf.init_scope():
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, indices, gradients, values, states, scalars):
+    def _update(self, units, gradients, values, states, scalars):
         """Update values and states of units while a function is traced.
 
         Args:
             units: List of `_Unit`s. Later calls use the function for other units of equal keys.
-            indices: List of their indices in the optimizer.
             gradients: List of tensors.
             values: List with the variable of each unit, or the tensor of its `ParameterProxy`.
             states: List with the list of state variables of each unit.
@@ -220,18 +225,17 @@ class GroupedUpdate:
         for unit, value in zip(units, values):
             unit.proxy.bind(value)
         for group in dict.fromkeys(unit.group for unit in units):
-            members = [i for i, unit in enumerate(units) if unit.group == group]
+            members = [row for row in zip(units, gradients, states) if row[0].group == group]
+            indices = [unit.index for unit, _, _ in members]
+            proxies = [unit.proxy for unit, _, _ in members]
             scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
-            pairs = [pair for i in members for pair in zip(units[i].states, states[i])]
+            pairs = [x for unit, _, variables in members for x in zip(unit.states, variables)]
             for pair in pairs:
                 scope.add_update(pair)
-            proxies = [units[i].proxy for i in members]
-            settings = _compat.averaging_alone(
-                self._optimizer, [indices[i] for i in members], proxies
-            )
+            settings = _compat.averaging_alone(self._optimizer, indices, proxies)
             settings |= _group_settings(self._optimizer, group)
             with scope, _compat.meanwhile(self._optimizer, **settings):
-                self._optimizer.apply([gradients[i] for i in members], proxies)
+                self._optimizer.apply([gradient for _, gradient, _ in members], proxies)
             for state, variable in pairs:
                 value = scope.get_current_value(state)
                 # Keras assigns averages to the scope instead of the variable.

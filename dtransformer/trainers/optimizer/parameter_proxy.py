@@ -64,11 +64,11 @@ class ParameterProxy:
         """Number of dimensions."""
         return self.shape.rank
 
-    def bind(self, value: tf.Tensor | tf.Variable):
+    def bind(self, value):
         """Set the value: a tensor of `shape`, or a variable to assign updates to."""
         self._value = value
 
-    def unbind(self) -> tf.Tensor | tf.Variable:
+    def unbind(self):
         """Remove and return the updated tensor or the variable."""
         value = self._value
         self._value = None

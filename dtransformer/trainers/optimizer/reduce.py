@@ -1,17 +1,9 @@
-"""Sums over the data-parallel group: gradients in buckets, and scalars.
-
-An engine divides its gradients by the normalizer of the global batch. Their sum over the group is
-the gradient of the mean over the global batch.
-"""
-
-import math
-
-import tensorflow as tf
+"""Sums of scalars over the data-parallel group, and buckets of gradients."""
 
 from dtransformer import _compat
 from dtransformer.layers.block import TransformerBlock
-from dtransformer.parallel.collectives import flat_shards, transport
-from dtransformer.parallel.collectives.transport import by_dtype, never_constant
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 
@@ -31,78 +23,11 @@ def reduce_sum(scalars: dict, name: str) -> dict:
     return dict(zip(scalars, sums))
 
 
-class Reduction:
-    """Sum of gradients over the data-parallel group, one collective per bucket and dtype.
-
-    Args:
-        shards: List of `PlannedShard`s.
-        bucket_ids: List with the bucket id of each weight, or `None`; see `buckets`.
-        level: Integer. Level of optimizer sharding.
-
-    Call arguments:
-        gradients: List of tensors, one per planned shard, as an engine returns them.
-
-    Returns:
-        List of tensors. Shards with a division over the group get their flat local shard of the
-        sum (reduce-scatter), other shards the full sum.
-
-    Attributes:
-        buckets: List of lists of positions in `shards`.
-        gradient_bytes: Integer. Bytes of gradients that this rank stores until the update, or `None`
-            before the first call. From level 2 on, this counts reduced shards.
-    """
-
-    def __init__(self, shards, bucket_ids, level):
-        config = get_parallel_config()
-        ids = [bucket_ids[shard.weight_index] for shard in shards]
-        self.buckets = [
-            [i for i in bucket if not shards[i].is_reduced]
-            for bucket in buckets(ids, config.gradient_aggregation_group)
-        ]
-        self.gradient_bytes = None
-        self._shards = shards
-        self._level = level
-        self._dtype = None if config.gradient_dtype == "float32" else config.gradient_dtype
-
-    def __call__(self, gradients):
-        reduced = []
-        for gradient, shard in zip(gradients, self._shards):
-            stored = shard.shard if shard.replicated is None else shard.replicated
-            gradient.set_shape(stored.shape)  # Results of XLA functions have no static shape.
-            if not shard.is_reduced:
-                gradient = tf.cast(gradient, shard.shard.value.dtype)
-            reduced.append(gradient)
-        if job.data_parallel_group().size > 1:
-            for index, bucket in enumerate(self.buckets):
-                sharded = [i for i in bucket if self._shards[i].division is not None]
-                replicated = [i for i in bucket if self._shards[i].division is None]
-                self._sum(reduced, sharded, f"shards_{index}")
-                self._sum(reduced, replicated, f"gradients_{index}")
-        kept = reduced if self._level >= 2 else gradients
-        self.gradient_bytes = sum(math.prod(x.shape) * x.dtype.size for x in kept)
-        return reduced
-
-    def _sum(self, gradients, positions, name):
-        """Replace gradients at some positions, all sharded or all replicated, by their sums."""
-        group = job.data_parallel_group()
-
-        def collective(tensors, divisions, dtype):
-            arguments = (tensors, group, f"{name}_{dtype}", self._dtype)
-            if divisions[0] is None:
-                return flat_shards.all_reduce(*arguments)
-            return flat_shards.reduce_scatter(*arguments, divisions)
-
-        divisions = [self._shards[i].division for i in positions]
-        sums = by_dtype(collective, [gradients[i] for i in positions], divisions)
-        for i, total in zip(positions, sums):
-            gradients[i] = total
-
-
 def bucket_ids(network, weights):
     """Return the requested reduction bucket of each weight.
 
     A block's `set_comm_fusion` requests a bucket. From level 2 of optimizer sharding on, every
-    other block has a bucket of its own, so that its full gradients are freed early.
+    other block has a separate bucket, so that its full gradients are freed early.
 
     Args:
         network: Keras model.

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -12,8 +13,7 @@ from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
 from dtransformer.trainers.optimizer.keras_update import keras_update
-from dtransformer.trainers.optimizer.loss_scale import LossScale
-from dtransformer.trainers.optimizer.reduce import Reduction
+from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import partition_of, shard_plan
 from dtransformer.trainers.optimizer.store import store
 from dtransformer.trainers.optimizer.update_units import UpdateUnits
@@ -46,38 +46,41 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        self._optimizer = inner
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = shard_plan(weights, self.partition, copies)
         self._units = UpdateUnits(self.shards, self.partition.kind)
         self.units = self._units.units
         self.is_sharded = any(shard.division is not None for shard in self.shards)
-        on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
-        selects_units = self.is_sharded or bool(self._units.proxies)
-        is_divided = selects_units or on_mesh or job.pipeline_group().size > 1
+        self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
+        self._build(optimizer, weights)
+        ids = [bucket_ids[shard.weight_index] for shard in self.shards]
+        positions = buckets(ids, get_parallel_config().gradient_aggregation_group)
+        self._reduction = phases.Reduction(self.shards, positions, self.partition.level)
+        self._store = partial(store, self._units, positions)
+        self._gradient_phases = self._list_gradient_phases()
+        jit_compile = compiler.jit_update(weights)
+        update = keras_update(self._optimizer, self.units, compiler.run_eagerly, jit_compile)
+        self._update_phases = [partial(phases.update_weights, self._optimizer, update)]
+        if self._units.proxies or any(shard.replicated is not None for shard in self.shards):
+            self._update_phases.append(partial(phases.store_values, self._store))
+
+    def _build(self, optimizer, weights):
+        """Check the optimizer and build it for the local units."""
+        in_pipeline = job.pipeline_group().size > 1
+        is_divided = self.is_sharded or self._on_mesh or bool(self._units.proxies) or in_pipeline
         parameters = [unit.parameter for unit in self.units]
-        check_update(inner, weights, parameters, self.is_sharded, is_divided)
+        check_update(self._optimizer, weights, parameters, self.is_sharded, is_divided)
         if not optimizer.built:
             parts = [(unit.weight, unit.parameter) for unit in self.units]
-            _compat.exclude_parts_from_weight_decay(inner, parts)
+            _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
-        self._reduction = Reduction(self.shards, bucket_ids, self.partition.level)
-        self._store = partial(store, self._units, self._reduction.buckets)
-        self._gradient_phases = self._list_gradient_phases(
-            self.is_sharded or on_mesh, selects_units
-        )
-        jit_compile = compiler.jit_update(weights)
-        update = keras_update(inner, self.units, compiler.run_eagerly, jit_compile)
-        self._update_phases = [
-            partial(phases.update_weights, inner, update),
-            partial(phases.store_values, self._store),
-        ]
 
-    def _list_gradient_phases(self, sums_norms, selects_units):
+    def _list_gradient_phases(self):
         """Return the phases from an engine's gradients to clipped gradients of update units."""
         config = get_parallel_config()
+        stages = job.pipeline_group()
         steps = []
         if config.gradient_accumulation_shard and config.micro_batch_num > 1:
             # Micro-batches accumulate shards. Their sum is reduced already.
@@ -87,12 +90,12 @@ class ShardedOptimizer:
             steps.append(partial(phases.reduce_gradients, self._reduction))
         steps.append(partial(phases.unscale, self.loss_scale))
         steps.append(partial(phases.measure_gradients, self.shards))
-        if sums_norms:
+        if self.is_sharded or self._on_mesh:
             steps.append(partial(phases.sum_square_norms, self.shards))
-        steps.append(partial(phases.measure_norm, self.shards))
+        steps.append(partial(phases.measure_norm, self.shards, stages if stages.size > 1 else None))
         if not self._optimizer.gradient_accumulation_steps:
             steps.append(partial(phases.clip, self._optimizer, self.shards))
-        if selects_units:
+        if self.is_sharded or self._units.proxies:
             steps.append(partial(phases.select_units, self._units))
         return steps
 
@@ -144,3 +147,70 @@ def _run(steps, data):
     with trace.scope(names_are_global=True):
         for phase in steps:
             phase(data)
+
+
+class LossScale:
+    """Loss scale of an optimizer. All ranks skip steps with an overflow on any rank.
+
+    A `keras.optimizers.LossScaleOptimizer` has a dynamic scale. An overflow halves the scale, and
+    `dynamic_growth_steps` finite steps in a row double it. Other optimizers have a constant scale,
+    `loss_scale_factor` or 1, and never skip a step.
+
+    Args:
+        optimizer: Keras optimizer.
+
+    Attributes:
+        is_used: Boolean. Whether the scale is dynamic.
+        skipped_steps: Int64 scalar variable. Number of skipped steps.
+        skipped_in_a_row: Int64 scalar variable. Number of skipped steps since the last update.
+
+    Reference:
+        [Micikevicius et al., 2018, §3.2](https://arxiv.org/abs/1710.03740)
+    """
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.is_used = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
+        self.skipped_in_a_row = tf.Variable(0, trainable=False, dtype="int64")
+
+    def value(self):
+        """Return the scale, a float32 scalar."""
+        return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
+
+    def unscale(self, gradients):
+        """Return a list of gradients divided by the scale, if the optimizer has one."""
+        if not self.is_used and self._optimizer.loss_scale_factor is None:
+            return gradients
+        scale = self.value()
+        return [gradient / scale for gradient in gradients]
+
+    def run(self, norm, update):
+        """Call `update()` and adapt a dynamic scale. Skip the update if `norm` is not finite.
+
+        Args:
+            norm: Float scalar tensor. Global gradient norm, equal on all ranks.
+            update: Function without arguments that changes the weights.
+        """
+        if not self.is_used:
+            update()
+            return
+        is_finite = tf.math.is_finite(norm)
+
+        def update_weights():
+            update()
+            return is_finite
+
+        tf.cond(is_finite, update_weights, lambda: is_finite)
+        self._adapt(is_finite)
+
+    def _adapt(self, is_finite):
+        scale = self._optimizer.dynamic_scale.value
+        finite_steps = self._optimizer.step_counter.value
+        skipped = tf.cast(~is_finite, "int64")
+        count = (1 - skipped) * (finite_steps + 1)
+        grows = count >= self._optimizer.dynamic_growth_steps
+        scale.assign(tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5) * scale)
+        finite_steps.assign(tf.where(grows, tf.zeros_like(count), count))
+        self.skipped_steps.assign_add(skipped)
+        self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))

@@ -37,9 +37,7 @@ def optimizer_states(
     return states
 
 
-def unit_states(
-    optimizer: keras.optimizers.Optimizer, num_units: int
-) -> list[list[tuple[str, keras.Variable]]] | None:
+def unit_states(optimizer, num_units):
     """Return the states of each unit, if the units can be updated separately.
 
     Args:

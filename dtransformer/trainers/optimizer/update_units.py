@@ -33,7 +33,7 @@ class UpdateUnit:
 
     @property
     def is_proxy(self) -> bool:
-        """Whether an update receives and returns the value, instead of assigning a variable."""
+        """True if an update receives and returns the value instead of assigning a variable."""
         return isinstance(self.parameter, ParameterProxy)
 
 

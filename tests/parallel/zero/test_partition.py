@@ -10,9 +10,8 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
-from dtransformer.trainers.optimizer.loss_scale import LossScale
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
-from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
 from dtransformer.trainers.step_compiler import StepCompiler
 
 WEIGHTS = [
@@ -98,7 +97,7 @@ def test_the_plan_of_whole_weights_is_printed():
     text = " ".join(str(plan(num_shards=2, **WHOLE)).split())
     assert "decoder/kernel 333×101 rank 1 33,633" in text
     assert "encoder/bias 100 each of 2 100 less than 64 KB" in text
-    assert text.endswith("they update 262,244, 148,933: the most is 1.28 times the mean")
+    assert "The ranks update 262,244, 148,933; the maximum is 1.28 × the mean" in text
 
 
 OPTIMIZERS = {
