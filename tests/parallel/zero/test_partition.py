@@ -271,3 +271,37 @@ def test_a_rank_with_no_weight_that_counts_in_the_norm(kind, clip, traced):
     run = tf.function(run) if traced else run
     assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0
     assert int(optimizer.iterations) == 1
+
+
+def phase_names(steps):
+    return [phase.func.__name__ for phase in steps]
+
+
+def test_one_device_leaves_out_the_phases_of_other_layouts():
+    weight = keras.Variable(np.ones(3, "float32"))
+    step = ShardedOptimizer(keras.optimizers.SGD(0.5), [weight], [None], StepCompiler())
+    assert phase_names(step._gradient_phases) == [
+        "reduce_gradients",
+        "unscale",
+        "measure_gradients",
+        "measure_norm",
+        "clip",
+    ]
+    assert phase_names(step._update_phases) == ["update_weights"]
+
+
+def test_keras_clips_the_sum_of_accumulated_gradients():
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.SGD(0.5, clipnorm=1.0, gradient_accumulation_steps=2)
+    step = ShardedOptimizer(optimizer, [weight], [None], StepCompiler())
+    assert "clip" not in phase_names(step._gradient_phases)
+
+
+def test_tensorflow_has_no_stateless_apply():
+    """If this fails, Keras may be able to replace `ParameterProxy`."""
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([weight])
+    states = [variable.value for variable in optimizer.variables]
+    with pytest.raises(ValueError, match="stateless_apply is not supported with the TensorFlow"):
+        optimizer.stateless_apply(states, [tf.ones(3)], [tf.ones(3)])
