@@ -10,7 +10,7 @@ Reference:
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
@@ -105,7 +105,7 @@ class Partition:
     @classmethod
     def of(
         cls,
-        weights: Iterable[Parameter],
+        weights: Sequence[Parameter],
         config: TransformerOpParallelConfig,
         num_shards: int,
         index: int = 0,
@@ -118,17 +118,9 @@ class Partition:
             num_shards: Integer. Number of ranks in the data-parallel group.
             index: Integer. Position of this rank in the group. Defaults to `0`.
         """
-        weights = list(weights)
         level = int(config.optimizer_shard) if num_shards > 1 else 0
         kind = config.optimizer_shard_partition
-        reasons = ["optimizer_shard=0" if num_shards > 1 else "one rank"] * len(weights)
-        if level:
-            reasons = [
-                config.why_replicated(w.path, w.shape, w.item_bytes, w.has_constraint)
-                for w in weights
-            ]
-        if kind == "whole" and level:
-            reasons = _replicate_smallest(weights, reasons, num_shards)
+        reasons = _replication_reasons(weights, config, num_shards)
         owners = assign_owners([w for w, reason in zip(weights, reasons) if not reason], num_shards)
         parameters = []
         for weight, reason in zip(weights, reasons):
@@ -218,10 +210,19 @@ def _bytes_by_path(weights):
     return sizes
 
 
-def _replicate_smallest(weights, reasons, num_ranks):
-    """Also replicate the smallest weight if a rank would have nothing to update."""
+def _replication_reasons(weights, config, num_ranks):
+    """Return a list with `Parameter.why_replicated` of each weight."""
+    if num_ranks == 1:
+        return ["one rank"] * len(weights)
+    if not config.optimizer_shard:
+        return ["optimizer_shard=0"] * len(weights)
+    reasons = [
+        config.why_replicated(w.path, w.shape, w.item_bytes, w.has_constraint) for w in weights
+    ]
     sizes = _bytes_by_path(weights)
-    if any(reasons) or not 0 < len(sizes) < num_ranks:
+    is_flat = config.optimizer_shard_partition == "flat"
+    if is_flat or any(reasons) or not 0 < len(sizes) < num_ranks:
         return reasons
+    # Without a replicated weight, a rank would have nothing to update.
     smallest = min(sizes, key=sizes.get)
     return ["fewer weights than ranks" if w.path == smallest else "" for w in weights]

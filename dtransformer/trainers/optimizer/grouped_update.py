@@ -1,5 +1,6 @@
 """Update in functions of a few units, traced and compiled once for all equal units."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Hashable
@@ -47,14 +48,14 @@ def grouped_calls(keys, sizes, max_size):
         return sum(count // num_calls + count % num_calls for count in counts)
 
     num_calls = min(range(1, max(counts, default=0) + 1), key=num_different, default=0)
-    calls = [[] for _ in range(num_calls + 1)]
+    calls = collections.defaultdict(list)
     for positions in by_key.values():
         per_call = len(positions) // num_calls
         for i in range(num_calls):
             calls[i] += positions[i * per_call : (i + 1) * per_call]
-        calls[-1] += positions[num_calls * per_call :]
+        calls[num_calls] += positions[num_calls * per_call :]
     limited = []
-    for call in calls:
+    for call in calls.values():
         for part in filled([sizes[position] for position in call], max_size):
             limited.append([call[i] for i in part])
     return limited
@@ -99,6 +100,10 @@ class _Unit:
             *((name, tuple(state.shape), state.dtype) for name, state in states),
         )
         return cls(index, proxy, variable, [state for _, state in states], group, key)
+
+    def value(self, passed_values):
+        """Return the `tf.Variable` of the value, or the next item of an iterator."""
+        return next(passed_values) if self.variable is None else self.variable.value
 
     def state_values(self):
         """Return the `tf.Variable`s of the states."""
@@ -149,10 +154,8 @@ class GroupedUpdate:
 
     def __call__(self, gradients, values):
         self._drop_outdated_functions()
-        iterator = iter(values)
-        values = [
-            next(iterator) if unit.variable is None else unit.variable.value for unit in self._units
-        ]
+        passed_values = iter(values)
+        values = [unit.value(passed_values) for unit in self._units]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
         new_values = {}
         last = {}  # device -> control inputs of its next call, so that calls run one by one
@@ -224,25 +227,29 @@ class GroupedUpdate:
         """
         for unit, value in zip(units, values):
             unit.proxy.bind(value)
+        rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
-            members = [row for row in zip(units, gradients, states) if row[0].group == group]
-            indices = [unit.index for unit, _, _ in members]
-            proxies = [unit.proxy for unit, _, _ in members]
-            scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
-            pairs = [x for unit, _, variables in members for x in zip(unit.states, variables)]
-            for pair in pairs:
-                scope.add_update(pair)
-            settings = _compat.averaging_alone(self._optimizer, indices, proxies)
-            settings |= _group_settings(self._optimizer, group)
-            with scope, _compat.meanwhile(self._optimizer, **settings):
-                self._optimizer.apply([gradient for _, gradient, _ in members], proxies)
-            for state, variable in pairs:
-                value = scope.get_current_value(state)
-                # Keras assigns averages to the scope instead of the variable.
-                if value is not variable:
-                    variable.assign(value)
+            self._update_group(group, [row for row in rows if row[0].group == group], scalars)
         new_values = [unit.proxy.unbind() for unit in units]
         return [x for x in new_values if not isinstance(x, tf.Variable)], tf.zeros([])
+
+    def _update_group(self, group, rows, scalars):
+        """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples."""
+        indices = [unit.index for unit, _, _ in rows]
+        proxies = [unit.proxy for unit, _, _ in rows]
+        scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
+        pairs = [pair for unit, _, variables in rows for pair in zip(unit.states, variables)]
+        for pair in pairs:
+            scope.add_update(pair)
+        settings = _compat.averaging_alone(self._optimizer, indices, proxies)
+        settings |= _group_settings(self._optimizer, group)
+        with scope, _compat.meanwhile(self._optimizer, **settings):
+            self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
+        for state, variable in pairs:
+            value = scope.get_current_value(state)
+            # Keras assigns averages to the scope instead of the variable.
+            if value is not variable:
+                variable.assign(value)
 
 
 def _group_settings(optimizer, group):

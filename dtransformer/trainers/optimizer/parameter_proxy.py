@@ -1,8 +1,5 @@
 """Parameter proxy: stands for a weight or a shard in a Keras optimizer."""
 
-from collections.abc import Sequence
-
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -44,7 +41,7 @@ class ParameterProxy:
 
     trainable = True
 
-    def __init__(self, owner: keras.Variable, shape: Sequence[int], constraint=None):
+    def __init__(self, owner, shape, constraint=None):
         self.shape = tf.TensorShape(shape)
         self.dtype = owner.value.dtype
         self.name = owner.name
@@ -55,12 +52,12 @@ class ParameterProxy:
         self._value = None
 
     @property
-    def value(self) -> tf.Tensor:
+    def value(self):
         """Current value, a tensor."""
         return tf.convert_to_tensor(self)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self):
         """Number of dimensions."""
         return self.shape.rank
 

@@ -32,7 +32,7 @@ class UpdateUnit:
     flat_range: tuple | None
 
     @property
-    def is_proxy(self) -> bool:
+    def is_proxy(self):
         """True if an update receives and returns the value instead of assigning a variable."""
         return isinstance(self.parameter, ParameterProxy)
 
