@@ -180,7 +180,7 @@ def test_the_same_on_a_mesh():
     for label in BAD_LABELS:
         words = ["labels, expected 0 to 11; the least and the greatest", str(label)]
         raises(ValueError, words, lambda y=label: fit(language_model(), y=with_one(y)))
-    words = ["Adam has ema_overwrite_frequency=2, which does not work where a mesh"]
+    words = ["Adam has ema_overwrite_frequency=2, which does not work if a mesh"]
     optimizer = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
     raises(ValueError, words, lambda: fit(language_model(optimizer=optimizer)))
     swaps, words = [keras.callbacks.SwapEMAWeights()], ["SwapEMAWeights", "averaged_weights()"]

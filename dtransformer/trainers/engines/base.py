@@ -26,7 +26,7 @@ from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer.gradients import with_zeros
+from dtransformer.trainers.optimizer.phases import with_zeros
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
