@@ -1,7 +1,7 @@
-"""Plan of the batches of an epoch: pure functions of lengths, seed and epoch.
+"""Plans of the batches of an epoch: pure functions of lengths, seed and epoch.
 
-A plan is a list of arrays of sentence numbers. Every rank computes the same plan and takes its rows
-of each global batch, so that several ranks see the batches that one process sees.
+A plan is a list of arrays of sentence indices. Every rank computes the same plan and takes its rows
+of each global batch, so several ranks together see the same batches as a single process.
 """
 
 from collections.abc import Sequence
@@ -23,34 +23,37 @@ def plan_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[np.ndarray]:
-    """Plan an epoch: which sentences make up each batch.
+    """Assign the sentences of an epoch to batches.
 
-    Sentences of about the same length share a batch. What is left over in a bucket moves up to
-    the next longer one. What is left over in the longest bucket is the last batch; or, where it is
-    less than half a batch, it shares evenly with the batch before. So all batches have about their
-    full size, and their number depends on the lengths only, not on the seed or the epoch.
+    Sentences of similar length share a batch. The remainder of a bucket moves to the next longer
+    bucket. The remainder of the longest bucket becomes the last batch. If it is less than half a
+    batch, it is divided evenly with the batch before. All batches are therefore close to full, and
+    their number depends only on the lengths, not on the seed or the epoch.
 
     Args:
-        lengths: int [N], the length of the longer side of every pair, in tokens.
-        batch_size: number of sentences of a batch; or
-        batch_tokens: number of tokens of one side of a batch, padding included: the number of
-            its sentences times the greatest length of its bucket stays within it.
-        buckets: number of buckets of lengths, 1 for no bucketing; or the greatest length of
-            each, rising.
-        min_rows: the fewest sentences of a batch: the number of ranks that share it. It changes
-            the plan only where a batch has fewer than twice as many sentences; a remainder that
-            is too small is then left out.
-        shuffle: whether sentences are shuffled within buckets, and batches among each other.
-        drop_remainder: whether the remainder that fills no batch is left out.
-        seed, epoch: what the shuffling depends on.
+        lengths: int [N], the length in tokens of the longer side of every pair.
+        batch_size: Integer. Number of sentences of a batch. Specify either `batch_size` or
+            `batch_tokens`.
+        batch_tokens: Integer. Maximum number of tokens of one side of a batch, including padding:
+            number of sentences times the maximum length of their bucket.
+        buckets: Integer, number of length buckets (1 disables bucketing), or an increasing list of
+            the maximum length of each bucket. Defaults to 8.
+        min_rows: Integer. Minimum number of sentences of a batch, which is the number of ranks that
+            share it. It changes the plan only if a batch has fewer than twice as many sentences. A
+            smaller remainder is left out. Defaults to 1.
+        shuffle: Boolean. Whether to shuffle sentences within buckets, and the order of batches.
+            Defaults to `True`.
+        drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
+            to `False`.
+        seed, epoch: Integers that determine the shuffling.
 
     Returns:
-        A list of int64 arrays. Every sentence is in exactly one of them, except for those that
-        `drop_remainder` and `min_rows` leave out.
+        List of int64 arrays of indices. Every sentence is in exactly one of them, except for those
+        that `drop_remainder` and `min_rows` leave out.
 
     Raises:
-        InputError: the size of a batch is given twice or not at all, or is too small for the
-            longest bucket; or a length is beyond the last bucket.
+        InputError: If not exactly one of `batch_size` and `batch_tokens` is specified, if it is too
+            small for the longest bucket, or if a length is beyond the last bucket.
 
     Example:
 
@@ -80,14 +83,14 @@ def plan_batches(
 
 
 def length_buckets(lengths: np.ndarray | Sequence[int], num_buckets: int) -> np.ndarray:
-    """Return the greatest length of each bucket: quantiles of the lengths.
+    """Return the maximum length of each bucket: quantiles of the lengths.
 
     Args:
         lengths: int [N].
-        num_buckets: the most buckets that there are.
+        num_buckets: Integer. Maximum number of buckets. Equal quantiles are merged.
 
     Returns:
-        A rising int array; the last one is the greatest length.
+        An increasing int array. The last element is the maximum of `lengths`.
 
     Example:
 
@@ -99,10 +102,15 @@ def length_buckets(lengths: np.ndarray | Sequence[int], num_buckets: int) -> np.
 
 
 def bucket_bounds(lengths: np.ndarray, buckets: int | Sequence[int]) -> np.ndarray:
-    """Return the greatest length of each bucket; arguments as of `plan_batches`.
+    """Return the maximum length of each bucket, an increasing int array.
+
+    Args:
+        lengths: int [N].
+        buckets: Integer, maximum number of buckets, or an increasing list of maximum lengths.
 
     Raises:
-        InputError: there is no bucket, they do not rise, or a length is beyond the last one.
+        InputError: If there is no bucket, the list does not increase, or a length is beyond the
+            last bucket.
     """
     if not len(lengths):
         return np.zeros(0, np.int64)
@@ -122,10 +130,10 @@ def bucket_bounds(lengths: np.ndarray, buckets: int | Sequence[int]) -> np.ndarr
 
 
 def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
-    """Check that the size of a batch is given once.
+    """Check that exactly one of `batch_size` and `batch_tokens` is specified.
 
     Raises:
-        InputError: it is given twice or not at all.
+        InputError: If both or neither are specified.
     """
     if (batch_size is None) == (batch_tokens is None):
         raise InputError(
@@ -134,10 +142,15 @@ def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
 
 
 def check_rows(rows: int, num_shards: int, given: str) -> None:
-    """Check that a batch has a row for each data rank.
+    """Check that a batch has at least one row for each data rank.
+
+    Args:
+        rows: Integer. Number of rows of a global batch.
+        num_shards: Integer. Number of data ranks.
+        given: Description of the batch size, the beginning of the error message.
 
     Raises:
-        InputError: it has not; begins with `given`, what its size is.
+        InputError: If `rows` is less than `num_shards`.
     """
     if rows < num_shards:
         raise InputError(
@@ -147,7 +160,7 @@ def check_rows(rows: int, num_shards: int, given: str) -> None:
 
 
 def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
-    """Return how many sentences a batch of each bucket has, a list of int."""
+    """Return a list with the number of sentences of a batch of each bucket."""
     check_one_size(batch_size, batch_tokens)
     if batch_size is not None:
         check_rows(batch_size, min_rows, f"batch_size={batch_size}")
@@ -162,9 +175,12 @@ def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
 
 
 def _share_remainder(batches, remainder, size, min_rows):
-    """Return the remainder as batches; takes the last of `batches` back if it shares with it."""
-    # Small batches are noisy, and one that is smaller than the number of ranks could not
-    # be shared: even shares keep the plan the same for any usual number of ranks.
+    """Return the batches of the remainder. It may be divided evenly with the last batch.
+
+    In that case the last batch is removed from `batches`.
+    """
+    # Small batches are noisy, and a batch smaller than the number of ranks cannot be divided.
+    # With even parts, the plan is the same for every common number of ranks.
     if len(remainder) < size / 2 and batches:
         both = np.concatenate([batches[-1], remainder])
         shares = np.array_split(both, -(-len(both) // size))

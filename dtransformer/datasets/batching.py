@@ -1,4 +1,4 @@
-"""Batches of sentence pairs for `Trainer.fit`, by a plan of each epoch."""
+"""Batches of sentence pairs for `Trainer.fit`."""
 
 from collections.abc import Sequence
 
@@ -17,50 +17,57 @@ Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 class TranslationBatches(Epochs):
     """Batches of sentence pairs for `Trainer.fit`.
 
-    Each epoch has an order of its own, chosen by `set_epoch` before it begins (as
-    PyTorch's DistributedSampler has it; `Trainer.fit` calls it). A batch is
+    Each epoch has a different order. `set_epoch` chooses it before an epoch begins, as in PyTorch's
+    DistributedSampler; `Trainer.fit` calls `set_epoch`. A batch is
 
         ({"source": int32 [b, s], "target": int32 [b, t]}, labels int32 [b, t])
 
-    where target is the start token and the translation, labels the translation and
-    the end token; all are padded to the longest of this rank's rows.
+    where target is the start token and the translation, and labels are the translation and the
+    end token. Rows are padded to the longest row of this rank.
 
     Args:
-        source_ids, target_ids: ids [N, (length)], int32, as `tf.RaggedTensor`; or as arrays
-            `(ids, row_splits)`, as `SubwordTokenizer.encode_to_numpy` returns them.
-        batch_size: number of sentences of a global batch; or
-        batch_tokens: number of tokens of one side of a global batch, padding included.
-        max_length: number of tokens; pairs with a longer side are left out in training, and cut
-            off elsewhere. The start or end token comes in addition.
-        num_buckets: number of buckets of lengths.
-        buckets: greatest length of each bucket instead, the start or end token included.
-        shuffle: whether each epoch is shuffled.
-        seed: what the shuffling depends on, besides the epoch.
-        shard_index, num_shards: this rank's share of each global batch: rows
-            shard_index, shard_index + num_shards, …
-        drop_remainder: whether the sentences that fill no batch are left out.
-        pad_to_multiple_of: lengths are padded to a multiple of this; a compiler that
-            specialises on shapes then sees fewer of them.
-        pad_rows_to_multiple_of: empty sentences are added to this rank's rows of a batch
-            until their number is a multiple of this; a pipeline's micro-batches need it.
-        pad_to_bucket: whether both sides are padded to the greatest length of their bucket,
-            so that there are no more shapes than buckets, and those of the remainder.
-        packed_length: number of tokens of a row, on each side, which sentences are put in one
-            after the other; every batch then has one shape, next to nothing is padded, and its
-            inputs have "source_segments" and "target_segments", too: the number of the sentence
-            in its row, from 1, and 0 for padding. There are no buckets, and `batch_size` is the
-            number of rows.
-        training: whether long pairs are left out, rather than cut off.
-        pad_id, start_id, end_id: ids of the special tokens.
+        source_ids, target_ids: Ids [N, (length)], int32, as `tf.RaggedTensor`, or as a tuple of
+            arrays `(ids, row_splits)` from `SubwordTokenizer.encode_to_numpy`.
+        batch_size: Integer. Number of sentences of a global batch. Specify either `batch_size` or
+            `batch_tokens`.
+        batch_tokens: Integer. Maximum number of tokens of one side of a global batch, including
+            padding.
+        max_length: Integer. Maximum number of tokens, without the start or end token. Pairs with a
+            longer side are left out in training and cut off otherwise. Defaults to 256.
+        num_buckets: Integer. Number of length buckets. Defaults to 8.
+        buckets: List of the maximum length of each bucket, including the start or end token. It
+            replaces `num_buckets`.
+        shuffle: Boolean. Whether to shuffle each epoch. Defaults to `True`.
+        seed: Integer. Shuffling depends on the seed and the epoch. Defaults to 0.
+        shard_index, num_shards: Index of this data rank and number of data ranks. This rank gets
+            the rows shard_index, shard_index + num_shards, … of each global batch.
+        drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
+            to `False`.
+        pad_to_multiple_of: Integer. Lengths are padded to a multiple of it, so that a compiler that
+            specializes on shapes sees fewer of them. Defaults to 1.
+        pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
+            their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
+            to 1.
+        pad_to_bucket: Boolean. Whether to pad both sides to the maximum length of their bucket.
+            This limits the number of shapes to one per bucket and those of the remainder. Defaults
+            to `False`.
+        packed_length: Integer. Number of tokens of a row on each side. Several sentences are packed
+            into a row, so that all batches have one shape with little padding. Inputs also contain
+            "source_segments" and "target_segments": the index of the sentence in its row, from 1,
+            and 0 for padding. Packing uses no buckets, and `batch_size` is the number of rows.
+            `None` (default) disables packing.
+        training: Boolean. Whether to leave out pairs that are too long instead of cutting them off.
+            Defaults to `True`.
+        pad_id, start_id, end_id: Ids of the special tokens.
 
     Attributes:
-        num_pairs: number of pairs that are used.
-        num_left_out: number of pairs that are too long or empty.
-        max_tokens: number of tokens of one side of the largest global batch, at most.
+        num_pairs: Number of pairs in use.
+        num_left_out: Number of pairs that are too long or empty.
+        max_tokens: Maximum number of tokens of one side of a global batch.
 
     Raises:
-        InputError: the sides differ in number, nothing is left, or the batches' size is
-            given twice or not at all, or is too small for the number of ranks.
+        InputError: If the sides differ in length, no pair remains, the batch size is not specified
+            exactly once, or it is too small for the number of ranks.
 
     Example:
 
@@ -109,7 +116,7 @@ class TranslationBatches(Epochs):
         self.num_pairs = len(self._pairs)
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
-        self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
+        self._lengths = np.minimum(longer, max_length) + 1  # The start or end token.
         self._shard_index, self.num_shards = shard_index, num_shards
         self._max_length, self._packed_length = max_length, packed_length
         self._multiples = pad_rows_to_multiple_of, pad_to_multiple_of
@@ -150,7 +157,7 @@ class TranslationBatches(Epochs):
             )
 
     def rows(self, epoch: int, batch: int) -> list[np.ndarray]:
-        """Return the numbers of the pairs of each of this rank's rows of a batch."""
+        """Return the pair indices in each of this rank's rows of a batch, as a list of arrays."""
         rows = self._plan(epoch)[batch][self._shard_index :: self.num_shards]
         return [self._pairs[np.atleast_1d(row)] for row in rows]
 
@@ -159,7 +166,7 @@ class TranslationBatches(Epochs):
         multiple, least = self._multiples[0], 0
         number = len(rows) if self._packed_length is None else self._least_rows
         number += -number % multiple
-        if self._bounds is not None:  # the greatest length of the batch's bucket
+        if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
             longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
             least = self._bounds[np.searchsorted(self._bounds, longest)]
         inputs = {name: self._padded(name, rows, number, least) for name in self._names()}
@@ -177,7 +184,7 @@ class TranslationBatches(Epochs):
         return ("source", "target", *segments)
 
     def _row(self, pairs):
-        """Return the sentences of pairs, one after the other: lists by the names of a batch's parts."""
+        """Return a dict of lists: concatenated sentences of pairs for each input and the labels."""
         _, start, end = self._special
         row = {name: [] for name in (*self._names(), "labels")}
         for segment, pair in enumerate(pairs, start=1):
@@ -193,7 +200,7 @@ class TranslationBatches(Epochs):
         return values[row_splits[number] : row_splits[number + 1]][: self._max_length].tolist()
 
     def _padded(self, name, rows, number, least):
-        """Return a part of rows as int32 [number, length]."""
+        """Return an input or the labels of rows as int32 [number, length]."""
         width, most = self._packed_length, self._max_length + (name != "source")
         if width is None:
             longest = max(least, *(len(row[name]) for row in rows))
@@ -212,7 +219,7 @@ def _as_arrays(ids):
 
 
 def _without_ends(values, splits, start_id, end_id):
-    """Return targets without the start and end tokens that they have, which come to each of them."""
+    """Remove start and end tokens from targets, because batches add them to every target."""
     begins, ends = splits[:-1].copy(), splits[1:].copy()
     begins += (begins < ends) & (values[np.minimum(begins, len(values) - 1)] == start_id)
     ends -= (begins < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
@@ -223,7 +230,7 @@ def _without_ends(values, splits, start_id, end_id):
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):
-    """Return the numbers of pairs without an empty or, given max_length, too long side."""
+    """Return the indices of pairs without an empty or too long side."""
     if len(source_lengths) != len(target_lengths):
         raise InputError(
             f"{len(source_lengths)} source sentences and {len(target_lengths)} target sentences: "

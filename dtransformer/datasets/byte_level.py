@@ -1,6 +1,7 @@
-"""Byte-level byte-pair encoding, trained on text that comes back exactly: line ends, tabs and spaces.
+"""Byte-level byte-pair encoding that restores every text: line ends, tabs and spaces.
 
-Reference: Radford et al., 2019, "Language models are unsupervised multitask learners", §2.2.
+Reference:
+    Radford et al., 2019, "Language models are unsupervised multitask learners", §2.2.
 """
 
 import json
@@ -31,10 +32,15 @@ def train_byte_level(
     vocabulary too small for this has only the bytes of `texts`, and other bytes become unknown.
 
     Args:
-        texts: Texts to train on.
-        vocab_size: Number of pieces.
-        lower_case: Whether text is converted to lower case. It comes back in lower case.
-        at_most: Whether to return fewer pieces if the texts have fewer frequent pairs.
+        texts: Iterable of texts to train on.
+        vocab_size: Integer. Number of pieces.
+        lower_case: Boolean. Whether text is converted to lower case. Decoding does not restore the
+            case. Defaults to `False`.
+        at_most: Boolean. Whether to return fewer pieces if the texts have fewer pairs that occur
+            twice, instead of raising an error. Defaults to `False`.
+
+    Returns:
+        A `JsonTokenizer`.
 
     Raises:
         InputError: If there is no text, or `vocab_size` is too small or too large for the texts.

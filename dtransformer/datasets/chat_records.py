@@ -1,7 +1,8 @@
-"""Learnt parts of a conversation, located by rendering it several times.
+"""Rendering of records to text, with the spans to train on.
 
-An answer starts where the prompt for it and the full conversation have their common prefix, and ends
-where the conversation through it and the full one have theirs. Its end mark is learnt, too.
+To locate an answer, the conversation is rendered several times. The answer starts where the prompt
+for it and the full conversation have their common prefix. It ends where the conversation up to and
+including it and the full conversation have theirs, so its end mark is also trained.
 """
 
 import functools
@@ -23,12 +24,13 @@ _OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 
 class Rendered(NamedTuple):
-    """A text, and where it is learnt.
+    """A text and its trained spans.
 
     Args:
-        text: the text.
-        spans: list of (start, end), the characters that are learnt.
-        is_plain: whether the tokenizer's start and end tokens come to it, as no template has them.
+        text: The text.
+        spans: List of `(start, end)` tuples, the characters to train on.
+        is_plain: Boolean. Whether the tokenizer adds its start and end tokens. Chat templates
+            already contain them.
     """
 
     text: str
@@ -37,16 +39,21 @@ class Rendered(NamedTuple):
 
 
 def rendered(record: Record, template: ChatTemplate | None, train_on: str, place: str) -> Rendered:
-    """Return the text of a record, and what of it is learnt.
+    """Return the text of a record and the spans to train on.
 
     Args:
-        record: of messages, a prompt and a completion, or text; see `records`.
-        template: the chat template, for messages.
-        train_on: `"assistant"`, `"last_assistant"` or `"all"`.
-        place: where the record is, for messages.
+        record: Dict with messages, a prompt and a completion, or text; see `records`.
+        template: Chat template for messages, or `None`.
+        train_on: `"assistant"` for all answers, `"last_assistant"` for the last one, or `"all"` for
+            the whole text. Completions are trained without their prompt unless it is `"all"`.
+        place: Origin of the record, for error messages.
+
+    Returns:
+        A `Rendered`.
 
     Raises:
-        InputError: the record is of no kind that is known, or has nothing to learn; says where.
+        InputError: If the record is of an unknown kind or has nothing to train on. The message
+            names the place.
     """
     if "messages" in record:
         turns = messages_of(record["messages"], place)
@@ -71,9 +78,21 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
 def conversation(
     messages: Turns, template: ChatTemplate | None, train_on: str, place: str, tools: Sequence = ()
 ) -> Rendered:
-    """Return the text of messages, and what of it is learnt; arguments as of `rendered`.
+    """Return the text of messages and the spans to train on.
 
-    `tools` are as of `ChatTemplate.render`.
+    Args:
+        messages: List of checked messages; see `messages_of`. Answers with `train: false` or
+            `weight: 0` are not trained unless `train_on` is `"all"`.
+        template: Chat template. `None` raises an error.
+        train_on: See `rendered`.
+        place: Origin of the messages, for error messages.
+        tools: List of tools; see `ChatTemplate.render`.
+
+    Returns:
+        A `Rendered`.
+
+    Raises:
+        InputError: If there is no template or nothing to train on, or an answer cannot be located.
 
     Example:
 
@@ -107,7 +126,7 @@ def conversation(
 
 
 def _span(messages, index, whole, render, place):
-    """Return the characters of one answer in the rendered conversation."""
+    """Return the (start, end) of one answer in the rendered conversation."""
     history = render(messages[:index])
     prompt = render(messages[:index], add_generation_prompt=True)
     if not whole.startswith(prompt) and not _is_insertion(history, whole):
@@ -146,7 +165,7 @@ def _common_prefix(part, whole):
 
 
 def _is_insertion(part, whole):
-    """Return whether inserting text into `part` gives `whole`, as before a template's last tokens."""
+    """Return whether `whole` is `part` with inserted text, as before a template's last tokens."""
     return _num_common(part, whole) + _num_common(part[::-1], whole[::-1]) >= len(part)
 
 
@@ -156,9 +175,18 @@ def _num_common(part, whole):
 
 
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Return the ids of tokens that have characters of a span, `IGNORED` elsewhere; int32 [n].
+    """Return labels: the ids of tokens that overlap a span, `IGNORED` elsewhere.
 
-    White space that a tokenizer leaves out of a token's place was before its end.
+    Some tokenizers place a token of white space as an empty range at its end. Such a token counts
+    as its last character.
+
+    Args:
+        ids: List of n token ids.
+        places: List of n `(start, end)` tuples, the characters of each token.
+        spans: List of `(start, end)` tuples, the characters to train on.
+
+    Returns:
+        int32 [n].
 
     Example:
 

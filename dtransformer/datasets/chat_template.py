@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that a model was trained on.
+"""Chat templates, which render messages to the text that a model was trained on.
 
-A template is somebody else's program in Jinja. It runs in a sandbox: nothing is written to, of what
-it is given only texts, lists and mappings have attributes, its loops and calls are counted, and what
-it multiplies or prints has a limit.
+A template is a Jinja program from an untrusted source, so it runs in a sandbox. It cannot change
+objects and can access only attributes of strings, lists, tuples, dicts and Jinja's objects. Its
+steps are counted, and its time and the size of its texts are limited.
 """
 
 import datetime
@@ -19,10 +19,10 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
 FILE, FOLDER, _FIELD = "chat_template.jinja", "additional_chat_templates", "chat_template"
-_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # Names of templates.
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Tags around trained answers.
 _MOST_STEPS, _MOST_SECONDS, _MOST_CHARACTERS = 10**6, 10, 2**24
-# Methods of texts that make long ones of short ones.
+# Methods that can build a long string from a short one.
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
@@ -42,7 +42,7 @@ class ChatTemplate:
         tool_source: Text of the template for messages with tools. Defaults to `source`.
 
     Raises:
-        InputError: If a text is no template, or jinja2 is missing.
+        InputError: If a text is not a valid template, or jinja2 is missing.
 
     Example:
 
@@ -74,7 +74,7 @@ class ChatTemplate:
     def of_tokenizer(
         cls, folder: pathlib.Path, config: Mapping, date: str | None = None, own: str | None = None
     ):
-        """Return the templates of a tokenizer's folder, the same as `transformers` uses.
+        """Load the templates of a tokenizer's folder, as `transformers` does.
 
         Conversations with tools use the template `tool_use`, if the folder has it.
 
@@ -83,7 +83,10 @@ class ChatTemplate:
                 `additional_chat_templates`.
             config: Fields of its `tokenizer_config.json`.
             date: See `ChatTemplate`.
-            own: Text of a template that replaces all templates of the folder.
+            own: Text of a template that replaces all templates of the folder. Defaults to `None`.
+
+        Returns:
+            A `ChatTemplate`.
 
         Raises:
             InputError: If the folder has no default template.
@@ -108,8 +111,9 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: Dicts of `"role"`, `"content"` and other keys of the template.
-            add_generation_prompt: Whether the beginning of an answer follows the messages.
+            messages: List of dicts with `"role"`, `"content"` and other keys of the template.
+            add_generation_prompt: Boolean. Whether to append the beginning of an answer. Defaults
+                to `False`.
             tools: Tools of the model, in the template's form. An empty list means no tools.
 
         Raises:
@@ -133,7 +137,7 @@ class ChatTemplate:
 
 
 def _sources_in(folder, config):
-    """Return the texts of templates by name. Files replace the templates of the config."""
+    """Return a dict of template texts by name. Files replace the templates of the config."""
     field, path = config.get(_FIELD), folder / FILE
     if path.exists():
         sources = {_DEFAULT: decode(read_bytes(path), path)}
@@ -147,7 +151,7 @@ def _sources_in(folder, config):
 
 
 class _Steps:
-    """Counts what a template does, down to 0."""
+    """Limits the steps and the seconds of a rendering."""
 
     left, until = _MOST_STEPS, math.inf
 
@@ -168,7 +172,7 @@ class _Steps:
 
 
 def _sandbox(steps, today):
-    """Return an environment in which a template may do little."""
+    """Return a Jinja environment that limits attributes, calls, arithmetic and text sizes."""
     import jinja2.runtime
     import jinja2.sandbox
     import jinja2.utils
@@ -193,7 +197,7 @@ def _sandbox(steps, today):
 
         def call(self, context, obj, /, *args, **kwargs):
             steps.take()
-            if isinstance(getattr(obj, "__self__", None), str):  # such as replace
+            if isinstance(getattr(obj, "__self__", None), str):  # A method such as `replace`.
                 _check_size(obj.__self__, *args)
             return super().call(context, obj, *args, **kwargs)
 
@@ -253,7 +257,7 @@ def _joined(*parts):
 
 
 def _check_size(text, *args):
-    """Refuse calls whose results may be too long: of texts that are put in for each character."""
+    """Refuse a method call that may build a too long text, by inserting an argument everywhere."""
     longest = max((len(x) for x in args if isinstance(x, str)), default=0)
     if len(text) * (longest + 1) > 4 * _MOST_CHARACTERS:
         raise ValueError("a text that is too long")
@@ -266,9 +270,9 @@ def _replaced(text, old, new, count=None):
 
 
 def _counted(environment, source):
-    """Return a template whose loops are counted, and whose texts have a limit.
+    """Compile a template so that its loops are counted and its joined texts are limited.
 
-    What counts are attributes of the environment, which a template cannot name.
+    The counting functions are attributes of the environment, which a template cannot access.
     """
     from jinja2 import nodes, visitor
 

@@ -1,4 +1,4 @@
-"""Epochs of batches that are made by their numbers, and the position from which they go on."""
+"""Base class for epochs of batches that training can resume at any position."""
 
 import abc
 import functools
@@ -15,15 +15,15 @@ from dtransformer.inputs.autotuning import without_autotuning
 
 
 class Epochs(abc.ABC):
-    """Epochs of so many batches each, of which one is chosen with `set_epoch`.
+    """Base class for datasets with epochs of equal length that can start at any batch.
 
-    A batch is made of its number, the seed and the epoch. `Trainer.fit` calls `set_epoch` before
-    each epoch, and keeps `position` in checkpoints.
+    A batch depends only on its index, the seed and the epoch. `Trainer.fit` calls `set_epoch`
+    before each epoch and stores `position` in checkpoints.
 
     Args:
-        num_batches: number of batches of an epoch.
-        seed: what the shuffling depends on, besides the epoch.
-        **same: what else has to be the same when a run goes on, as JSON has it.
+        num_batches: Integer. Number of batches of an epoch.
+        seed: Integer. Shuffling depends on the seed and the epoch.
+        **same: Other values that must be equal when a run resumes, as JSON values.
     """
 
     def __init__(self, num_batches: int, seed: int, **same: object):
@@ -33,17 +33,18 @@ class Epochs(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, epoch: int, batch: int) -> tuple:
-        """Return this rank's rows of a batch of an epoch, nested arrays."""
+        """Return this rank's rows of a batch, nested arrays in the structure of `spec`."""
 
     @abc.abstractmethod
     def spec(self) -> tuple:
-        """Return the `tf.TensorSpec`s of a batch, in its structure."""
+        """Return the `tf.TensorSpec` of each array of a batch, in the same structure."""
 
     def as_dataset(self) -> tf.data.Dataset:
-        """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
+        """Return a `tf.data.Dataset` of one epoch.
 
-        Its `cardinality()` is that of a full epoch. An epoch that begins in its middle has
-        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
+        Each iteration uses the epoch and the first batch that `set_epoch` chose before it starts.
+        The dataset's `cardinality()` counts a full epoch. If an epoch starts at a later batch,
+        Keras warns that it ran out of data and continues with the next epoch.
         """
         spec = self.spec()
         flat = tf.nest.flatten(spec)
@@ -66,20 +67,20 @@ class Epochs(abc.ABC):
         return _compat.with_cardinality(dataset, len(self))
 
     def __len__(self) -> int:
-        """The number of batches of a full epoch, the same on every rank."""
+        """Return the number of batches of a full epoch, equal on every rank."""
         return self._num_batches
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
-        """Choose the epoch that the next iteration goes through, and its first batch.
+        """Choose the epoch and the first batch of the next iteration.
 
         Args:
-            epoch: number of the epoch, from 0.
-            start: the batch to begin with. By default 0; or, where this epoch is already
-                chosen, what was chosen with it, so that `Trainer.fit` keeps the position
-                that `restore` has set.
+            epoch: Integer. Index of the epoch, from 0.
+            start: Integer. Index of the first batch. By default, the first batch is kept if this
+                epoch is already chosen, so that `Trainer.fit` keeps the position that `restore` has
+                set. Otherwise it is 0.
 
         Raises:
-            InputError: there is no such batch.
+            InputError: If there is no such batch.
         """
         if start is None:
             start = self._first_batch if epoch == self._epoch else 0
@@ -91,15 +92,15 @@ class Epochs(abc.ABC):
         self._epoch, self._first_batch = int(epoch), int(start)
 
     def position(self, batches_done: int = 0) -> dict[str, int | str]:
-        """Return where training stands, to go on from there with `restore`.
+        """Return the position of the next batch. `restore` resumes from it.
 
         Args:
-            batches_done: number of batches that were trained on since the iteration began. (The
-                pipeline itself cannot tell: it is always some batches ahead.)
+            batches_done: Integer. Number of batches trained since the iteration began. The data
+                pipeline does not know it, because it prefetches batches. Defaults to 0.
 
         Returns:
-            The `epoch` and `batch` that come next, `num_batches` and `seed`; and what else tells
-            these data from others.
+            Dict with the `epoch` and `batch` that come next, `num_batches`, `seed` and other values
+            that identify the data.
         """
         epoch, batch = self._epoch, self._first_batch + int(batches_done)
         if batch >= len(self):
@@ -107,14 +108,14 @@ class Epochs(abc.ABC):
         return {"epoch": epoch, "batch": batch, **self._same}
 
     def restore(self, position: Mapping[str, int | str]) -> None:
-        """Go to a position: the next iteration begins with its batch.
+        """Start the next iteration at a saved position.
 
         Args:
-            position: what `position` returned.
+            position: Dict that `position` returned.
 
         Raises:
-            InputError: the position is of other data or options, so that the batches that
-                remain would be others.
+            InputError: If the position belongs to other data or options, so that the remaining
+                batches would differ.
         """
         for name, own in self._same.items():
             if position.get(name, own) != own:
@@ -126,9 +127,16 @@ class Epochs(abc.ABC):
 
 
 def kept(plan: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return a plan of epochs that is made once for this epoch, and for the one before.
+    """Cache a function of the epoch for its last two arguments, and serialize the calls.
 
-    The pipeline's threads, which may still read the one before, all ask for a new epoch's.
+    All threads of the data pipeline call it when a new epoch begins, and some may still read the
+    epoch before.
+
+    Args:
+        plan: Function of the epoch index.
+
+    Returns:
+        Function with the same argument and result.
     """
     made, one_at_a_time = functools.lru_cache(2)(plan), threading.Lock()
 
@@ -140,10 +148,10 @@ def kept(plan: Callable[[int], Any]) -> Callable[[int], Any]:
 
 
 def check_shard(shard_index: int, num_shards: int) -> None:
-    """Check that a data rank is one of those that share a batch.
+    """Check that `shard_index` is in [0, num_shards).
 
     Raises:
-        InputError: it is not.
+        InputError: If it is not.
     """
     if not 0 <= shard_index < num_shards:
         raise InputError(

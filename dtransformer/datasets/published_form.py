@@ -1,4 +1,4 @@
-"""A `SubwordTokenizer` in the form of the library `tokenizers`: what `tokenizer.json` says of it."""
+"""The `tokenizer.json` and `tokenizer_config.json` of a `SubwordTokenizer`."""
 
 import json
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import tokenizers
 
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[START]", "[END]")
-INSIDE = "##"  # begins the pieces inside a word
-UNKNOWN_CHARACTER = "\ufffd"  # stands for characters without a piece; has none itself
-SPACE = "▁"  # U+2581, a space in front of the word
-ESCAPE = "▂"  # U+2582; in the text itself "▁" becomes "▂1" and "▂" becomes "▂2"
+INSIDE = "##"  # Prefix of pieces inside a word.
+UNKNOWN_CHARACTER = "\ufffd"  # Replaces characters without a piece. It is not a piece.
+SPACE = "▁"  # U+2581. Marks the space before a word.
+ESCAPE = "▂"  # U+2582. In the text itself "▁" becomes "▂1", and "▂" becomes "▂2".
 ESCAPED_SPACE, ESCAPED_ESCAPE = ESCAPE + "1", ESCAPE + "2"
 
 _UNKNOWN_TEXT = " ⁇ "
@@ -23,14 +23,17 @@ def tokenizer_fields(
 ) -> dict:
     """Return the content of a `tokenizer.json` that gives the same ids and texts.
 
-    But for texts that spell a special piece, such as "[PAD]", which is one there. Text is normalised
-    to NFC, with `SPACE` for runs of white space, and in front; marks that stand in the text itself
-    are escaped. Each step is undone by a decoder.
+    The only exceptions are texts that spell a special piece, such as "[PAD]": other libraries
+    convert them to that piece. Text is normalized to NFC, `SPACE` replaces runs of white space and
+    precedes the text, and marks in the text itself are escaped. A decoder undoes each step.
 
     Args:
-        vocabulary: the pieces in the order of their ids.
-        characters: those that are pieces themselves.
-        lower_case: whether text is lower-cased first.
+        vocabulary: List of the pieces in the order of their ids.
+        characters: List of the characters that are pieces. Others are unknown.
+        lower_case: Boolean. Whether text is converted to lower case first.
+
+    Returns:
+        Dict that can be saved as JSON.
     """
     unknown = "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in [*characters, SPACE]) + "]"
     normalizers = [{"type": "Lowercase"}] * lower_case + [
@@ -80,16 +83,16 @@ def tokenizer_fields(
 
 
 def config_fields() -> dict:
-    """Return the content of the `tokenizer_config.json` beside it."""
+    """Return the content of `tokenizer_config.json`: tokenizer class and special tokens."""
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return kind | _NAMES
 
 
 def made(fields: dict) -> tokenizers.Tokenizer:
-    """Return a tokenizer of the library, for which a special piece in a text is none."""
+    """Build a tokenizer of `tokenizers` that treats special pieces in texts as plain text."""
     return tokenizers.Tokenizer.from_str(json.dumps({**fields, "added_tokens": []}))
 
 
 def _replaced(kind, pattern, content):
-    """Return a normalizer, or a decoder, that puts a text where a pattern is."""
+    """Return a normalizer or decoder that replaces a pattern by `content`."""
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}

@@ -1,4 +1,4 @@
-"""Bases of tokenizers, and of published ones, whatever their files are."""
+"""Base classes for tokenizers."""
 
 import functools
 import itertools
@@ -24,11 +24,12 @@ from dtransformer.inputs.text import decode, whole_texts
 
 
 class Encoding(NamedTuple):
-    """The tokens of a text.
+    """The tokens of a text or a pair of texts.
 
     Args:
-        ids: list of ints.
-        places: list of (start, end), the characters of each; (0, 0) of special tokens.
+        ids: List of token ids.
+        places: List of `(start, end)` tuples, the characters of each token; (0, 0) for special
+            tokens.
         types: List of token type ids. Outside the second text of a pair, -100 instead of 0.
     """
 
@@ -43,15 +44,20 @@ def _second_text_types(encoding):
 
 
 class BaseTokenizer:
-    """What tokenizers share: a subclass has `_library`, `_texts`, `vocab_size` and special ids.
+    """Base class for tokenizers.
+
+    Subclasses define `vocab_size`, the special ids, `_texts`, and either `_library` or both `_rows`
+    and `_id_of`.
 
     Attributes:
-        template_source: the text of a chat template that was given, which folders keep; None for
-            none, or for that of its files.
+        template_source: Text of a custom chat template, which `save` also writes. `None` uses the
+            template of the tokenizer's files, if they have one.
+        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: Special ids, or `None`.
+        stop_ids: Tuple of all ids that end a text.
     """
 
     template_source: str | None = None
-    _library: tokenizers.Tokenizer | None = None  # None where it is of another one
+    _library: tokenizers.Tokenizer | None = None  # `None` if another library tokenizes.
     pad_id = unk_id = start_id = end_id = cls_id = sep_id = mask_id = None
     stop_ids: tuple[int, ...] = ()
 
@@ -59,16 +65,17 @@ class BaseTokenizer:
         """Return the ids of texts.
 
         Args:
-            sentences: the texts, not a single string.
-            add_special_ids: whether a text has the start and end ids that its model was trained
-                with: Llama's begin with one, T5's end with one, GPT-2's have none. Where a text
-                has them already, as from a chat template, they are not added.
+            sentences: Iterable of texts, not a single string.
+            add_special_ids: Boolean. Whether to add the start and end ids that the model was
+                trained with: Llama's texts start with one, T5's end with one, GPT-2's have none.
+                Ids that a text already has, such as one from a chat template, are not repeated.
+                Defaults to `False`.
 
         Returns:
-            Ids [texts, (pieces)], int32.
+            int32 `tf.RaggedTensor` of shape [texts, (pieces)].
 
         Raises:
-            InputError: a single string was given, or a text has half of a surrogate pair.
+            InputError: If `sentences` is a single string, or a text has half of a surrogate pair.
         """
         ids, row_splits = self.encode_to_numpy(sentences, add_special_ids)
         return tf.RaggedTensor.from_row_splits(ids, row_splits, validate=False)
@@ -76,10 +83,11 @@ class BaseTokenizer:
     def encode_to_numpy(
         self, sentences: Iterable[str], add_special_ids: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `encode`, as arrays: text i is `ids[row_splits[i]:row_splits[i + 1]]`.
+        """Return the ids of texts as NumPy arrays; see `encode`.
 
         Returns:
-            `(ids, row_splits)`: int32 [pieces of all texts], int64 [texts + 1].
+            An `(ids, row_splits)` tuple: int32 [pieces of all texts] and int64 [texts + 1]. Text i
+            is `ids[row_splits[i]:row_splits[i + 1]]`.
         """
         texts = whole_texts(sentences)
         rows = self._rows(texts)
@@ -92,16 +100,21 @@ class BaseTokenizer:
     def encode_with_offsets(
         self, sentences: Iterable[str], others: Iterable[str] | None = None
     ) -> list[Encoding]:
-        """Return the ids of texts, or of pairs of texts, with the places that they come from.
+        """Return the tokens of texts or pairs of texts with their positions in the text.
+
+        Single texts get no special tokens. Pairs get those of the model; a `SubwordTokenizer` adds
+        the start token at the beginning and the end token after each text.
 
         Args:
-            sentences: the texts. They get no special tokens; pairs do, as the model has them. Those
-                of a `SubwordTokenizer` have the start token before them, and the end token after
-                each text.
-            others: the second text of each pair.
+            sentences: Iterable of texts.
+            others: Iterable with the second text of each pair. Defaults to `None`: single texts.
+
+        Returns:
+            List of `Encoding`, one for each text or pair.
 
         Raises:
-            InputError: the tokenizer does not tell places: it has no `tokenizer.json`.
+            InputError: If the tokenizer has no `tokenizer.json`. SentencePiece models do not report
+                positions.
         """
         if self._library is None:
             raise InputError(
@@ -127,7 +140,7 @@ class BaseTokenizer:
         return {token_id for token_id, token in added if token.lstrip or token.rstrip}
 
     def _stripped_places(self, text, encoding):
-        """Return the places of tokens. An added token's place has no white space that it removes."""
+        """Return the places of tokens, without the white space that an added token strips."""
         places = list(encoding.offsets)
         for index, token_id in enumerate(encoding.ids):
             if token_id in self._stripping_ids:
@@ -138,8 +151,9 @@ class BaseTokenizer:
 
     @functools.cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
-        """The ids that the model has before a text, and after it."""
-        texts = itertools.chain("a", self._library.get_vocab())  # of which some have tokens
+        """The ids that the model expects before a text and after it, two lists."""
+        # Encode texts until one has an ordinary token between its special tokens.
+        texts = itertools.chain("a", self._library.get_vocab())
         found = next(
             one for one in map(self._library.encode, texts) if 0 in one.special_tokens_mask
         )
@@ -147,7 +161,7 @@ class BaseTokenizer:
         return found.ids[: mask.index(0)], found.ids[len(mask) - mask[::-1].index(0) :]
 
     def _with_ends(self, row):
-        """Return the ids of a text with those of its ends, where it has them not already."""
+        """Add the model's start and end ids, except those that the row already has."""
         begin, finish = self._ends
         begin = [] if row[: len(begin)] == begin else begin
         finish = [] if row[len(row) - len(finish) :] == finish else finish
@@ -156,12 +170,18 @@ class BaseTokenizer:
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.
 
-        A text stops at its first end id, but for one that it starts with, as GPT-2's do. Special
-        ids leave no trace, nor do those after `vocab_size`, for which there is no text.
+        A text stops at its first end id. An end id in the first position is skipped if it is also
+        the start id, as in GPT-2. Special ids and ids of at least `vocab_size` are left out.
 
         Args:
-            ids: one text a row: array or tensor [texts, pieces], `tf.RaggedTensor`, or a list of
-                lists.
+            ids: Array or tensor [texts, pieces], `tf.RaggedTensor`, or list of lists, with one text
+                per row.
+
+        Returns:
+            List of strings.
+
+        Raises:
+            InputError: If `ids` is a single row.
         """
         if isinstance(ids, tf.RaggedTensor):
             ids = ids.to_list()
@@ -169,12 +189,12 @@ class BaseTokenizer:
         return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
 
     def ids_of_stop(self, text: str) -> list[int]:
-        """Return the ids of a text that is to end others: one where it is a token."""
+        """Return the ids of a stop text: one id if the text is a token, otherwise its encoding."""
         one = self._id_of(text)
         return self.encode([text]).to_list()[0] if one is None else [one]
 
     def decode_all(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens included where the tokenizer can say them."""
+        """Return the text of a list of ids with special tokens, which SentencePiece models omit."""
         if self._library is None:
             return self.decode([ids])[0]
         return self._library.decode(ids, skip_special_tokens=False)
@@ -183,10 +203,14 @@ class BaseTokenizer:
         """Return the chat template.
 
         Args:
-            date: what it takes for today, "2024-07-26"; None for the day it is.
+            date: Date that the template receives as today, such as "2024-07-26". Defaults to the
+                current date.
+
+        Returns:
+            A `ChatTemplate`.
 
         Raises:
-            InputError: there is none, or it is damaged.
+            InputError: If the tokenizer has no template or a damaged one.
         """
         if self.template_source is None:
             raise InputError("the tokenizer has no chat template: give data.template")
@@ -196,24 +220,27 @@ class BaseTokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping] | None = None
     ) -> str:
-        """Return the prompt for the next answer of a chat, by the model's template.
+        """Return the prompt for the next answer in a conversation, using the model's template.
 
         Args:
-            messages: Dicts of `"role"`, such as `"user"`, and `"content"`.
-            tools: Tools that the model may call, as JSON schemas.
+            messages: List of dicts with `"role"`, such as `"user"`, and `"content"`.
+            tools: Tools that the model may call, as JSON schemas. Defaults to none.
+
+        Returns:
+            The prompt, a string. Encode it with `encode_prompts`.
 
         Raises:
-            InputError: If there is no template, or it refuses the messages.
+            InputError: If the tokenizer has no template, or the template refuses the messages.
         """
         return self.chat_template().render(messages, True, tools)
 
     def save_template(self, folder: pathlib.Path) -> None:
-        """Write the template that was given into a folder."""
+        """Write the custom chat template, if any, into a folder."""
         if self.template_source is not None:
             (folder / TEMPLATE).write_text(self.template_source, encoding="utf-8", newline="")
 
     def load_template(self, folder: pathlib.Path) -> None:
-        """Take the template of a folder, where it has one."""
+        """Use the chat template of a folder, if it has one."""
         if (folder / TEMPLATE).is_file():
             self.template_source = decode(read_bytes(folder / TEMPLATE), folder / TEMPLATE)
 
@@ -226,32 +253,32 @@ class BaseTokenizer:
         return row[: np.argmax(ends)] if ends.any() else row
 
     def _rows(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of texts."""
+        """Return a list of ids for each text, without special tokens."""
         found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [one.ids for one in found]
 
     def _id_of(self, token: str) -> int | None:
-        """Return the id of a token, None where there is no such token."""
+        """Return the id of a token, or `None` if there is no such token."""
         return self._library.token_to_id(token)
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
-        """Return the texts of ids that are in the vocabulary, without special ones."""
+        """Return the texts of rows of ids below `vocab_size`, without special tokens."""
         raise NotImplementedError
 
 
 class PublishedTokenizer(BaseTokenizer):
-    """A tokenizer of a published model, with the interface of `SubwordTokenizer`.
+    """Base class for tokenizers of published models, with the interface of `SubwordTokenizer`.
 
     Args:
-        path: its file.
-        vocab_size: number of ids; the tables of its model may have more.
-        ids: dict of the special ids, by the attributes below.
-        config: dict of the fields of its `tokenizer_config.json`.
+        path: Path of the tokenizer's file.
+        vocab_size: Integer. Number of ids. The embedding table of the model may have more.
+        ids: Dict of the special ids, by the names of the attributes below.
+        config: Dict of the fields of its `tokenizer_config.json`.
 
     Attributes:
-        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: special ids; None for none.
-        stop_ids: tuple of all ids that end a text.
-        vocab_size: number of ids.
+        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: Special ids, or `None`.
+        stop_ids: Tuple of all ids that end a text.
+        vocab_size: Number of ids.
     """
 
     def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
@@ -263,7 +290,10 @@ class PublishedTokenizer(BaseTokenizer):
         self._files = {x.relative_to(source): read_bytes(x) for x in paths if x.exists()}
 
     def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
-        """Return the ids of prompts, in which special tokens have their ids; see `encode`."""
+        """Return the ids of prompts. Special tokens in a prompt become their ids; see `encode`.
+
+        The model's start and end ids are added, unless the prompt already has them.
+        """
         rows = map(self._with_ends, self._prompt_rows(whole_texts(sentences)))
         return tf.ragged.constant(list(rows), "int32", ragged_rank=1)
 
@@ -276,10 +306,12 @@ class PublishedTokenizer(BaseTokenizer):
         )
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write the tokenizer's files, as they were loaded, into a folder for `load_tokenizer`.
+        """Copy the tokenizer's files, as they were loaded, into a folder for `load_tokenizer`.
+
+        A custom chat template replaces the templates of the files.
 
         Raises:
-            InputError: If the folder cannot be written, or has other files of these names.
+            InputError: If the folder cannot be written, or has different files with these names.
         """
         with adding_to(folder) as fresh:
             for name, data in self._files.items():
@@ -290,7 +322,7 @@ class PublishedTokenizer(BaseTokenizer):
             self.save_template(fresh)
 
     def _save_stop_ids(self, path):
-        """Save all end ids, also the ones of the model's `config.json`, which is not copied."""
+        """Save all end ids. Some come from the model's `config.json`, which is not copied."""
         fields, ends = optional_fields(path), list(self.stop_ids)
         if ends not in ([], [self.end_id], fields.get("eos_token_id")):
             text = json.dumps({**fields, "eos_token_id": ends}, indent=2)

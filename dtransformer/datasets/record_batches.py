@@ -1,4 +1,4 @@
-"""Batches of encoded records: packed or one a row, in an order that is known by index."""
+"""Batches of encoded records, packed or one record per row."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,22 +11,24 @@ from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
 from dtransformer.datasets.packing import packed_rows
 
-_WINDOW = 4096  # records of a mixture that are packed together
+_WINDOW = 4096  # Number of consecutive records of a mixture that are packed together.
 
 
 class EncodedRecords:
-    """Records as tokens, in memory; each has the same number of sequences, one or a pair.
+    """Tokenized records in memory. All records have the same number of sequences, one or two.
 
     Args:
-        rows: for each record a list of its sequences, each a pair of int arrays: ids and labels,
-            of one length.
-        targets: for each record a list of floats; None for none.
-        pad_id: the id of padding.
+        rows: List with one entry for each record: the list of its sequences. A sequence is a tuple
+            of two int arrays of equal length, ids and labels.
+        targets: List with a list of floats for each record, or `None`.
+        pad_id: Integer. Id of padding. Defaults to 0.
 
     Attributes:
-        fingerprint: 16 hexadecimal digits of all of it.
-        pad_id: the id of padding.
-        num_sequences: of a record.
+        fingerprint: 16 hexadecimal digits that identify the content.
+        lengths: int64 [records, sequences], the number of tokens of each sequence.
+        targets: float32 [records, t], or `None`.
+        pad_id: Id of padding.
+        num_sequences: Number of sequences of a record.
     """
 
     def __init__(
@@ -49,40 +51,51 @@ class EncodedRecords:
         self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
-        """The number of records."""
+        """Return the number of records."""
         return len(self.lengths)
 
     def sequence(self, record: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels of a sequence of a record, int32 [n]."""
+        """Return the ids and the labels of a sequence, two int32 arrays [n].
+
+        Args:
+            record: Index of the record.
+            number: Index of the sequence in the record. Defaults to 0.
+        """
         place = record * self.num_sequences + number
         part = slice(self._starts[place], self._starts[place + 1])
         return self._ids[part], self._labels[part]
 
     @property
     def num_tokens(self) -> int:
-        """The number of all tokens."""
+        """The number of tokens of all records."""
         return len(self._ids)
 
     @property
     def learnt_share(self) -> float:
-        """The share of all tokens that are learnt."""
+        """The fraction of tokens with a label."""
         return float((self._labels != -100).mean()) if len(self._labels) else 0.0
 
 
 class RecordBatches(IndexedBatches):
-    """Batches of records; what a row has, `form` says.
+    """Batches of records. A function determines the content of a row.
 
     Args:
-        records: them.
-        form: a function of the records, the numbers of those of a row, and its length, that returns
-            the row's inputs, labels, and weights where these have any; of no numbers it returns an
-            empty row.
-        length: number of tokens of a row.
-        sizes: numbers of records of the sources, one after the other.
-        weights: their weights in a mixture; None for all records alike.
-        mixture: when an epoch of a mixture ends; see `mixture_order`.
-        packed: whether rows hold several records.
-        **options: as of `IndexedBatches`.
+        records: The `EncodedRecords`.
+        form: Function `form(records, indices, length)` that returns the inputs, the labels and
+            optionally the weights of a row. Without indices it returns an empty row. See
+            `next_tokens` and `group_row`.
+        length: Integer. Number of tokens of a row.
+        sizes: List with the number of records of each source. The records of a source are
+            consecutive. Defaults to a single source.
+        weights: List with the weight of each source in a mixture. `None` uses each record once, in
+            random order if shuffled.
+        mixture: End of an epoch of a mixture; see `mixture_order`. Defaults to `"once"`.
+        packed: Boolean. Whether rows contain several records. Defaults to `False`.
+        shuffle: Boolean. Whether to shuffle each epoch. Defaults to the value of `training`.
+        seed: Integer. Shuffling depends on the seed and the epoch. Defaults to 0.
+        training: Boolean. Whether to leave out rows that do not fill a batch. Otherwise empty rows
+            fill it. Defaults to `True`.
+        **options: Other arguments of `IndexedBatches`.
 
     Raises:
         InputError: If the records fill no batch.
@@ -116,14 +129,14 @@ class RecordBatches(IndexedBatches):
             len(first),
             what,
             length=length,
-            shuffle=False,  # the plan has shuffled
+            shuffle=False,  # The plan shuffles.
             seed=seed,
             training=training,
             **options,
         )
 
     def _rows_of(self, epoch):
-        """Return the records of each row of an epoch, arrays of their numbers."""
+        """Return the rows of an epoch: arrays of record indices."""
         number, seed = len(self._records), [self._plan_seed, epoch]
         if self._order is not None:
             order = mixed_records(self._order, self._sizes, seed, self._shuffles)
@@ -141,7 +154,7 @@ class RecordBatches(IndexedBatches):
 
     def row(self, epoch: int, number: int) -> Example:
         rows = self._plan(epoch)
-        # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
+        # An epoch of a mixture may have a few rows more or fewer than the first epoch.
         numbers = rows[number % len(rows)]
         return self._form(self._records, numbers, self.length)
 
@@ -150,10 +163,18 @@ class RecordBatches(IndexedBatches):
 
 
 def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
-    """Return a row for a `CausalLM`: records one after the other, with the label of each next token.
+    """Return a row for a `CausalLM`: concatenated records with the next tokens as labels.
+
+    Args:
+        records: The `EncodedRecords`. The first sequence of each record is used.
+        numbers: Indices of the records of this row.
+        length: Integer. Number of tokens s of the row. The last record is cut off if it does not
+            fit.
 
     Returns:
-        {"tokens": int32 [s], "segments": int32 [s]}, labels int32 [s].
+        A tuple of `{"tokens": int32 [s], "segments": int32 [s]}` and labels int32 [s]. Segments are
+        the index of the record in the row, from 1, and 0 for padding. The last token of a record
+        and padding have the label -100.
     """
     tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
     labels, start = np.full(length, IGNORED, np.int32), 0
@@ -171,9 +192,15 @@ def group_row(
 ) -> tuple:
     """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
 
+    Args:
+        records: The `EncodedRecords`.
+        numbers: Index of the record, a sequence with one element, or empty for an empty row.
+        length: Integer. Number of tokens s of each sequence.
+        with_labels: Boolean. Whether inputs contain labels. Defaults to `True`.
+
     Returns:
-        {"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}, float32 [t], and
-        the weight, float32: 0 of an empty row.
+        A tuple of `{"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}`,
+        targets float32 [t], and the weight, float32: 1, or 0 for an empty row.
     """
     k = records.num_sequences
     tokens = np.full((k, length), records.pad_id, np.int32)
@@ -189,7 +216,7 @@ def group_row(
 
 
 def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
-    """Return the targets of a row's record, float32 [t]; zeros of an empty row."""
+    """Return the targets of a row's record, float32 [t], or zeros for an empty row."""
     if len(numbers):
         return records.targets[int(numbers[0])]
     return np.zeros(records.targets.shape[1:], np.float32)
@@ -198,15 +225,19 @@ def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
 def prepared_lengths(
     rows: list, length: int, longer: str, owner: str, what: str = "records"
 ) -> tuple[list[int], list]:
-    """Return the indices of the records that are kept, and their sequences of at most `length` tokens.
+    """Leave out or cut off records with more than `length` tokens, and report their number.
 
     Args:
-        rows: One list per record of its sequences, pairs of ids and labels.
+        rows: List with one entry for each record: the list of its sequences, which are tuples of
+            ids and labels.
         length: Integer. Maximum number of tokens of a sequence.
         longer: `"leave_out"` or `"cut"`, for records with a longer sequence. A record is also left
-            out if a cut leaves a sequence without labels, or makes both sequences equal.
+            out if a cut leaves a sequence without labels or makes both sequences equal.
         owner: Prefix of the printed messages.
-        what: Name of the records in the messages.
+        what: Name of the records in the messages. Defaults to `"records"`.
+
+    Returns:
+        A tuple of the list of indices of the remaining records, and the list of their sequences.
     """
     is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
     cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
@@ -221,7 +252,7 @@ def prepared_lengths(
 
 
 def _has_lost_answer(record, cut):
-    """Return whether a cut record lacks a sequence's labels, or the difference of its sequences."""
+    """Return whether the cut removed all labels of a sequence or made the sequences equal."""
     before, after = (
         [np.not_equal(labels, IGNORED).any() for _, labels in sequences]
         for sequences in (record, cut)

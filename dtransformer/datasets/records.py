@@ -1,8 +1,14 @@
-"""Records: what files hold that examples are made of, in the forms that are in use.
+"""Training examples in the common file formats: text, conversations, completions and preferences.
 
-A record is a dict. `text` alone is a text; `messages` a conversation; `prompt` and `completion` a text
-and how it goes on, or conversations; `chosen` and `rejected` two answers, with a `prompt` or without.
-ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
+A record is a dict of one of these kinds:
+
+- `text`: plain text.
+- `messages`: a conversation.
+- `prompt` and `completion`: a text and its continuation, or messages.
+- `chosen` and `rejected`: two answers, with an optional `prompt`.
+
+ShareGPT's `conversations` and Alpaca's `instruction`, `input` and `output` are converted to
+`messages`.
 """
 
 import itertools
@@ -30,17 +36,22 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 def read_records(
     path: FilePath, fields: Mapping[str, str] | None = None, target: FilePath | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield the records of a file, each with its place, for messages.
+    """Yield the records of a file.
 
     Args:
-        path: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Parquet or Arrow, which need
-            pyarrow; else text, of which each document between blank lines is a record. Text and JSON
-            may be packed, `.gz`.
-        fields: dict of our names of fields and the file's, where they differ.
-        target: a file of lines that those of `path` become: records of `prompt` and `completion`.
+        path: Path of a file with JSON lines or a JSON list (`.jsonl`, `.ndjson`, `.json`), or of a
+            Parquet or Arrow file, which require pyarrow. Any other file is text. Each of its
+            documents, separated by blank lines, becomes a record with `text`. Text and JSON files
+            are decompressed if their name ends in `.gz`.
+        fields: Dict of this library's field names and the names in the file, where they differ.
+        target: Path of a text file. Line n of `path` and line n of `target` become `prompt` and
+            `completion`. Defaults to `None`: records come from `path` only.
+
+    Yields:
+        `(place, record)` tuples. The place names the file and line, for error messages.
 
     Raises:
-        InputError: a file is missing or damaged, or a record is no object or lacks a field.
+        InputError: If a file is missing or damaged, or a record is not an object or lacks a field.
 
     Example:
 
@@ -68,11 +79,16 @@ def read_records(
 
 
 def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
-    """Yield records with this library's names of fields, each after its place.
+    """Yield `(place, record)` tuples with fields renamed to this library's names.
+
+    Conversations in ShareGPT's or Alpaca's format are converted to `messages`.
 
     Args:
-        values: Objects of a file, each after its place.
+        values: Iterable of `(place, value)` tuples; each value is a dict.
         fields: Dict of this library's names and the names in the file. Missing fields are left out.
+
+    Raises:
+        InputError: If a conversation is malformed. The message names the place.
     """
     named = {*fields, *fields.values()}
     for place, value in values:
@@ -85,7 +101,7 @@ _BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history",
 
 
 def _own_form(record, place):
-    """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
+    """Convert a conversation in ShareGPT's or Alpaca's format to `messages`."""
     messages = record.get("messages")
     if messages is None and isinstance(record.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
@@ -102,7 +118,7 @@ def _own_form(record, place):
 
 
 def _of_alpaca(record, place):
-    """Return the turns of a record, after its `history` of pairs of what was asked and answered."""
+    """Return the messages of an Alpaca record. Its `history` has earlier question-answer pairs."""
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
         raise InputError(f"{place}: history is {shown(pairs)}, expected pairs of texts")
@@ -124,10 +140,11 @@ def _of_sharegpt(turn, place):
 
 
 def text_of(record: Mapping, key: str, place: str) -> str:
-    """Return a text of a record, checked.
+    """Return the string `record[key]`.
 
     Raises:
-        InputError: it is missing, or no text; says where.
+        InputError: If it is missing, not a string or contains half of a surrogate pair. The message
+            names the place.
     """
     value = record.get(key)
     if not isinstance(value, str):
@@ -141,10 +158,10 @@ def text_of(record: Mapping, key: str, place: str) -> str:
 
 
 def number_of(record: Mapping, key: str, place: str) -> float:
-    """Return a finite number of a record.
+    """Return the number `record[key]` as a float.
 
     Raises:
-        InputError: If it is missing, not finite or no number; names the place.
+        InputError: If it is missing, not a number or not finite. The message names the place.
     """
     value = record.get(key)
     if type(value) not in (int, float) or not abs(value) < math.inf:
@@ -153,13 +170,21 @@ def number_of(record: Mapping, key: str, place: str) -> float:
 
 
 def messages_of(value: Any, place: str) -> Turns:
-    """Return checked messages: dicts of a `role` and `content`.
+    """Check the messages of a conversation and return copies of them.
 
     Keys without a value are left out. Arguments of tool calls that are JSON text, as in OpenAI's
     format, are parsed.
 
+    Args:
+        value: Nonempty list of dicts with `role` and `content`. A message with `tool_calls` may
+            lack `content`. `train` (boolean) and `weight` (0 or 1) are optional.
+        place: Origin of the messages, for error messages.
+
+    Returns:
+        List of dicts.
+
     Raises:
-        InputError: If they are no messages; names the place.
+        InputError: If the value is not a list of messages. The message names the place.
     """
     if not isinstance(value, list) or not value:
         raise InputError(
@@ -193,12 +218,18 @@ def _checked_message(message, place):
 
 
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
-    """Return the prompt, the chosen and the rejected answer of a record, texts or messages.
+    """Return the prompt, the chosen answer and the rejected answer of a record.
 
-    Where there is no prompt, it is the messages that both begin with.
+    Without a `prompt`, the prompt consists of the messages that both answers begin with.
+
+    Returns:
+        A `(prompt, chosen, rejected)` tuple of strings, or of lists of messages. Answers do not
+        repeat the prompt.
 
     Raises:
-        InputError: one is missing or of another kind; says where.
+        InputError: If a field is missing or of another type, if the answers have no common
+            beginning and no prompt, or if an answer is empty after the prompt. The message names
+            the place.
     """
     sides = [record.get(key) for key in _SIDES]
     if all(isinstance(side, str) for side in sides):

@@ -1,7 +1,9 @@
-"""Published tokenizers in SentencePiece's `.model` files, by tensorflow-text.
+"""Published tokenizers in SentencePiece's `.model` files, run by tensorflow-text.
 
-Reference: Kudo and Richardson, 2018, "SentencePiece", arXiv 1808.06226; the file is a `ModelProto` of
-its sentencepiece_model.proto.
+The file is a `ModelProto` as defined in sentencepiece_model.proto.
+
+Reference:
+    Kudo and Richardson, 2018, "SentencePiece", arXiv 1808.06226.
 """
 
 import pathlib
@@ -18,17 +20,17 @@ from dtransformer.datasets.special_tokens import CONFIG, special_tokens
 from dtransformer.errors import InputError, shown
 
 _USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
-# Whether texts of these have a start and an end id; the ids of other classes are moved.
+# Tokenizer classes: whether their texts have a start id and an end id. Other classes shift the ids.
 _CLASSES = {
     None: (False, False),
     "LlamaTokenizer": (True, False),
     "GemmaTokenizer": (True, False),
     "T5Tokenizer": (False, True),
 }
-_PIECES, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
+_PIECES, _TEXT, _TYPE = 1, 1, 3  # Field numbers of `ModelProto` and its messages.
 _NORMALIZER, _PREFIXES, _REMOVES_SPACES = 3, 3, 4
 _SPACE = "▁"
-_CONTROL = 3  # a type of pieces
+_CONTROL = 3  # Type of control pieces.
 _NO_PREFIX = b"\x1a\x02\x18\x00"  # Appended to a model, sets its `add_dummy_prefix` to false.
 
 
@@ -36,15 +38,15 @@ class SentencePieceTokenizer(PublishedTokenizer):
     """Tokenizer of a SentencePiece model. Decoding returns the normalized text.
 
     Special tokens in a prompt, such as `<s>` from a chat template, become their ids. As in
-    `transformers`, the text after one has no space prefix, except for T5 and `"legacy": true`. In
-    other texts special tokens are plain text.
+    `transformers`, the text after such a token has no space prefix, except for T5 and
+    `"legacy": true`. In other texts special tokens are plain text.
 
     Args:
         path: Path of the model. Files in the same folder may name special tokens.
-        data: Content of the file.
+        data: Content of the file, bytes.
 
     Raises:
-        InputError: If the file is no SentencePiece model, or the files in its folder do not fit,
+        InputError: If the file is not a SentencePiece model, or the files in its folder do not fit,
             use different ids or have tokens that the model lacks.
     """
 
@@ -83,7 +85,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         )
 
     def _check_added(self, config):
-        """Refuse a config with tokens, by their ids, that the model lacks: they stand in texts."""
+        """Refuse a config whose added tokens are not pieces of the model."""
         for number, token in (config.get("added_tokens_decoder") or {}).items():
             text = token.get("content") if isinstance(token, dict) else token
             if self._ids.get(text) != int(number):
@@ -128,9 +130,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
         return [" " * self._lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)]
 
     def _lost_spaces(self, row):
-        """Return how many spaces before a text TensorFlow's SentencePiece drops, and later ones do not.
+        """Return the number of leading spaces that TensorFlow's old SentencePiece drops wrongly.
 
-        It drops one of each piece as long as the text is empty, not of the first piece alone.
+        It drops one space from every piece until the text begins. Later versions drop only one.
         """
         marks = next((i for i, one in enumerate(row) if self._pieces[one] != _SPACE), len(row))
         if not marks or not self._keeps_spaces:
@@ -138,7 +140,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         return marks - 1 + (marks < len(row) and self._pieces[row[marks]].startswith(_SPACE))
 
     def _library_for(self, adds_prefix):
-        """Return TensorFlow's tokenizer. It is made on first use, after a mesh has reset TensorFlow."""
+        """Return TensorFlow's tokenizer, built on first use, after a mesh has reset TensorFlow."""
         if adds_prefix not in self._made:
             data = self._data if adds_prefix else self._data + _NO_PREFIX
             self._made[adds_prefix] = tf_text.SentencepieceTokenizer(data, out_type=tf.int32)
@@ -146,7 +148,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
 
 
 def _pieces(data):
-    """Return (text, type) of each piece of a serialized `ModelProto`; [] where it is none."""
+    """Return the (text, type) of each piece of a serialized `ModelProto`, or [] for other data."""
     try:
         pieces = [dict(_fields(value)) for number, value in _fields(data) if number == _PIECES]
         return [(piece[_TEXT].decode("utf-8"), piece.get(_TYPE, 1)) for piece in pieces]
@@ -155,5 +157,5 @@ def _pieces(data):
 
 
 def _fields(data):
-    """Return (number, value) of each field of serialized bytes, whatever its message is."""
+    """Return the (number, value) of each field of a serialized message of any type."""
     return [(x.field_number, x.data) for x in UnknownFieldSet(Empty.FromString(data))]

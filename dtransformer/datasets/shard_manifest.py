@@ -1,4 +1,4 @@
-"""`shards.json`: what a folder of token shards holds, and the checksums of its files."""
+"""The files of a folder of token shards: `shards.json` and the arrays of each shard."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _File(pydantic.BaseModel):
-    """A file of the folder."""
+    """Size and checksum of a file."""
 
     model_config = STRICT
     bytes: Count
@@ -32,7 +32,7 @@ class _File(pydantic.BaseModel):
 
 
 class _Shard(pydantic.BaseModel):
-    """The numbers of what a shard holds."""
+    """Number of tokens, documents and parts of a shard."""
 
     model_config = STRICT
     tokens: Annotated[int, Field(ge=1, lt=2**53)]
@@ -41,7 +41,7 @@ class _Shard(pydantic.BaseModel):
 
 
 class Manifest(pydantic.BaseModel):
-    """What `shards.json` holds."""
+    """Schema of `shards.json`."""
 
     model_config = STRICT
     format: Literal[FORMAT]
@@ -69,9 +69,10 @@ class Shard(typing.NamedTuple):
     """The arrays of a shard.
 
     Args:
-        tokens: uint [T], of all documents, one after the other.
-        documents: int64 [D + 1]: document d is `tokens[documents[d]:documents[d + 1]]`.
-        parts: int64 [P + 1], the same of parts; None where documents have none.
+        tokens: uint [T], the tokens of all documents, concatenated.
+        documents: int64 [D + 1]. Document d is `tokens[documents[d]:documents[d + 1]]`.
+        parts: int64 [P + 1]. Part p is `tokens[parts[p]:parts[p + 1]]`. `None` if documents have no
+            parts.
     """
 
     tokens: np.ndarray
@@ -80,7 +81,11 @@ class Shard(typing.NamedTuple):
 
 
 def shard_file(number: int, kind: str) -> str:
-    """Return the name of a file of a shard.
+    """Return the file name of an array of a shard.
+
+    Args:
+        number: Index of the shard, from 0.
+        kind: `"tokens"`, `"documents"` or `"parts"`.
 
     Example:
 
@@ -91,10 +96,13 @@ def shard_file(number: int, kind: str) -> str:
 
 
 def read_manifest(folder: FilePath) -> dict:
-    """Return what the manifest of a folder says.
+    """Read and check the manifest of a folder of token shards.
+
+    Returns:
+        Dict with the fields of `Manifest`.
 
     Raises:
-        InputError: the folder holds no token shards, or its manifest is damaged.
+        InputError: If the folder contains no token shards, or its manifest is damaged.
     """
     path = check_path(folder) / MANIFEST
     if not path.is_file():
@@ -106,7 +114,12 @@ def read_manifest(folder: FilePath) -> dict:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Write the manifest of a folder, with the sizes and checksums of all files that are there."""
+    """Write `shards.json` with the sizes and checksums of all files in the folder.
+
+    Args:
+        folder: Path of the folder, which contains the shards and the tokenizer.
+        manifest: Dict with the other fields of `Manifest`.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
         path.relative_to(folder).as_posix(): {
@@ -120,22 +133,30 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def file_digest(path: FilePath) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file, 64 hexadecimal digits."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(manifest: dict) -> str:
-    """Return 16 hexadecimal digits that other tokens, or another tokenizer, would change."""
+    """Return 16 hexadecimal digits that identify the tokens and the tokenizer of a manifest."""
     text = json.dumps(manifest, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
-    """Return the arrays of a shard, which are read from its files where they are used.
+    """Map the arrays of a shard into memory and check their types, shapes and bounds.
+
+    Args:
+        folder: Path of the folder.
+        manifest: Dict that `read_manifest` returned.
+        number: Index of the shard, from 0.
+
+    Returns:
+        A `Shard`. Its tokens are read from disk on access.
 
     Raises:
-        InputError: a file is missing, or is not as the manifest says.
+        InputError: If a file is missing or contradicts the manifest.
     """
     says, dtype = manifest["shards"][number], manifest["dtype"]
     lengths = {"tokens": says["tokens"], "documents": says["documents"] + 1}
@@ -163,10 +184,10 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
 
 def _mapped(path):
     try:
-        with opened(path):  # says why it cannot be
-            # A plain array over the mapping: NumPy's memmap is slow to take small parts of.
+        with opened(path):  # Raises an error with the reason if the file cannot be read.
+            # Small slices of a plain array are faster than slices of NumPy's memmap.
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except InputError:
         raise
-    except Exception:  # whatever NumPy, and Python's reader of its header, raise
+    except Exception:  # NumPy and Python's parser of the header raise many kinds of errors.
         raise InputError(f"{path} is damaged, or no array of NumPy's: copy it again") from None

@@ -1,4 +1,4 @@
-"""Documents to token shards on disk, with as much memory as a shard takes."""
+"""Writing documents as token shards, with at most about one shard in memory."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ from dtransformer.errors import InputError, check_int
 from dtransformer.files import new_folder
 from dtransformer.inputs.files import FilePath
 
-_BLOCK = 2**21  # characters that are tokenized at once
+_BLOCK = 2**21  # Number of characters that are tokenized in one call.
 _SPECIAL = "pad", "unk", "start", "end", "mask", "cls", "sep"
 
 
@@ -27,24 +27,26 @@ def write_token_shards(
     shard_tokens: int = 2**26,
     overwrite: bool = False,
 ) -> TokenShards:
-    """Tokenize documents, and write their ids into a folder.
+    """Tokenize documents and write their ids and the tokenizer into a folder.
 
-    The same documents and tokenizer give the same bytes. The folder is complete or not there. It has
-    a copy of the tokenizer. Documents without a token, or with a part that has none, are left out.
+    The same documents and tokenizer give the same bytes. If writing fails, no folder is left
+    behind. Documents without a token, or with a part without a token, are left out.
 
     Args:
-        documents: texts; or lists of texts, their parts, which are tokenized each by itself.
-        tokenizer: a `SubwordTokenizer`, what `load_tokenizer` returns, or another object with
+        documents: Iterable of texts, or of lists of texts. The texts of a list are the parts of a
+            document, which are tokenized separately.
+        tokenizer: A `SubwordTokenizer`, the result of `load_tokenizer`, or another object with
             `encode(texts)` and `vocab_size`.
-        folder: where to write.
-        shard_tokens: a shard ends with the document that reaches this number of tokens.
-        overwrite: whether token shards that are there are replaced.
+        folder: Path of the output folder.
+        shard_tokens: Integer. A shard ends with the document that reaches this number of tokens.
+            Defaults to `2**26`.
+        overwrite: Boolean. Whether to replace existing token shards. Defaults to `False`.
 
     Returns:
-        The shards.
+        The `TokenShards` of the folder.
 
     Raises:
-        InputError: no document has a token, some have parts and some have none, or the folder
+        InputError: If no document has a token, if only some documents have parts, or if the folder
             cannot be written or is not empty.
     """
     check_int("shard_tokens", shard_tokens)
@@ -72,7 +74,7 @@ def write_token_shards(
 
 
 def _only_shards(folder):
-    """Return whether a folder holds token shards, and nothing else."""
+    """Return `True` for a folder that contains only token shards; otherwise raise an error."""
     known = {pathlib.Path(name).parts[0] for name in shard_manifest.read_manifest(folder)["files"]}
     others = {path.name for path in folder.iterdir()} - known - {shard_manifest.MANIFEST}
     if others:
@@ -83,7 +85,7 @@ def _only_shards(folder):
 
 
 def _save_tokenizer(tokenizer, folder):
-    """Save a tokenizer where it can be; return the SHA-256 of what it is."""
+    """Save the tokenizer if it has `save`. Return the SHA-256 of its type, size and files."""
     digest = hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.vocab_size}".encode())
     if hasattr(tokenizer, "save"):
         tokenizer.save(folder)
@@ -94,7 +96,10 @@ def _save_tokenizer(tokenizer, folder):
 
 
 def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int] | None]]:
-    """Yield texts, and how many of them each document has, about `_BLOCK` characters at a time."""
+    """Yield `(texts, counts)` tuples of about `_BLOCK` characters.
+
+    `counts` lists the number of parts of each document, or is `None` if documents have no parts.
+    """
     if isinstance(documents, (str, bytes)):
         raise InputError("documents are a list of texts: put the string into a list")
     texts, counts, size, has_parts = [], [], 0, None
@@ -114,8 +119,8 @@ def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int
 
 
 def _encode(tokenizer, texts):
-    """Return ids [n] and the number of each text's ids."""
-    if hasattr(tokenizer, "encode_to_numpy"):  # no tensor, before which `init` has to be called
+    """Return ids [n] of all texts, concatenated, and the number of ids of each text."""
+    if hasattr(tokenizer, "encode_to_numpy"):  # Creates no tensor, so `init` need not be called.
         ids, row_splits = tokenizer.encode_to_numpy(texts)
         return ids, np.diff(row_splits)
     rows = tokenizer.encode(texts)
@@ -126,16 +131,16 @@ def _encode(tokenizer, texts):
 
 
 class ShardFiles:
-    """Writes documents, shard after shard.
+    """Writer that divides documents into shards.
 
     Args:
-        folder: where to.
-        dtype: of ids.
-        shard_tokens: a shard ends with the document that reaches this number of tokens.
+        folder: Path of the output folder, which exists.
+        dtype: Type of the stored ids, `"uint16"` or `"uint32"`.
+        shard_tokens: Integer. A shard ends with the document that reaches this number of tokens.
 
     Attributes:
-        shards: what the manifest says of each shard that is complete.
-        num_left_out: number of documents without a token, or with a part that has none.
+        shards: List of the manifest entries of the shards written so far.
+        num_left_out: Number of documents without a token, or with a part without a token.
     """
 
     def __init__(self, folder: pathlib.Path, dtype: str, shard_tokens: int):
@@ -147,12 +152,13 @@ class ShardFiles:
         self._tokens, self._documents, self._parts, self._size = [], [0], [0], 0
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, counts: list[int] | None) -> None:
-        """Add documents; those without a token, or with a part that has none, are left out.
+        """Add documents, except those without a token or with a part without a token.
 
         Args:
-            ids: int [n], of all parts, one after the other.
+            ids: int [n], the tokens of all parts, concatenated.
             lengths: int [P], the number of tokens of each part.
-            counts: the number of parts of each document; None where they have none.
+            counts: List with the number of parts of each document, or `None` if documents have no
+                parts.
         """
         self._has_parts, ends = counts is not None, np.cumsum([0, *lengths])
         bounds = np.cumsum([0, *([1] * len(lengths) if counts is None else counts)])
@@ -169,7 +175,7 @@ class ShardFiles:
                 self.close()
 
     def close(self) -> None:
-        """Write the shard that has been added, if any."""
+        """Write the current shard, unless it is empty, and start a new one."""
         if not self._tokens:
             return
         arrays = {"tokens": np.concatenate(self._tokens), "documents": np.array(self._documents)}

@@ -1,4 +1,4 @@
-"""Special ids of a published tokenizer, from the files in its folder."""
+"""Special token ids of a published tokenizer, read from the files in its folder."""
 
 import pathlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sentences and sentence pairs from files, and the cleaning of pairs."""
+"""Reading sentences and sentence pairs from files, and cleaning pairs."""
 
 import re
 from collections.abc import Sequence
@@ -11,25 +11,27 @@ _WHITE_SPACE_RUN = re.compile(f"[{WHITE_SPACE}]+")
 
 
 def read_lines(path: FilePath) -> list[str]:
-    """Read sentences, one a line.
+    """Read a file with one sentence per line.
 
     Args:
-        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
+        path: Path of a UTF-8 text file. It is decompressed if its name ends in `.gz`.
 
     Returns:
-        The sentences, without white space at the ends.
+        List of sentences, one per line, without white space at the ends. Blank lines become
+        empty strings.
 
     Raises:
-        InputError: the file is missing, damaged or not UTF-8; names the line.
+        InputError: If the file is missing, damaged, too large or not UTF-8. The message names the
+            line.
     """
     return [line.strip(WHITE_SPACE) for line in read_text_lines(path)]
 
 
 def refuse_sgm(path: FilePath) -> None:
-    """Refuse a file whose lines are sentences between tags, by its name.
+    """Refuse SGM files, whose lines contain sentences between tags.
 
     Raises:
-        InputError: the name ends in `.sgm` or `.sgm.gz`.
+        InputError: If the name ends in `.sgm` or `.sgm.gz`.
     """
     if str(path).lower().removesuffix(".gz").endswith(".sgm"):
         raise InputError(
@@ -39,18 +41,18 @@ def refuse_sgm(path: FilePath) -> None:
 
 
 def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]]:
-    """Read two files that translate each other line by line.
+    """Read two files with parallel lines: line n of `target` translates line n of `source`.
 
     Args:
-        source: the file of the source sentences, as `read_lines` takes it.
-        target: the file of their translations.
+        source: Path of the source sentences. See `read_lines` for the format.
+        target: Path of their translations.
 
     Returns:
-        The sentences and their translations, two lists of one length.
+        A `(sources, targets)` tuple of lists with equal length.
 
     Raises:
-        InputError: the files differ in length, are empty or SGM; and what `read_lines`
-            raises.
+        InputError: If the files have different numbers of lines, if one contains no sentence or
+            is an SGM file, or if `read_lines` fails.
     """
     for path in (source, target):
         refuse_sgm(path)
@@ -67,16 +69,17 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
 
 
 def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
-    """Read pairs from a file with `source TAB target` on each line.
+    """Read sentence pairs from a file with `source TAB target` on each line.
 
     Args:
-        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
+        path: Path of a UTF-8 text file. It is decompressed if its name ends in `.gz`.
 
     Returns:
-        The sources and the targets, two lists of one length.
+        A `(sources, targets)` tuple of lists with equal length.
 
     Raises:
-        InputError: a line has no tab, or more than one; names it.
+        InputError: If a line has no tab or several tabs, if the file is empty, or if it is
+            missing, damaged or not UTF-8. The message names the line.
     """
     sources, targets = [], []
     for number, line in enumerate(read_text_lines(path), start=1):
@@ -99,23 +102,24 @@ def clean_pairs(
     max_ratio: float | None = None,
     distinct: bool = False,
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Leave out pairs that training is better without.
+    """Remove empty, uneven and repeated sentence pairs.
 
-    Runs of white space become one space first; no-break spaces stay.
+    Runs of white space become one space first. No-break spaces are kept.
 
     Args:
-        sources: sentences.
-        targets: their translations.
-        max_ratio: how many times more words one side may have; None for any. Sides
-            that differ by three words or fewer always pass.
-        distinct: whether a pair that came before is left out.
+        sources: List of sentences.
+        targets: List of their translations.
+        max_ratio: Float. A pair is removed if one side has more than `max_ratio` times as many
+            words as the other, unless they differ by three words or fewer. `None` disables this
+            check.
+        distinct: Boolean. Whether to remove repetitions of an earlier pair. Defaults to `False`.
 
     Returns:
-        The sources and the targets that are kept, and the number of pairs that were
-        `kept` and left out because `empty`, `uneven` or `repeated`.
+        A `(sources, targets, counts)` tuple: the remaining sentences, two lists of equal length,
+        and a dict with the number of pairs that were `kept`, `empty`, `uneven` or `repeated`.
 
     Raises:
-        InputError: the lists differ in length.
+        InputError: If the lists differ in length.
 
     Example:
 

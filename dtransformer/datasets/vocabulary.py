@@ -1,7 +1,7 @@
-"""Vocabularies of subword pieces: what they consist of, and how one is learnt from text.
+"""Vocabularies of subword pieces and their training.
 
-The pieces are the four special ones, every character of the text, alone and inside a word, and those
-that the trainer of the library `tokenizers` merges, the most frequent first.
+A vocabulary consists of the four special pieces, each character of the text twice (at the beginning
+of a word and inside), and the most frequent merges that the library `tokenizers` finds.
 """
 
 import collections
@@ -24,16 +24,17 @@ from dtransformer.inputs.text import whole_texts
 
 
 def characters_of(vocabulary: Sequence[str]) -> list[str]:
-    """Return the characters that are pieces of a vocabulary, sorted."""
+    """Return a sorted list of the characters that are pieces of a vocabulary."""
     pieces = vocabulary[len(SPECIAL_PIECES) :]
     return sorted(piece for piece in pieces if len(piece) == 1 and piece != SPACE)
 
 
 def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
-    """Refuse pieces that cannot have been learnt, and would not come back as text.
+    """Check that a vocabulary can restore text: special pieces first, and all others valid.
 
     Raises:
-        InputError: a special piece is missing, or a piece is repeated or damaged.
+        InputError: If a special piece is missing, or a piece is repeated, empty or contains a
+            character that is not a piece.
     """
     if vocabulary[: len(SPECIAL_PIECES)] != SPECIAL_PIECES:
         raise InputError(
@@ -58,23 +59,26 @@ def learn_vocabulary(
     lower_case: bool = False,
     at_most: bool = False,
 ) -> list[str]:
-    """Return exactly `vocab_size` pieces: the special ones, characters, and learnt ones.
+    """Return exactly `vocab_size` pieces: special pieces, characters and learnt pieces.
 
     Args:
-        sentences: text of all languages that share the vocabulary.
-        vocab_size: number of pieces.
-        max_characters: number of distinct characters, the most frequent ones, that become
-            pieces.
-        lower_case: whether the text is lower-cased first.
-        at_most: whether a text that has fewer pieces gives those that it has.
+        sentences: Iterable of sentences, in all languages that share the vocabulary.
+        vocab_size: Integer. Number of pieces.
+        max_characters: Integer. Maximum number of distinct characters, the most frequent ones,
+            that become pieces.
+        lower_case: Boolean. Whether the text is converted to lower case first. Defaults to `False`.
+        at_most: Boolean. Whether to return fewer pieces if the text has fewer. Defaults to `False`.
+
+    Returns:
+        List of pieces in the order of their ids.
 
     Raises:
-        InputError: there is no text, or the vocabulary is smaller than its characters need or
-            larger than it can fill.
+        InputError: If there is no text, or `vocab_size` is too small for the characters or too
+            large for the text.
     """
     texts, counts = whole_texts(sentences), collections.Counter()
     fields = tokenizer_fields(SPECIAL_PIECES, (), lower_case)
-    fields["normalizer"]["normalizers"].pop()  # no character is unknown yet
+    fields["normalizer"]["normalizers"].pop()  # Remove the replacement of unknown characters.
     library = made(fields)
     for text in texts:
         counts.update(library.normalizer.normalize_str(text))
@@ -94,7 +98,7 @@ def learn_vocabulary(
         )
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=base,  # in this order, whatever words come first
+        special_tokens=base,  # They keep this order.
         initial_alphabet=[SPACE, *characters],
         limit_alphabet=1 + len(characters),
         continuing_subword_prefix=INSIDE,
