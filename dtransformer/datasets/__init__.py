@@ -1,21 +1,17 @@
 """Datasets, tokenizers and batches for `Trainer.fit`.
 
-Sentence pairs:
-    `text` reads files, `embedded` is a bundled corpus, and `batching` makes batches (with
-    `batch_plan` and `packing`).
+Sentence pairs: `text` reads files, `embedded` is a bundled corpus, and `batching` makes batches,
+using `batch_plan` and `packing`.
 
-Documents:
-    `documents` reads files. `shard_writer` tokenizes documents and writes token shards, and
-    `token_shards` reads these (both with `shard_manifest`). `language_model`,
-    `masked_language_model` and `span_corruption` make batches of packed documents.
-    `next_sentences` and `instructions` build their rows from the parts of documents. All of
-    them derive from `indexed_batches`, which shuffles with `mixture`.
+Documents: `documents` reads files. `shard_writer` tokenizes documents and writes token shards, and
+`token_shards` reads them. Both use `shard_manifest`. `language_model`, `masked_language_model` and
+`span_corruption` make batches of packed documents. `next_sentences` and `instructions` build rows
+from the parts of documents. All of them derive from `indexed_batches`, which shuffles with
+`mixture`.
 
-Tokenizers:
-    `tokenizer` trains subword tokenizers (with `vocabulary` and `published_form`), and
-    `byte_level` trains lossless tokenizers for language models. `tokenizer_folder` loads
-    published tokenizers (with `sentencepiece_tokenizer`, `published_tokenizer` and
-    `special_tokens`).
+Tokenizers: `tokenizer` trains subword tokenizers, using `vocabulary` and `published_form`.
+`byte_level` trains lossless tokenizers for language models. `tokenizer_folder` loads published
+tokenizers, using `sentencepiece_tokenizer`, `published_tokenizer` and `special_tokens`.
 
 `epochs` stores and restores the position of a run for all batches.
 

@@ -1,4 +1,4 @@
-"""Rows of Arrow and Parquet files, a block of rows at a time, by pyarrow."""
+"""Reading rows of Arrow and Parquet files in blocks, with pyarrow."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ from dtransformer.inputs.files import FilePath, opened
 
 PARQUET = (".parquet",)
 ARROW = (".arrow", ".feather", ".ipc")
-_ROWS = 1024  # that are read at once
-_STREAM_MAGIC = b"\xff\xff\xff\xff"  # files begin with ARROW1
+_ROWS = 1024  # Number of rows of a block.
+_STREAM_MAGIC = b"\xff\xff\xff\xff"  # Files that are not streams begin with ARROW1.
 
 
 def iterate_rows(
     path: FilePath, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[int, dict]]:
-    """Yield the rows of a file with their numbers, from 1, as dicts of columns.
+    """Yield `(row_number, row)` tuples of a file, with dicts of columns, counted from 1.
 
-    Structs and maps are dicts. A file gives each struct the keys of all rows, with nulls. These keys
-    are left out, as a JSON Lines file would leave them out.
+    Structs and maps are dicts. A file gives each struct the keys of all rows, with nulls. These
+    keys are left out, as a JSON Lines file would leave them out.
 
     Args:
         path: A Parquet file if its name ends in `.parquet`, otherwise an Arrow file or stream.
@@ -51,7 +51,7 @@ def _without_nulls(value):
 
 
 def _parquet(file):
-    """Return a function of names of columns, which gives blocks of rows; and all names."""
+    """Return a function that reads columns in blocks of rows, and the names of all columns."""
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(file)
@@ -70,7 +70,7 @@ def _arrow(file):
 
     def read(columns):
         for batch in batches:
-            batch.validate(full=True)  # offsets of texts, which are followed without a look
+            batch.validate(full=True)  # pyarrow reads texts at their offsets without a check.
             batch = batch if columns is None else batch.select(columns)
             for start in range(0, batch.num_rows, _ROWS):
                 yield batch.slice(start, _ROWS)
@@ -80,7 +80,7 @@ def _arrow(file):
 
 @contextlib.contextmanager
 def _told(path):
-    """Inside the `with` block what pyarrow refuses is an InputError."""
+    """Raise errors of pyarrow inside the `with` block as `InputError`."""
     import pyarrow
 
     try:

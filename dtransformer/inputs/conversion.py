@@ -1,4 +1,4 @@
-"""Stored numbers as weights have them: in C order, of the weight's type, finite; in little memory."""
+"""Conversion of stored arrays to the type of a weight, in C order and with little memory."""
 
 import itertools
 import math
@@ -18,26 +18,28 @@ FLOATS = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
-# Elements that are converted and looked at together, so that they stay in a core's cache.
+# Number of elements that are converted and checked together, so that they stay in a core's cache.
 _TOGETHER = 2**16
-# Of a matrix that is stored transposed a tile is converted at once; and the elements between two
-# rows of it in a buffer: where rows are some power of two apart, they would take the same places in
-# the cache.
+# Size of the tiles of a transposed matrix, and the gap between the rows of their buffer. Without a
+# gap, the rows would be a power of two apart and compete for the same lines of the cache.
 _ROWS, _COLUMNS, _APART = 512, 256, 16
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
-    """Return a stored value in the type of the weight that it is for, in C order.
+    """Convert a stored array to the type of a weight, in C order.
 
-    A floating-point type becomes another one, rounded; any other type stays what it is.
+    Floating-point types are rounded to each other. Other types must already match.
 
     Args:
-        value: the value, or a view of it, transposed and indexed.
-        kind: the weight's type.
-        name: what it is, for messages.
+        value: Array, or a transposed or indexed view of it.
+        kind: Type of the weight.
+        name: Name of the weight, for error messages.
+
+    Returns:
+        Array of type `kind` in C order.
 
     Raises:
-        InputError: it has another kind of type; or values that are not finite in the new type.
+        InputError: If the types are incompatible, or a value is not finite in the new type.
     """
     kind = np.dtype(kind)
     if value.dtype != kind and not {value.dtype, kind} <= _FLOAT_TYPES:
@@ -54,7 +56,7 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
 
 
 def _filled(result, value):
-    """Write a value into an array of its shape; yield what was written, part by part."""
+    """Copy a value into an array of its shape and yield the converted parts."""
     if result.ndim != 1 and value.flags.c_contiguous:
         result, value = result.reshape(-1), value.reshape(-1)
     if not result.ndim:
@@ -67,10 +69,10 @@ def _filled(result, value):
 
 
 def _filled_by_tiles(result, matrix):
-    """Write a matrix of which columns lie one after the other into an array in C order.
+    """Copy a matrix in column-major order into an array in C order and yield the converted tiles.
 
-    Each tile is read as it lies in the file, converted, and written transposed: NumPy's own copy
-    takes five times as long. Yields the converted tiles.
+    Each tile is read in the file's order, converted, and written transposed. NumPy's copy takes
+    five times as long.
     """
     (size, number), bits = matrix.shape, f"u{result.itemsize}"
     columns = result.view(bits).reshape(matrix.shape)
@@ -84,7 +86,7 @@ def _filled_by_tiles(result, matrix):
 
 
 def _transposed_matrix(value):
-    """Return a value as a matrix of which columns lie one after the other; None if it is none."""
+    """Return a view of the value as a column-major matrix, or `None` if it has another order."""
     if value.dtype.itemsize not in (1, 2, 4, 8):
         return None
     raw = np.asarray(value)
@@ -100,13 +102,12 @@ def _transposed_matrix(value):
 
 
 def _cast(value, result):
-    """Write a value into an array of the same or another floating-point type."""
     with np.errstate(over="ignore", invalid="ignore"):
         result[...] = value
 
 
 def _is_finite(part):
-    """Return whether all of an array are finite, which a type that has no infinity always is."""
+    """Return whether all elements are finite. Types other than floating point are always finite."""
     if part.dtype not in _FLOAT_TYPES:
         return True
     return bool(np.isfinite(part if part.itemsize >= 4 else part.astype("f4")).all())

@@ -1,4 +1,4 @@
-"""Paths from outside; files read with a limit, and written whole; the memory that there is for them."""
+"""Checking paths, reading files with size limits, and atomic writing of text."""
 
 import contextlib
 import gzip
@@ -19,10 +19,10 @@ _UNKNOWN = 2**40
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that this process may still take.
+    """Return the number of bytes of memory that this process can still allocate.
 
-    They are the least of what is free on the machine, what the container's limit leaves, and the
-    process' own limit.
+    It is the minimum of the machine's free memory, the rest of the container's limit, and the
+    process' address space limit.
     """
     return min(_free_on_machine(), _free_in_container(), _own_limit())
 
@@ -31,7 +31,7 @@ def _free_on_machine():
     try:
         lines = _MEMORY.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration, ValueError):  # another system
+    except (OSError, StopIteration, ValueError):  # Not Linux.
         pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
         return pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else _UNKNOWN
 
@@ -40,11 +40,11 @@ def _free_in_container():
     try:
         limit, used = ((_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
         lines = (_GROUP / "memory.stat").read_text().splitlines()
-        # Pages of files, which make room for others.
+        # The kernel frees cached pages of files when memory is needed.
         of_files = "active_file ", "inactive_file "
         cached = sum(int(line.split()[1]) for line in lines if line.startswith(of_files))
         return max(int(limit) - int(used) + cached, 0)
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # There is no container, or its limit is "max".
         return _UNKNOWN
 
 
@@ -54,18 +54,18 @@ def _own_limit():
 
 
 FilePath = str | os.PathLike
-MAX_PATH, MAX_NAME = 4095, 255  # bytes that Linux takes for a path, and for each part of it
+MAX_PATH, MAX_NAME = 4095, 255  # Linux's limits in bytes for a path and for each part of it.
 
 
 def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
-    """Return a path that the file system can be asked for.
+    """Return a path as `pathlib.Path`, and check that the file system accepts it.
 
     Args:
-        path: the path.
-        what: what it is for, for messages.
+        path: The path.
+        what: Description of the path, for error messages. Defaults to "path".
 
     Raises:
-        InputError: it is empty, too long, or has a NUL.
+        InputError: If the path is empty, too long, or contains NUL or half of a surrogate pair.
     """
     try:
         data = os.fsencode(path)
@@ -83,10 +83,10 @@ def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
 
 
 def check_name(name: str) -> str:
-    """Return a name of a file inside of a folder, such as `"tokenizer/vocab.txt"`.
+    """Return a name such as `"tokenizer/vocab.txt"` after checking that it stays in its folder.
 
     Raises:
-        ValueError: it is absolute, leads out of the folder, or is no name.
+        ValueError: If the name is empty, absolute, too long, unprintable or leaves the folder.
 
     Example:
 
@@ -105,11 +105,11 @@ def inside(folder: FilePath, name: str) -> pathlib.Path:
     """Return the path of a file in a folder.
 
     Args:
-        folder: the folder.
-        name: the file's name in it, which may have several parts.
+        folder: Path of the folder.
+        name: Name of the file, which may have several parts.
 
     Raises:
-        InputError: the name, or a link that lies there, leads out of the folder.
+        InputError: If the name leaves the folder, or a part of the path is a link.
     """
     try:
         check_name(name)
@@ -122,21 +122,21 @@ def inside(folder: FilePath, name: str) -> pathlib.Path:
 
 
 MEBIBYTE = 2**20
-_SHARE_OF_MEMORY = 8  # lines of text take several times the bytes that they are read from
-# Text is packed to a third or a fifth, the same line again and again to a hundredth; what is made
-# to fill the memory to a thousandth.
+_SHARE_OF_MEMORY = 8  # Lines of text need several times the memory of their bytes.
+# gzip compresses text 3 to 5 times, a single repeated line 100 times, and decompression bombs
+# 1,000 times.
 MAX_RATIO = 200
 FREE_OF_RATIO = 16 * MEBIBYTE
 
 
 @contextlib.contextmanager
 def opened(path: FilePath) -> Iterator[BinaryIO]:
-    """Open a file, or a pipe, for reading.
+    """Open a file or a pipe for reading, as a context manager.
 
-    A device, which may have no end, is refused; a pipe that nobody writes to is empty.
+    Devices are refused because they may be endless. A pipe without a writer is empty.
 
     Raises:
-        InputError: says why it cannot be read, also while it is.
+        InputError: If the file cannot be opened, or reading fails inside the `with` block.
     """
     check_path(path)
     try:
@@ -163,21 +163,30 @@ def opened(path: FilePath) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: FilePath, limit: int | None = None) -> bytes:
-    """Return a file's bytes.
+    """Return the bytes of a file.
 
     Args:
-        path: the file.
-        limit: the most bytes that it may have; None for what the machine's memory holds.
+        path: Path of the file.
+        limit: Integer. Maximum number of bytes. Defaults to an eighth of the free memory.
 
     Raises:
-        InputError: it cannot be read, or is too large.
+        InputError: If the file cannot be read or is too large.
     """
     with opened(path) as file:
         return read_limited(file, path, limit)
 
 
 def read_limited(file: BinaryIO, name: FilePath, limit: int | None = None) -> bytes:
-    """Return what is left of an open file; as `read_bytes`."""
+    """Return the remaining bytes of an open file; see `read_bytes`.
+
+    Args:
+        file: Binary file.
+        name: Name of the file, for error messages.
+        limit: See `read_bytes`.
+
+    Raises:
+        InputError: If there are more bytes than `limit`.
+    """
     if limit is None:
         limit = free_memory() // _SHARE_OF_MEMORY
     data = bytearray()
@@ -191,18 +200,20 @@ def read_limited(file: BinaryIO, name: FilePath, limit: int | None = None) -> by
 
 
 def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterator[bytes]:
-    """Return the bytes of a gzip file, at most a mebibyte at a time.
+    """Yield the decompressed bytes of a gzip file, at most one mebibyte at a time.
 
     Args:
-        file: the open file.
-        name: its name, for messages.
-        limit: the most bytes that come out; None for what the machine's memory holds.
+        file: Binary file.
+        name: Name of the file, for error messages.
+        limit: Integer. Maximum number of decompressed bytes. Defaults to an eighth of the free
+            memory.
 
     Raises:
-        InputError: it is damaged or incomplete, or grows beyond all measure.
+        InputError: If the file is damaged or incomplete, or decompresses to more than `limit`, or
+            to more than 16 MiB and 200 times its size.
     """
     limit = free_memory() // _SHARE_OF_MEMORY if limit is None else limit
-    size, num_out = os.fstat(file.fileno()).st_size, 0  # of a pipe, 0
+    size, num_out = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
     try:
         if not file.peek(1):
             raise EOFError("it is empty")
@@ -223,14 +234,14 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
 
 
 def write_text_atomically(path: FilePath, text: str) -> None:
-    """Write text as UTF-8, line ends as they are, so that the file is complete or not there.
+    """Write text as UTF-8 without changing line breaks. A failure leaves the old file in place.
 
     Args:
-        path: the file to write. Folders above it are made where they are missing.
-        text: what to write.
+        path: Path of the file. Missing parent folders are created.
+        text: The text.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: If the file cannot be written.
     """
     with replacing(check_path(path), parents=True) as fresh:
         fresh.write_text(text, encoding="utf-8", newline="")

@@ -1,7 +1,4 @@
-"""JSON of limited size and depth, put into typed fields.
-
-pydantic checks values from outside, and one line says what is wrong.
-"""
+"""Reading JSON of limited size and depth, and checking its fields with pydantic."""
 
 import json
 
@@ -11,7 +8,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import MEBIBYTE, FilePath, read_bytes
 from dtransformer.inputs.text import decode, half_told
 
-# Nothing is converted silently: "1" is no integer, 1 is no truth value.
+# Values are not converted silently: "1" is not an integer, and 1 is not a boolean.
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 _EXPECTED = {
@@ -21,14 +18,14 @@ _EXPECTED = {
 
 
 def problem(error: pydantic.ValidationError) -> tuple[str, str]:
-    """Return where the first wrong value stands, and what is wrong with it.
+    """Describe the first wrong value of a pydantic error.
 
     Args:
-        error: what pydantic raised.
+        error: The `pydantic.ValidationError`.
 
     Returns:
-        Names joined with dots, "" for the value itself; and a text such as
-        "should be greater than or equal to 1, got 0".
+        A `(place, text)` tuple: the value's field names joined with dots, or "" for the value
+        itself, and a text such as "should be greater than or equal to 1, got 0".
     """
     first = error.errors(include_url=False)[0]
     place = ".".join(shown(part).strip("'") for part in first["loc"])
@@ -47,15 +44,15 @@ MAX_DEPTH = 100
 
 
 def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
-    """Return the content of a JSON file; arguments and errors as of `parse_json`."""
+    """Return the content of a JSON file. See `parse_json` for `limit` and errors."""
     return parse_json(read_bytes(path, limit), path, limit)
 
 
 def read_object(path: FilePath) -> dict:
-    """Return the fields of a JSON file.
+    """Return the content of a JSON file that contains an object, a dict.
 
     Raises:
-        InputError: as of `parse_json`, or it holds something else.
+        InputError: If the file is missing, damaged or contains another type.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -71,13 +68,13 @@ def parse_json(
     Args:
         data: Text, or its bytes in UTF-8.
         name: Origin of the text, for error messages.
-        limit: Maximum number of bytes or characters.
-        checks_values: Whether `check_json` checks all values. If false, callers check the values
-            that they use.
+        limit: Maximum number of bytes or characters. Defaults to 16 MiB.
+        checks_values: Whether to apply `check_json` to the content. If false, callers check the
+            values that they use. Defaults to `True`.
 
     Raises:
-        InputError: If the text is too large, too deep or no JSON, or repeats a key, or if
-            `check_json` refuses a value.
+        InputError: If the text is too large, too deep or not valid JSON, or repeats a key, or if
+            `check_json` fails.
 
     Example:
 
@@ -116,18 +113,18 @@ def check_json(value: object, name: FilePath) -> None:
 
 
 def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict:
-    """Return a value from JSON that has the fields of a model.
+    """Check a JSON value against a pydantic model and return the value unchanged.
 
     Args:
-        value: the value.
-        kind: the model, by which all its fields are checked.
-        name: where it comes from, for messages.
+        value: Content of a JSON file.
+        kind: Class of the model.
+        name: Origin of the value, for error messages.
 
     Returns:
-        The value itself, a dict.
+        `value` itself, a dict.
 
     Raises:
-        InputError: a field is missing or wrong; names it.
+        InputError: If a field is missing or wrong. The message names it.
     """
     try:
         kind.model_validate(value)

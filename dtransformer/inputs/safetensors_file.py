@@ -1,7 +1,10 @@
-"""Reading safetensors files, of which the library checks the header before a tensor is touched.
+"""Reading safetensors files. The library checks the header before any tensor is read.
 
-The format: eight bytes with the length of the header, a JSON header, and the tensors' bytes.
-Reference: https://huggingface.co/docs/safetensors, "Format".
+The format consists of eight bytes with the length of the header, a JSON header, and the bytes of
+the tensors.
+
+Reference:
+    https://huggingface.co/docs/safetensors, "Format".
 """
 
 import math
@@ -21,31 +24,32 @@ _TYPES = FLOATS | {
     **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BOOL": np.bool_,
 }
-_MAX_DIMENSIONS = 32  # that NumPy takes
+_MAX_DIMENSIONS = 32  # Limit of NumPy.
 _OF_ALL_ERRORS = "Error while deserializing header: "
 
 
 class SafetensorsFile:
-    """A file of tensors: `file[name]` is one, an array that is read where it is used.
+    """A safetensors file. `file[name]` is a tensor as a NumPy array, read from disk on access.
 
     Args:
-        path: the file.
+        path: Path of the file.
 
     Attributes:
-        shapes: dict of the tensors' names and shapes.
+        shapes: Dict of the names and shapes of the tensors.
 
     Raises:
-        InputError: it cannot be read, is damaged, or has types that are no weights'.
+        InputError: If the file cannot be read or is damaged, or a tensor has an unsupported type or
+            size.
     """
 
     def __init__(self, path: FilePath):
         with opened(path) as file:
             try:
-                if not os.fstat(file.fileno()).st_size:  # a pipe, which the library would wait for
+                # The library would wait for a pipe, whose size is 0.
+                if not os.fstat(file.fileno()).st_size:
                     raise OSError("header too small")
-                with safetensors.safe_open(
-                    path, "np"
-                ):  # that tensors follow each other, and fill it
+                # The library checks that the tensors are contiguous and fill the file.
+                with safetensors.safe_open(path, "np"):
                     length = int.from_bytes(file.read(8), "little")
             except (safetensors.SafetensorError, OSError) as error:
                 reason = one_line(str(error).removeprefix(_OF_ALL_ERRORS), 100)

@@ -1,4 +1,4 @@
-r"""Bytes to lines of text."""
+r"""Decoding bytes to lines of text."""
 
 import itertools
 import sys
@@ -14,19 +14,21 @@ from dtransformer.inputs.files import (
     unpacked,
 )
 
-WHITE_SPACE = " \t\v\f\r\n"  # what separates words; a no-break space is text
-MAX_LINE = 2**17  # bytes: no sentence is as long, and a tokenizer takes a line at a time
-MAX_DOCUMENT = 64 * MEBIBYTE  # bytes
-_BYTES_OF_A_LINE = 120  # that Python takes for a short one
+WHITE_SPACE = " \t\v\f\r\n"  # Separators of words. A no-break space is text.
+MAX_LINE = 2**17  # Maximum number of characters of a sentence. Tokenizers process complete lines.
+MAX_DOCUMENT = 64 * MEBIBYTE  # Maximum number of bytes or characters of a document.
+_BYTES_OF_A_LINE = 120  # Memory of a short Python string.
 _PACKED = ".zst", ".bz2", ".xz", ".lz4", ".zip"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_text_lines(path: FilePath) -> list[str]:
-    """Return the lines of a file of UTF-8 text, unpacked where its name ends in `.gz`.
+    """Return the lines of a UTF-8 text file, decompressed if its name ends in `.gz`.
+
+    Lines are separated as in `decode_lines`.
 
     Raises:
-        InputError: what `decode_lines` raises, and the file is missing, damaged or too large.
+        InputError: If the file is missing, damaged or too large, or `decode_lines` fails.
     """
     with opened(path) as file:
         if str(path).endswith(".gz"):
@@ -37,16 +39,17 @@ def read_text_lines(path: FilePath) -> list[str]:
 
 
 def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[int, str]]:
-    """Return the lines of a file of any size with their numbers, from 1, read block by block.
+    """Yield `(line_number, line)` tuples of a file of any size, read in blocks.
 
-    Lines end at `\\n` and `\\r\\n` only, as those of `decode_lines`.
+    Line numbers start at 1. Lines end only at `\\n` and `\\r\\n`, as in `decode_lines`.
 
     Args:
-        path: a file of UTF-8 text, unpacked where its name ends in `.gz`.
-        limit: the most bytes that a line may have.
+        path: Path of a UTF-8 text file, decompressed if its name ends in `.gz`.
+        limit: Integer. Maximum number of bytes of a line.
 
     Raises:
-        InputError: the file is missing, damaged or not UTF-8, or has too long a line; says the line.
+        InputError: If the file is missing, damaged or not UTF-8, or a line is too long. The message
+            names the line.
     """
     with opened(path) as file:
         if str(path).endswith(".gz"):
@@ -65,7 +68,7 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
                 )
             lines = decode(bytes(rest[:end]), path, number).split("\n")
             del rest[:end]
-            if lines[-1] == "":  # what follows the last line end is no line
+            if lines[-1] == "":  # The text after the last line break is not a line.
                 lines.pop()
             for line in lines:
                 yield number, line.removesuffix("\r")
@@ -73,15 +76,16 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
 
 
 def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
-    """Return the text of UTF-8 bytes; a byte order mark at a file's beginning is dropped.
+    """Decode UTF-8 bytes. A byte order mark at the beginning of a file is removed.
 
     Args:
-        data: the bytes.
-        path: where they come from, for messages.
-        first_line: number of the line that they begin with.
+        data: Bytes of complete lines.
+        path: Path of their file, for error messages.
+        first_line: Integer. Line number of the first byte. Defaults to 1.
 
     Raises:
-        InputError: the bytes are not UTF-8 text; says the line and the byte.
+        InputError: If the bytes are not UTF-8 or contain NUL. The message names the line and the
+            byte and how to convert the file.
     """
     if first_line == 1:
         data = data.removeprefix(_BYTE_ORDER_MARK)
@@ -108,12 +112,16 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
 
 
 def check_whole(text: str, place: FilePath) -> str:
-    """Return a text that has no half of a surrogate pair, which is no character.
+    """Return a text, and check that it contains no half of a surrogate pair.
 
-    They come of escapes in JSON, and of bytes in options that are not UTF-8.
+    Such halves come from escapes in JSON and from bytes in command-line options that are not UTF-8.
+
+    Args:
+        text: The text.
+        place: Origin of the text, for error messages.
 
     Raises:
-        InputError: it has one; says where.
+        InputError: If the text contains one.
     """
     try:
         text.encode()
@@ -123,7 +131,7 @@ def check_whole(text: str, place: FilePath) -> str:
 
 
 def half_told(error: UnicodeEncodeError) -> str:
-    """Return what of a text is no character: a half of a surrogate pair, or a byte of an option."""
+    """Describe the half of a surrogate pair, or the invalid byte, that caused an encoding error."""
     number = ord(error.object[error.start])
     if 0xDC80 <= number <= 0xDCFF:
         return f"byte 0x{number - 0xDC00:02x} is not UTF-8 text: write it in UTF-8"
@@ -131,10 +139,10 @@ def half_told(error: UnicodeEncodeError) -> str:
 
 
 def whole_texts(texts: Iterable[str]) -> list[str]:
-    """Return texts as a list.
+    """Return an iterable of texts as a list, after `check_whole` of each one.
 
     Raises:
-        InputError: If the texts are a single string, or see `check_whole`.
+        InputError: If `texts` is a single string, or `check_whole` fails.
     """
     if isinstance(texts, (str, bytes)):
         raise InputError("expected a list of texts, got a single one: put the string into a list")
@@ -148,19 +156,19 @@ def whole_texts(texts: Iterable[str]) -> list[str]:
 def decode_lines(data: bytes, path: FilePath) -> list[str]:
     r"""Split UTF-8 bytes into lines at `\n` and `\r\n` only.
 
-    `str.splitlines` would also split at U+0085, U+2028 and others that stand inside
-    sentences, and line n would no longer translate line n.
+    `str.splitlines` would also split at U+0085, U+2028 and other characters inside sentences. Line
+    n would then no longer translate line n of another file.
 
     Args:
-        data: the bytes of a text file; a byte order mark is dropped.
-        path: where they come from, for messages.
+        data: Bytes of a text file. A byte order mark is removed.
+        path: Path of the file, for error messages.
 
     Returns:
-        The lines without their ends.
+        List of lines without their line breaks.
 
     Raises:
-        InputError: the bytes are not UTF-8 text, a line is longer than a sentence can be, or there
-            are more lines than the memory holds; says the line and the byte.
+        InputError: If the bytes are not UTF-8, a line is longer than `MAX_LINE`, or the lines need
+            more than half of the free memory.
 
     Example:
 
@@ -171,7 +179,7 @@ def decode_lines(data: bytes, path: FilePath) -> list[str]:
     if need > free_memory() // 2:
         raise InputError(f"{path}: its lines would take {need:,} bytes of memory: split the file")
     lines = decode(data, path).split("\n")
-    if lines[-1] == "":  # what follows the last line end is no line
+    if lines[-1] == "":  # The text after the last line break is not a line.
         lines.pop()
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_LINE:

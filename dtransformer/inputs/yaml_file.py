@@ -1,8 +1,8 @@
-"""A strict reading of YAML: the part of it that configs need, and nothing that grows or surprises.
+"""Strict reading of YAML: the subset that configs need.
 
-Sections of keys and values, and lists. Not taken: anchors and aliases (ten lines of them make
-gigabytes), merges, tags, repeated keys, several documents. Plain scalars are as in YAML 1.2's core
-schema: true, false, null, numbers; all else is text, such as yes, 1:30 and 2014-05-01.
+It supports mappings and lists. It refuses anchors and aliases, whose nesting can fill the memory,
+merges, tags, repeated keys and several documents. Plain scalars follow YAML 1.2's core schema:
+true, false, null and numbers. All others are text, such as yes, 1:30 and 2014-05-01.
 """
 
 import re
@@ -25,10 +25,10 @@ _NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
 def read_yaml(path: FilePath) -> object:
-    """Return the content of a YAML file; None where it has none.
+    """Return the content of a YAML file, or `None` for an empty file. See `parse_yaml`.
 
     Raises:
-        InputError: it cannot be read, or is no YAML of the kind that is taken; says the line.
+        InputError: If the file cannot be read or is not supported YAML. The message names the line.
     """
     return parse_yaml(decode(read_bytes(path, MAX_BYTES), path), path)
 
@@ -37,11 +37,11 @@ def parse_yaml(text: str, name: FilePath) -> object:
     """Return the content of a YAML text: dicts with str keys, lists, str, int, float, bool, None.
 
     Args:
-        text: the text.
-        name: where it comes from, for messages.
+        text: The text.
+        name: Origin of the text, for error messages.
 
     Raises:
-        InputError: see `read_yaml`.
+        InputError: If the text is too large or not supported YAML. The message names the line.
 
     Example:
 
@@ -57,7 +57,7 @@ def parse_yaml(text: str, name: FilePath) -> object:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that this reading takes for something else, such as 1e5."""
+    """Dumper that quotes texts which `parse_yaml` would read as numbers, such as 1e5."""
 
 
 def _quoted(dumper, text):
@@ -69,7 +69,7 @@ _Dumper.add_representer(str, _quoted)
 
 
 def yaml_text(content: object) -> str:
-    """Return YAML that `parse_yaml` makes the same content of; tuples become lists.
+    """Return content as YAML text for `parse_yaml`. Tuples become lists.
 
     Example:
 
@@ -82,15 +82,18 @@ def yaml_text(content: object) -> str:
 
 
 def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
-    """Return key and value of a text such as "section.key=value".
+    """Split a text such as "section.key=value" into the key and the parsed value.
 
     Args:
-        text: the text.
-        option: the option that it is given by, for messages.
-        form: what it should be like.
+        text: The text.
+        option: Name of its command-line option, for error messages.
+        form: Expected form, such as "section.key=value", for error messages.
+
+    Returns:
+        A `(key, value)` tuple. The value is parsed as YAML.
 
     Raises:
-        InputError: it has no "=", or its value is no YAML.
+        InputError: If the text has no "=", or its value is not supported YAML.
     """
     key, equals, value = text.partition("=")
     if not equals:
@@ -99,21 +102,21 @@ def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
 
 
 class _Refused(Exception):
-    """What is YAML, and not taken."""
+    """Valid YAML that `parse_yaml` does not support."""
 
 
 class _Builder:
-    """Makes values of the parser's events, of which each is looked at before more is read."""
+    """Builds values from the parser's events and checks each event before reading the next."""
 
     def __init__(self, events):
         self._events, self._num_nodes = events, 0
 
     def document(self):
-        next(self._events)  # the stream's start
+        next(self._events)  # Start of the stream.
         if isinstance(next(self._events), yaml.StreamEndEvent):
             return None
         value = self._value(next(self._events), 0)
-        next(self._events)  # the document's end
+        next(self._events)  # End of the document.
         if not isinstance(next(self._events), yaml.StreamEndEvent):
             raise _Refused("several documents: give one")
         return value
@@ -148,7 +151,7 @@ class _Builder:
 
 
 def _scalar(text, where):
-    """Return what a plain scalar stands for."""
+    """Return the value of a plain scalar."""
     if text.lower() in _WORDS and text in (text.lower(), text.capitalize(), text.upper()):
         return _WORDS[text.lower()]
     if _NOT_FINITE.fullmatch(text):
@@ -159,7 +162,7 @@ def _scalar(text, where):
             raise _Refused(f"{where}: {shown(text)}: expected at most {_MAX_DIGITS} digits")
         if is_integer:
             return int(text)
-        if text.isdigit():  # 010 is ten to some, eight to others
+        if text.isdigit():  # Leading zeros: some readers take 010 as ten, others as eight.
             return text
         if abs(value := float(text)) == float("inf"):
             raise _Refused(f"{where}: {shown(text)}: expected a finite number")
