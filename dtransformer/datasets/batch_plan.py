@@ -116,15 +116,15 @@ def bucket_bounds(lengths: np.ndarray, buckets: int | Sequence[int]) -> np.ndarr
         return np.zeros(0, np.int64)
     if np.ndim(buckets) == 0:
         if buckets < 1:
-            raise InputError(f"{buckets} buckets are too few: give at least 1, no bucketing")
+            raise InputError(f"`{buckets=}` must be at least 1, which disables bucketing.")
         return length_buckets(lengths, int(buckets))
     bounds = np.asarray(buckets)
     if not len(bounds) or (np.diff(bounds) <= 0).any():
-        raise InputError(f"buckets={buckets}: their greatest lengths have to rise")
+        raise InputError(f"`{buckets=}` must be a list of increasing lengths.")
     if bounds[-1] < lengths.max():
         raise InputError(
-            f"a sentence has {lengths.max()} tokens, the last bucket ends at {bounds[-1]}: "
-            "add a bucket, or lower max_length"
+            f"A sentence has {lengths.max()} tokens, but the last bucket ends at {bounds[-1]}. Add a "
+            "bucket or lower `max_length`."
         )
     return bounds
 
@@ -137,7 +137,7 @@ def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
     """
     if (batch_size is None) == (batch_tokens is None):
         raise InputError(
-            f"batch_size={batch_size} and batch_tokens={batch_tokens}: give one of the two"
+            f"Specify either `batch_size` or `batch_tokens`, got {batch_size=} and {batch_tokens=}."
         )
 
 
@@ -154,8 +154,8 @@ def check_rows(rows: int, num_shards: int, given: str) -> None:
     """
     if rows < num_shards:
         raise InputError(
-            f"{given} is less than the {num_shards} data ranks that share a batch: give at least "
-            f"{num_shards}"
+            f"{given} is less than the {num_shards} data ranks that share a batch. Use at least "
+            f"{num_shards} rows."
         )
 
 
@@ -163,13 +163,12 @@ def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
     """Return a list with the number of sentences of a batch of each bucket."""
     check_one_size(batch_size, batch_tokens)
     if batch_size is not None:
-        check_rows(batch_size, min_rows, f"batch_size={batch_size}")
+        check_rows(batch_size, min_rows, f"`{batch_size=}`")
         return [int(batch_size)] * len(bounds)
     if len(bounds) and batch_tokens < min_rows * bounds[-1]:
         raise InputError(
-            f"batch_tokens={batch_tokens} does not hold {min_rows} of the longest sentences, "
-            f"{bounds[-1]} tokens each, one for each data rank: give at least "
-            f"{min_rows * bounds[-1]}, or lower max_length"
+            f"`{batch_tokens=}` has no room for {min_rows} sentences of {bounds[-1]} tokens, one for "
+            f"each data rank. Set it to at least {min_rows * bounds[-1]} or lower `max_length`."
         )
     return [int(batch_tokens // bound) for bound in bounds]
 

@@ -142,13 +142,13 @@ class TranslationBatches(Epochs):
         self.max_tokens = max((len(batch) * longest(batch) for batch in first_epoch), default=0)
         if not first_epoch:
             raise InputError(
-                f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "
-                "more pairs, smaller batches or fewer ranks"
+                f"{self.num_pairs} sentence pairs do not fill a batch for {num_shards} data ranks. "
+                "Use more pairs, smaller batches or fewer ranks."
             )
 
     def _tell_left_out(self, lengths, max_length, training):
         total = len(lengths[0])
-        what = f"pairs are empty or longer than max_length={max_length}, and left out"
+        what = f"pairs are empty or longer than max_length={max_length} and are left out"
         warn_left_out(self, self.num_left_out, total, what)
         if not training:
             cut = np.maximum(*lengths)[self._pairs] > max_length
@@ -233,15 +233,15 @@ def _usable_pairs(source_lengths, target_lengths, max_length):
     """Return the indices of pairs without an empty or too long side."""
     if len(source_lengths) != len(target_lengths):
         raise InputError(
-            f"{len(source_lengths)} source sentences and {len(target_lengths)} target sentences: "
-            "they have to pair up, one to one"
+            f"Got {len(source_lengths)} source sentences and {len(target_lengths)} target sentences. "
+            "Give the same number of both."
         )
     keep = (source_lengths > 0) & (target_lengths > 0)
     if max_length is not None:
         keep &= np.maximum(source_lengths, target_lengths) <= max_length
     if not keep.any():
         raise InputError(
-            f"no sentence pair is left of {len(keep)}: all are empty or longer than "
-            f"max_length={max_length} tokens; check the files, or raise max_length"
+            f"All {len(keep)} sentence pairs are empty or longer than `{max_length=}` tokens. Check "
+            "the files or increase `max_length`."
         )
     return np.flatnonzero(keep)

@@ -53,7 +53,7 @@ def train_byte_level(
     """
     texts = whole_texts(texts)
     if not any(map(str.strip, texts)):
-        raise InputError("the texts to train a tokenizer on are empty: give at least one word")
+        raise InputError("The texts to train a tokenizer on are empty. Give at least one word.")
     library = tokenizers.Tokenizer(models.BPE(unk_token=_SPECIAL[1]))
     if lower_case:
         library.normalizer = normalizers.Lowercase()
@@ -73,10 +73,10 @@ def train_byte_level(
     library.train_from_iterator(texts, trainer)
     size = library.get_vocab_size()
     if size > vocab_size or (size < vocab_size and not at_most):
-        limit = "need at least" if size > vocab_size else "give at most"
+        limit = "need at least" if size > vocab_size else "yield at most"
         raise InputError(
-            f"vocab_size={vocab_size} does not fit the texts, which {limit} {size} pieces: ask for "
-            f"{size}, or give other texts"
+            f"`{vocab_size=}` does not fit the texts, which {limit} {size} pieces. Set it to {size} "
+            "or use other texts."
         )
     config = config_fields() | dict(zip(_NAMES, _SPECIAL)) | BYTE_LEVEL
     with tempfile.TemporaryDirectory() as name:

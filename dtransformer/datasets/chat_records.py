@@ -66,12 +66,12 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
     if "completion" in record:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         if not completion:
-            raise InputError(f"{place}: completion is empty, so that there is nothing to learn")
+            raise InputError(f"{place}: `completion` is empty. Add a text or remove the record.")
         text = prompt + completion
         return Rendered(text, [(0 if train_on == "all" else len(prompt), len(text))], True)
     text = text_of(record, "text", place)
     if not text:
-        raise InputError(f"{place}: text is empty, so that there is nothing to learn")
+        raise InputError(f"{place}: `text` is empty. Add a text or remove the record.")
     return Rendered(text, [(0, len(text))], True)
 
 
@@ -103,7 +103,7 @@ def conversation(
     ['two<|im_end|>\\n']
     """
     if template is None:
-        raise InputError(f"{place}: messages need a chat template: give data.template")
+        raise InputError(f"{place}: Messages require a chat template. Set `data.template`.")
     seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
     render = functools.partial(template.render, tools=tools)
     whole = render(seen)
@@ -112,7 +112,7 @@ def conversation(
     answers = [number for number, turn in enumerate(seen) if turn["role"] == "assistant"]
     if not answers:
         raise InputError(
-            f"{place}: has no message of an assistant, so that there is nothing to learn"
+            f"{place} has no assistant message to train on. Add an answer or remove the record."
         )
     answers = answers[-1:] if train_on == "last_assistant" else answers
     spans = [
@@ -121,7 +121,9 @@ def conversation(
         if messages[number].get("train", True) and messages[number].get("weight", 1)
     ]
     if not spans:
-        raise InputError(f"{place}: all answers have weight 0, so that there is nothing to learn")
+        raise InputError(
+            f"{place}: `weight` or `train` excludes all answers from training. Remove the record."
+        )
     return Rendered(whole, spans, False)
 
 
@@ -131,8 +133,8 @@ def _span(messages, index, whole, render, place):
     prompt = render(messages[:index], add_generation_prompt=True)
     if not whole.startswith(prompt) and not _is_insertion(history, whole):
         raise InputError(
-            f"{place}: the template renders the messages before this answer differently in the full "
-            "conversation, so the answer cannot be located. Use another template"
+            f"{place}: The template renders the messages before this answer differently in the full "
+            "conversation, so the answer cannot be located. Use another template."
         )
     start = _common_prefix(prompt, whole)
     through = render(messages[: index + 1])
@@ -143,16 +145,16 @@ def _span(messages, index, whole, render, place):
     content = (messages[index].get("content") or "").strip()
     if not content:
         raise InputError(
-            f"{place}: the template renders this tool call differently at the end of a conversation, "
-            "so it cannot be located. Set train_on: last_assistant or use another template"
+            f"{place}: The template renders this tool call differently at the end of a conversation, "
+            "so it cannot be located. Set `train_on: last_assistant` or use another template."
         )
     found = whole.find(content, start)
     ending = through[through.rfind(content) + len(content) :]
     end = found + len(content) + len(ending)
     if found < 0 or content not in through or whole[end - len(ending) : end] != ending:
         raise InputError(
-            f"{place}: the template renders this answer differently at the end of a conversation, so "
-            "it cannot be located. Set train_on: last_assistant or use another template"
+            f"{place}: The template renders this answer differently at the end of a conversation, so "
+            "it cannot be located. Set `train_on: last_assistant` or use another template."
         )
     return start, end
 

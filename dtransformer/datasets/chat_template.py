@@ -55,7 +55,7 @@ class ChatTemplate:
         self,
         source: str,
         tokens: Mapping[str, str] | None = None,
-        name: str = "the template",
+        name: str = "The template",
         date: str | None = None,
         tool_source: str | None = None,
     ):
@@ -68,7 +68,7 @@ class ChatTemplate:
         try:
             self._templates = [_counted(environment, _GENERATION.sub("", x)) for x in sources]
         except Exception as error:  # A published template can fail in any way.
-            raise InputError(f"{name}: is no chat template ({_told(error)})") from None
+            raise InputError(f"{name} is not a valid chat template ({_told(error)}).") from None
 
     @classmethod
     def of_tokenizer(
@@ -94,12 +94,12 @@ class ChatTemplate:
         sources = {_DEFAULT: own} if own is not None else _sources_in(folder, config)
         if not isinstance(sources.get(_DEFAULT), str):
             raise InputError(
-                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} in its "
-                "tokenizer_config.json. Set data.template, or use a chat model"
+                f"{folder} has no chat template, neither {FILE} nor {_FIELD} in its "
+                "tokenizer_config.json. Set `data.template` or use a chat model."
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
         tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
-        name, tool_source = f"{folder}: its chat template", sources.get(_TOOL_USE)
+        name, tool_source = f"{folder}: The chat template", sources.get(_TOOL_USE)
         return cls(sources[_DEFAULT], tokens, name, date, tool_source)
 
     def render(
@@ -127,12 +127,12 @@ class ChatTemplate:
             for part in self._templates[bool(tools)].generate(**given):
                 size += len(part)
                 if size > _MOST_CHARACTERS:
-                    raise ValueError(f"it prints more than {_MOST_CHARACTERS:,} characters")
+                    raise ValueError(f"The text exceeds {_MOST_CHARACTERS:,} characters.")
                 parts.append(part)
             return "".join(parts)
         except Exception as error:  # A published template can fail in any way.
             raise InputError(
-                f"{self.name} does not take {shown(messages)}: {_told(error)}"
+                f"{self.name} fails for the messages {shown(messages)}: {_told(error)}"
             ) from None
 
 
@@ -161,9 +161,9 @@ class _Steps:
     def take(self):
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+            raise ValueError(f"Rendering exceeds {_MOST_STEPS:,} steps.")
         if time.monotonic() > self.until:
-            raise ValueError(f"it takes more than {_MOST_SECONDS} s")
+            raise ValueError(f"Rendering exceeds {_MOST_SECONDS} s.")
 
     def counted(self, items):
         for item in items:
@@ -193,7 +193,7 @@ def _sandbox(steps, today):
 
         def wrap_str_format(self, value):
             if super().wrap_str_format(value) is not None:
-                raise ValueError("format, which pads texts, is not there")
+                raise ValueError("`format` is not available because it can pad texts.")
 
         def call(self, context, obj, /, *args, **kwargs):
             steps.take()
@@ -206,13 +206,13 @@ def _sandbox(steps, today):
                 right = str(right)
             if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
                 if len(left) + len(right) > _MOST_CHARACTERS:
-                    raise ValueError("a text that is too long")
+                    raise ValueError("A text is too long.")
                 return left + right
             kinds = {type(left), type(right)}
             if not kinds <= {int, float, bool} or max(abs(left), abs(right)) > 10**9:
-                raise ValueError(f"{operator} is for small numbers alone")
+                raise ValueError(f"`{operator}` supports only numbers up to 10**9.")
             if operator == "**" and abs(right) > 64:
-                raise ValueError("a power of more than 64")
+                raise ValueError("The exponent must be at most 64.")
             return super().call_binop(context, operator, left, right)
 
     def refuse(message):
@@ -236,14 +236,14 @@ def _sandbox(steps, today):
 
 def _as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     if isinstance(indent, int) and indent > 16:
-        raise ValueError("an indent of more than 16")
+        raise ValueError("`indent` must be at most 16.")
     options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _indented(text, width=4, first=False, blank=False):
     if not isinstance(width, int) or width > 64:
-        raise ValueError("an indent of more than 64")
+        raise ValueError("`width` must be an integer of at most 64.")
     lines = str(text).split("\n")
     own = [" " * width + x if x or blank else x for x in lines]
     return "\n".join(own if first else [lines[0], *own[1:]])
@@ -252,7 +252,7 @@ def _indented(text, width=4, first=False, blank=False):
 def _joined(*parts):
     texts = [str(part) for part in parts]
     if sum(map(len, texts)) > _MOST_CHARACTERS:
-        raise ValueError("a text that is too long")
+        raise ValueError("A text is too long.")
     return "".join(texts)
 
 
@@ -260,7 +260,7 @@ def _check_size(text, *args):
     """Refuse a method call that may build a too long text, by inserting an argument everywhere."""
     longest = max((len(x) for x in args if isinstance(x, str)), default=0)
     if len(text) * (longest + 1) > 4 * _MOST_CHARACTERS:
-        raise ValueError("a text that is too long")
+        raise ValueError("A text may become too long.")
 
 
 def _replaced(text, old, new, count=None):

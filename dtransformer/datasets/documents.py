@@ -55,12 +55,12 @@ def read_documents(
     [['One.', 'Two.'], ['Three.']]
     """
     if boundary not in BOUNDARIES:
-        raise InputError(f"boundary is {boundary!r}, expected one of {', '.join(BOUNDARIES)}")
+        raise InputError(f"`{boundary=}` is unknown. Expected one of {', '.join(BOUNDARIES)}.")
     fields = [field] if isinstance(field, str) else list(field)
     if len(fields) > 1 and len(fields) % 2:
         fields = ["+".join(fields[:-1]), fields[-1]]
     if sentences and len(fields) > 1:
-        raise InputError(f"{len(fields)} fields and sentences: documents have parts of one kind")
+        raise InputError(f"Cannot combine {len(fields)} fields with `sentences`. Use one of them.")
     for path in paths:
         for document in _documents_of(path, fields, boundary):
             if sentences:
@@ -76,8 +76,8 @@ def _documents_of(path, fields, boundary):
         return _of_fields(values, names, fields)
     if len(fields) > 1:
         raise InputError(
-            f"{path} is read as text, which has no fields {', '.join(fields)}: give .jsonl, .arrow "
-            "or .parquet files"
+            f"{path} is read as text, which has no fields {', '.join(fields)}. Give .jsonl, .arrow "
+            "or .parquet files."
         )
     return joined(iterate_lines(path), boundary, path)
 
@@ -107,8 +107,8 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
         size += len(line)
         if size > MAX_DOCUMENT:
             raise InputError(
-                f"{path}, line {number}: a document that ends at a {boundary.replace('_', ' ')} has "
-                f"more than {MAX_DOCUMENT:,} characters: let each line be one (--documents line)"
+                f"{path}, line {number}: A document (boundary: {boundary.replace('_', ' ')}) has more "
+                f"than {MAX_DOCUMENT:,} characters. Use one document per line (--documents line)."
             )
     if held:
         yield "\n".join(held)
@@ -168,13 +168,14 @@ def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]
     for place, value in values:
         if not isinstance(value, dict):
             raise InputError(
-                f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "
-                "object on each"
+                f"{place}: Expected a JSON object, got {shown(value)}. Write one object per line."
             )
         for name in names:
             if name not in value:
                 known = shown(", ".join(value), 100)
-                raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
+                raise InputError(
+                    f"{place} has no field {shown(name)}, only {known}. Set the name of the field."
+                )
         yield place, value
 
 
@@ -187,7 +188,7 @@ def _document(values, fields, place):
     """Return a string, or a list of parts if there are several fields. null is an empty text."""
     for name, value in values.items():
         if not isinstance(value, str | None):
-            raise InputError(f"{place}: {shown(name)} is {shown(value)}, expected a text")
+            raise InputError(f"{place}: {shown(name)} must be a text, got {shown(value)}.")
         check_whole(value or "", f"{place}, {shown(name)}")
     texts = ["\n".join(filter(None, map(values.get, field.split("+")))) for field in fields]
     return texts[0] if len(texts) == 1 else texts

@@ -33,8 +33,8 @@ def sentence_pairs(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
     """
     if not 0 <= num_pairs <= MAX_PAIRS:
         raise InputError(
-            f"num_pairs={num_pairs}: the embedded corpus has {MAX_PAIRS} sentence pairs. Ask for "
-            "fewer, or read a corpus of your own."
+            f"`{num_pairs=}` must be between 0 and {MAX_PAIRS}, the size of the embedded corpus. "
+            "Request fewer pairs or read another corpus."
         )
     lines = lzma.decompress(FILE.read_bytes()).decode().splitlines()
     if seed:  # Only `random()` gives the same values in every version of Python.

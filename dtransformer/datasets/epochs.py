@@ -86,8 +86,8 @@ class Epochs(abc.ABC):
             start = self._first_batch if epoch == self._epoch else 0
         if epoch < 0 or not 0 <= start <= len(self):
             raise InputError(
-                f"epoch {epoch}, batch {start} is no position in epochs of {len(self)} batches: "
-                "restore with the data and options that the run began with"
+                f"Epoch {epoch}, batch {start} does not exist in epochs of {len(self)} batches. Resume "
+                "with the data and options of the original run."
             )
         self._epoch, self._first_batch = int(epoch), int(start)
 
@@ -120,8 +120,8 @@ class Epochs(abc.ABC):
         for name, own in self._same.items():
             if position.get(name, own) != own:
                 raise InputError(
-                    f"the saved position has {name}={position[name]}, this data has {own}: "
-                    "resume with the data, seed and batch size that the run began with"
+                    f"The saved position has `{name}={position[name]}`, but this data has {own}. "
+                    "Resume with the data, seed and batch size of the original run."
                 )
         self.set_epoch(position["epoch"], position["batch"])
 
@@ -155,6 +155,5 @@ def check_shard(shard_index: int, num_shards: int) -> None:
     """
     if not 0 <= shard_index < num_shards:
         raise InputError(
-            f"shard_index={shard_index} is not one of {num_shards} shards: give 0 to "
-            f"{num_shards - 1}"
+            f"`{shard_index=}` must be between 0 and {num_shards - 1} for {num_shards} data ranks."
         )

@@ -62,19 +62,19 @@ class IndexedBatches(Epochs):
         training: bool = True,
     ):
         check_shard(shard_index, num_shards)
-        check_rows(batch_size, num_shards, f"batch_size={batch_size}")
+        check_rows(batch_size, num_shards, f"`{batch_size=}`")
         check_int("pad_rows_to_multiple_of", pad_rows_to_multiple_of)
         num_batches = num_rows // batch_size if training else -(-num_rows // batch_size)
         if not num_batches:
             raise InputError(
-                f"{what} make {num_rows} rows, which fill no batch of {batch_size}: give more text, "
-                "shorter rows or smaller batches"
+                f"{what} make {num_rows} rows, which do not fill a batch of {batch_size}. Use more "
+                "text, shorter rows or smaller batches."
             )
         same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
         super().__init__(num_batches, seed, **same)
         alone = num_rows % batch_size if training else 0
         warn_left_out(
-            self, alone, num_rows, f"rows fill no batch of {batch_size}, and are left out"
+            self, alone, num_rows, f"rows do not fill a batch of {batch_size} and are left out"
         )
         self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
         self.pad_id = shards.special_ids.get("pad", 0)

@@ -85,7 +85,7 @@ class InstructionBatches(RecordBatches):
         self.num_left_out = len(shards) - len(kept)
         if not kept:
             raise InputError(
-                f"all {len(shards):,} documents have more than length={length} tokens: give more"
+                f"All {len(shards):,} documents have more than `{length=}` tokens. Increase `length`."
             )
         options |= {"training": training, "packed": True}
         records = EncodedRecords(rows, pad_id=shards.special_ids.get("pad", 0))
@@ -99,8 +99,8 @@ def _learnt(shards, number, start, end):
     parts = shards.parts(number)
     if len(parts) % 2:
         raise InputError(
-            f"{shards.folder}: document {number} has {len(parts)} parts, expected prompts and answers "
-            "in turn: write the shards with --field PROMPT ANSWER; PART+PART joins fields"
+            f"{shards.folder}: Document {number} has {len(parts)} parts, expected prompts and answers "
+            "in turn. Write the shards with --field PROMPT ANSWER, where PART+PART joins fields."
         )
     has_start = start is None or start == next(x[0] for x in parts if len(x))
     pieces = [] if has_start else [([start], False)]

@@ -126,9 +126,9 @@ class PackedDocuments(IndexedBatches):
         some = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
         number = sum(bool((shards[int(one)][place] == found).any()) for one in some)
         is_added = 2 * number <= len(some)
-        message = "and get it once more" if is_added else "and none gets it"
+        message = "and get it again" if is_added else "so it is not added to any document"
         where = "begin" if place.start is None else "end"
-        what = f"documents that were looked at {where} with the token {found} already, {message}"
+        what = f"sampled documents already {where} with the token {found}, {message}"
         warn_left_out(self, number, len(some), what)
         return found if is_added else None
 

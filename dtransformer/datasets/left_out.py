@@ -15,17 +15,17 @@ def warn_left_out(owner: object, number: int, total: int, what: str) -> None:
         owner: Prefix of the report: a string, or an object whose class name is used.
         number: Integer. Number of skipped records.
         total: Integer. Number of all records.
-        what: Name of the records and the reason, as the rest of the sentence.
+        what: Name of the records and the reason: the rest of the sentence, without the period.
 
     Example:
 
-    >>> warn_left_out("Batches", 3, 1000, "documents are longer than length=8, and left out")
-    Batches: 3 of 1,000 documents are longer than length=8, and left out
+    >>> warn_left_out("Batches", 3, 1000, "documents are longer than length=8 and are left out")
+    Batches: 3 of 1,000 documents are longer than length=8 and are left out.
     """
     name = owner if isinstance(owner, str) else type(owner).__name__
     if not number or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
-    message = f"{name}: {number:,} of {total:,} {what}"
+    message = f"{name}: {number:,} of {total:,} {what}."
     if number > _MANY * total:
         warnings.warn(message, stacklevel=3)
     else:

@@ -47,7 +47,7 @@ class Masking:
             InputError: If `rate` is not in (0, 1].
         """
         if not 0 < rate <= 1:
-            raise InputError(f"rate={rate} has to be above 0, and at most 1")
+            raise InputError(f"`{rate=}` must be greater than 0 and at most 1.")
         special = shards.special_ids
         mask_id = special.get("mask", shards.vocab_size) if mask_id is None else mask_id
         never = [special[name] for name in _NOT_TEXT if name in special] + [mask_id]

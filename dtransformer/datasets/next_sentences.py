@@ -69,14 +69,14 @@ class NextSentenceBatches(IndexedBatches):
         check_int("length", length, _NUM_SPECIAL + 2)
         if not shards.has_parts or len(shards) < 2:
             raise InputError(
-                f"{shards.folder}: next sentences need two documents or more, whose sentences are "
-                "known: write the shards with --sentences, or of lists of sentences"
+                f"{shards.folder}: Next-sentence prediction requires at least two documents with "
+                "sentences as parts. Write the shards with --sentences or from lists of sentences."
             )
         self._cls, self._sep = first_id(shards, ("cls", "start")), first_id(shards, ("sep", "end"))
         if self._cls is None or self._sep is None:
             raise InputError(
-                f"{shards.folder}: the tokenizer has no tokens that begin and end a text: use one with "
-                "cls_id and sep_id, or start_id and end_id"
+                f"{shards.folder}: The tokenizer has no tokens for the beginning and end of a text. Use "
+                "one with `cls_id` and `sep_id`, or `start_id` and `end_id`."
             )
         self._masking = Masking.of(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)

@@ -76,13 +76,13 @@ def rows_per_batch(
     """
     if len(lengths) and packed_length < lengths.max():
         raise InputError(
-            f"packed_length={packed_length} does not hold the longest sentence, {lengths.max()} "
-            "tokens with its start or end: give more, or lower max_length"
+            f"`{packed_length=}` is less than the longest sentence with its start or end token, "
+            f"{lengths.max()} tokens. Increase it or lower `max_length`."
         )
     check_one_size(batch_size, batch_tokens)
     rows = batch_size if batch_tokens is None else batch_tokens // packed_length
-    given = f"batch_size={batch_size}" if batch_tokens is None else f"{batch_tokens=}"
-    check_rows(rows, num_shards, f"{given} is {rows} rows of {packed_length=}, which")
+    given = f"`{batch_size=}`" if batch_tokens is None else f"`{batch_tokens=}`"
+    check_rows(rows, num_shards, f"{given} is {rows} rows of `{packed_length=}`, which")
     return rows
 
 

@@ -118,8 +118,8 @@ class BaseTokenizer:
         """
         if self._library is None:
             raise InputError(
-                f"{self._path}: does not tell which characters a token has: put the model's "
-                "tokenizer.json into the folder"
+                f"{self._path} does not provide the characters of a token. Put the model's "
+                "tokenizer.json into the folder."
             )
         inputs = whole_texts(sentences)
         if others is not None:
@@ -213,9 +213,9 @@ class BaseTokenizer:
             InputError: If the tokenizer has no template or a damaged one.
         """
         if self.template_source is None:
-            raise InputError("the tokenizer has no chat template: give data.template")
+            raise InputError("The tokenizer has no chat template. Set `data.template`.")
         tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
-        return ChatTemplate(self.template_source, tokens, "the chat template", date)
+        return ChatTemplate(self.template_source, tokens, "The chat template", date)
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping] | None = None
@@ -246,7 +246,9 @@ class BaseTokenizer:
 
     def _until_end(self, row):
         if row.ndim != 1:
-            raise InputError("decode takes one row of ids a text: put a single row in a list")
+            raise InputError(
+                "`decode` expects a row of ids per text. Put a single row into a list."
+            )
         ends = np.isin(row, [*self.stop_ids, -1 if self.end_id is None else self.end_id])
         if self.start_id is not None and row.size and row[0] == self.start_id:
             ends[0] = False

@@ -241,12 +241,12 @@ def prepared_lengths(
     """
     is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
     cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
-    reason = f"{what} are longer than {length} tokens, and"
+    reason = f"{what} are longer than {length} tokens and are"
     if longer == "cut":
         lost = list(map(_has_lost_answer, rows, cut))
         warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
-        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens, and are"
-    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out: give a greater data.length")
+        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens and are"
+    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
     kept = [i for i, long in enumerate(is_long) if not long]
     return kept, [cut[i] for i in kept]
 

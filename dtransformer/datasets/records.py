@@ -71,7 +71,9 @@ def read_records(
     elif (values := placed_values(path)) is not None:
         found = values
     elif name.endswith(_TABLES):
-        raise InputError(f"{path}: tables of text are not read: give JSON lines or Parquet")
+        raise InputError(
+            f"{path}: CSV, TSV and Excel tables are not supported. Convert it to JSON lines or Parquet."
+        )
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
@@ -111,7 +113,7 @@ def _own_form(record, place):
         return record
     if record.get("system"):
         if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
-            raise InputError(f"{place}: has system, and a turn of the system: leave one out")
+            raise InputError(f"{place} has `system` and also a system message. Remove one of them.")
         messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
     rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
     return {**rest, "messages": messages}
@@ -121,7 +123,9 @@ def _of_alpaca(record, place):
     """Return the messages of an Alpaca record. Its `history` has earlier question-answer pairs."""
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
-        raise InputError(f"{place}: history is {shown(pairs)}, expected pairs of texts")
+        raise InputError(
+            f"{place}: `history` must be a list of pairs of texts, got {shown(pairs)}."
+        )
     parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
     texts = [*itertools.chain(*pairs), "\n".join(parts), text_of(record, "output", place)]
     return [
@@ -132,8 +136,8 @@ def _of_alpaca(record, place):
 def _of_sharegpt(turn, place):
     if not isinstance(turn, dict) or str(turn.get("from")) not in _SHAREGPT:
         raise InputError(
-            f"{place}: a turn of conversations is {shown(turn)}, expected from and value, from one of "
-            f"{', '.join(_SHAREGPT)}"
+            f"{place}: A turn of `conversations` must have `value` and `from`, one of "
+            f"{', '.join(_SHAREGPT)}, got {shown(turn)}."
         )
     others = {k: x for k, x in turn.items() if k not in ("from", "value")}
     return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **others}
@@ -150,9 +154,11 @@ def text_of(record: Mapping, key: str, place: str) -> str:
     if not isinstance(value, str):
         keys = shown(", ".join(record), 100)
         told = (
-            f"is {shown(value)}, expected a text" if key in record else f"is missing; it has {keys}"
+            f"must be a text, got {shown(value)}"
+            if key in record
+            else f"is missing; the record has {keys}"
         )
-        raise InputError(f"{place}: {key} {told}: give it, or name it in data.fields")
+        raise InputError(f"{place}: `{key}` {told}. Add it or set its name in `data.fields`.")
     check_whole(value, f"{place}, {key}")
     return value
 
@@ -165,7 +171,7 @@ def number_of(record: Mapping, key: str, place: str) -> float:
     """
     value = record.get(key)
     if type(value) not in (int, float) or not abs(value) < math.inf:
-        raise InputError(f"{place}: {key} is {shown(value)}, expected a number")
+        raise InputError(f"{place}: `{key}` must be a finite number, got {shown(value)}.")
     return float(value)
 
 
@@ -188,7 +194,7 @@ def messages_of(value: Any, place: str) -> Turns:
     """
     if not isinstance(value, list) or not value:
         raise InputError(
-            f"{place}: messages are {shown(value)}, expected a list of role and content"
+            f"{place}: Expected a list of messages with `role` and `content`, got {shown(value)}."
         )
     return [
         _checked_message(message, f"{place}, message {index}")
@@ -199,17 +205,18 @@ def messages_of(value: Any, place: str) -> Turns:
 def _checked_message(message, place):
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise InputError(
-            f"{place} is {shown(message)}, expected role and content, role one of {', '.join(ROLES)}"
+            f"{place} must have `content` and `role`, one of {', '.join(ROLES)}, got {shown(message)}."
         )
     message = {key: x for key, x in message.items() if x is not None}
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{place}: content is {shown(content)}, expected a text")
+        raise InputError(f"{place}: `content` must be a text, got {shown(content)}.")
     if message.get("train", True) not in (True, False):
-        raise InputError(f"{place}: train is {shown(message['train'])}, expected true or false")
+        raise InputError(f"{place}: `train` must be true or false, got {shown(message['train'])}.")
     if message.get("weight", 1) not in (0, 1):
         raise InputError(
-            f"{place}: weight is {shown(message['weight'])}, expected 1, or 0 to not learn it"
+            f"{place}: `weight` must be 1, or 0 to exclude the message from training, got "
+            f"{shown(message['weight'])}."
         )
     if calls := message.get("tool_calls"):
         message["tool_calls"] = parsed_calls(calls, f"{place}, tool_calls")
@@ -247,15 +254,19 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         if chosen[:same] != prompt or rejected[:same] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
                 raise InputError(
-                    f"{place}: chosen does not begin with the prompt: leave prompt out"
+                    f"{place}: `chosen` or `rejected` does not begin with `prompt`. Remove `prompt`."
                 )
             return prompt, chosen, rejected
         if same == min(len(chosen), len(rejected)):
-            raise InputError(f"{place}: chosen or rejected has nothing after the prompt")
+            raise InputError(
+                f"{place}: `chosen` or `rejected` ends with the prompt. Add an answer."
+            )
         return prompt, chosen[same:], rejected[same:]
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
     if not same:
-        raise InputError(f"{place}: chosen and rejected have no messages in common: give a prompt")
+        raise InputError(
+            f"{place}: `chosen` and `rejected` begin with different messages. Add a `prompt`."
+        )
     return chosen[:same], chosen[same:], rejected[same:]

@@ -53,7 +53,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def __init__(self, path: pathlib.Path, data: bytes):
         pieces = _pieces(data)
         if not pieces:
-            raise InputError(f"{path}: is no model of SentencePiece, or is damaged")
+            raise InputError(f"{path} is not a SentencePiece model or is damaged. Copy it again.")
         ids = {text: number for number, (text, _) in enumerate(pieces)}
         special, config = special_tokens(path.parent, ids.get, _USUAL)
         super().__init__(path, len(pieces), special, config)
@@ -70,8 +70,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
         if name not in _CLASSES:
             raise InputError(
-                f"{path.parent / CONFIG}: the ids of {shown(kind)} are not those of its .model "
-                "file: put its tokenizer.json into the folder"
+                f"{path.parent / CONFIG}: {shown(kind)} uses other ids than its .model file. Put the "
+                "model's tokenizer.json into the folder."
             )
         self._repeats_prefix = name == "T5Tokenizer" or config.get("legacy") is True
         added = map(int, config.get("added_tokens_decoder") or ())
@@ -90,8 +90,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
             text = token.get("content") if isinstance(token, dict) else token
             if self._ids.get(text) != int(number):
                 raise InputError(
-                    f"{self._path.parent / CONFIG}: added_tokens_decoder has {shown(text)}, which is "
-                    f"not in {self._path.name}: put the model's tokenizer.json into the folder"
+                    f"{self._path.parent / CONFIG}: `added_tokens_decoder` has {shown(text)}, which "
+                    f"is not in {self._path.name}. Put the model's tokenizer.json into the folder."
                 )
 
     def _id_of(self, token):

@@ -107,8 +107,8 @@ def read_manifest(folder: FilePath) -> dict:
     path = check_path(folder) / MANIFEST
     if not path.is_file():
         raise InputError(
-            f"{folder}: holds no token shards ({MANIFEST} is missing): write them with 'dtransformer "
-            "prepare --lm'"
+            f"{folder} contains no token shards ({MANIFEST} is missing). Write them with "
+            "'dtransformer prepare --lm'."
         )
     return typed(read_json(path, _MAX_BYTES), Manifest, path)
 
@@ -168,17 +168,19 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
         array = _mapped(path)
         if array.dtype != (dtype if kind == "tokens" else "int64") or array.shape != (length,):
             raise InputError(
-                f"{path} holds {array.dtype.name} {list(array.shape)}, expected {length} numbers as "
-                f"{MANIFEST} says: copy the folder again"
+                f"{path} contains {array.dtype.name} {list(array.shape)}, but {MANIFEST} specifies "
+                f"{length} elements. Copy the folder again."
             )
         ends = [0, says["tokens"]]
         if kind != "tokens" and (array[[0, -1]].tolist() != ends or (np.diff(array) < 1).any()):
-            raise InputError(f"{path} is damaged: its bounds are none of its tokens: copy it again")
+            raise InputError(
+                f"{path} is damaged: its bounds do not match the tokens. Copy it again."
+            )
         arrays[kind] = array
     if "parts" in arrays:
         parts, documents = arrays["parts"], arrays["documents"]
         if (parts[np.searchsorted(parts, documents)] != documents).any():
-            raise InputError(f"{path} is damaged: its parts are none of documents: copy it again")
+            raise InputError(f"{path} is damaged: its parts do not match documents. Copy it again.")
     return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))
 
 
@@ -190,4 +192,4 @@ def _mapped(path):
     except InputError:
         raise
     except Exception:  # NumPy and Python's parser of the header raise many kinds of errors.
-        raise InputError(f"{path} is damaged, or no array of NumPy's: copy it again") from None
+        raise InputError(f"{path} is damaged or not a NumPy array. Copy it again.") from None

@@ -59,7 +59,7 @@ def write_token_shards(
             files.add(*_encode(tokenizer, texts), counts)
         files.close()
         if not files.shards:
-            raise InputError("the documents hold no text at all: give at least one with a word")
+            raise InputError("The documents contain no text. Give at least one with a word.")
         ids = {name: getattr(tokenizer, f"{name}_id", None) for name in _SPECIAL}
         manifest = {
             "dtype": dtype,
@@ -79,7 +79,7 @@ def _only_shards(folder):
     others = {path.name for path in folder.iterdir()} - known - {shard_manifest.MANIFEST}
     if others:
         raise InputError(
-            f"{folder}: also holds {min(others)}, which is no part of the shards: move it"
+            f"{folder} also contains {min(others)}, which does not belong to the shards. Move it."
         )
     return True
 
@@ -101,13 +101,16 @@ def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int
     `counts` lists the number of parts of each document, or is `None` if documents have no parts.
     """
     if isinstance(documents, (str, bytes)):
-        raise InputError("documents are a list of texts: put the string into a list")
+        raise InputError("`documents` must be a list of texts. Put the string into a list.")
     texts, counts, size, has_parts = [], [], 0, None
     for number, document in enumerate(documents, start=1):
         parts = [document] if isinstance(document, str) else list(document)
         has_parts = not isinstance(document, str) if has_parts is None else has_parts
         if has_parts == isinstance(document, str):
-            raise InputError(f"document {number} has {'no ' * has_parts}parts, those before differ")
+            raise InputError(
+                f"Document {number} has {'no ' * has_parts}parts, unlike earlier documents. Give parts "
+                "to all documents or to none."
+            )
         texts += parts
         counts.append(len(parts))
         size += sum(map(len, parts))

@@ -71,9 +71,7 @@ class SpanCorruptionBatches(PackedDocuments):
     ):
         check_int("length", length, 4)
         if not 0 < rate < 1 or mean_span < 1:
-            raise InputError(
-                f"rate={rate} has to be between 0 and 1, and mean_span={mean_span} at least 1"
-            )
+            raise InputError(f"`{rate=}` must be between 0 and 1, and `{mean_span=}` at least 1.")
         self._spans, end_id = (rate, mean_span), first_id(shards, ("end", "sep"))
         self._end = [] if end_id is None else [end_id]
         text = text_length(length, rate, mean_span, len(self._end))
@@ -84,8 +82,8 @@ class SpanCorruptionBatches(PackedDocuments):
             sentinel_ids = range(shards.vocab_size, shards.vocab_size + num_spans)
         if len(sentinel_ids) < num_spans:
             raise InputError(
-                f"rows of length={length} have {num_spans} spans, and there are {len(sentinel_ids)} "
-                "sentinel_ids: give as many, or shorter rows"
+                f"Rows of `{length=}` have {num_spans} spans, but there are {len(sentinel_ids)} "
+                "`sentinel_ids`. Add ids or use shorter rows."
             )
         self._sentinels = np.array(sentinel_ids, np.int32)
         self.vocab_size = max(shards.vocab_size, int(self._sentinels.max()) + 1)

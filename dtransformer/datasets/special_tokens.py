@@ -42,8 +42,8 @@ def special_tokens(
         ids[ours] = id_of(named) if isinstance(named, str) else None
         if token and ids[ours] is None:
             raise InputError(
-                f"{folder / CONFIG}: {theirs}_token is {shown(token)}, which the tokenizer "
-                "lacks: are the files of one model?"
+                f"{folder / CONFIG}: `{theirs}_token` is {shown(token)}, which the tokenizer lacks. "
+                "Use the files of a single model."
             )
     ends = [*_end_ids_in(folder / GENERATION), *_end_ids_in(folder / _MODEL), ids["end"]]
     named = {f"{name}_id": token_id for name, token_id in ids.items()}
@@ -56,7 +56,9 @@ def _end_ids_in(path):
     ids = value if isinstance(value, list) else [value]
     ids = [token_id for token_id in ids if token_id is not None]
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
-        raise InputError(f"{path}: eos_token_id must be an id, or a list of ids")
+        raise InputError(
+            f"{path}: `eos_token_id` must be an id or a list of ids, got {shown(value)}."
+        )
     return ids
 
 

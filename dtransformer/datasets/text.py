@@ -35,8 +35,8 @@ def refuse_sgm(path: FilePath) -> None:
     """
     if str(path).lower().removesuffix(".gz").endswith(".sgm"):
         raise InputError(
-            f"{path}: SGM is not read: give the text of its segments, one a line; "
-            "examples/wmt14/preprocess.py makes it of WMT14's"
+            f"{path}: SGM files are not supported. Convert the file to text with one segment per "
+            "line, as examples/wmt14/preprocess.py does for WMT14."
         )
 
 
@@ -59,12 +59,12 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
     lines = read_lines(source), read_lines(target)
     if len(lines[0]) != len(lines[1]):
         raise InputError(
-            f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}: line n of "
-            "one has to translate line n of the other"
+            f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}. Line n of one "
+            "file must translate line n of the other."
         )
     if not any(lines[0]) or not any(lines[1]):
         empty = target if any(lines[0]) else source
-        raise InputError(f"{empty} holds no sentence: give a file with one sentence a line")
+        raise InputError(f"{empty} contains no sentences. Give a file with one sentence per line.")
     return lines
 
 
@@ -86,13 +86,13 @@ def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
         columns = line.split("\t")
         if len(columns) != 2:
             raise InputError(
-                f"{path}, line {number}: expected 'source TAB target', found {len(columns) - 1} "
-                "tabs: correct the line"
+                f"{path}, line {number}: Expected 'source TAB target', got {len(columns) - 1} tabs. "
+                "Separate the two sentences with one tab."
             )
         sources.append(columns[0].strip(WHITE_SPACE))
         targets.append(columns[1].strip(WHITE_SPACE))
     if not sources:
-        raise InputError(f"{path} holds no sentence pair: expected 'source TAB target' lines")
+        raise InputError(f"{path} contains no sentence pairs. Expected 'source TAB target' lines.")
     return sources, targets
 
 
@@ -128,8 +128,7 @@ def clean_pairs(
     """
     if len(sources) != len(targets):
         raise InputError(
-            f"{len(sources)} sources and {len(targets)} targets cannot be pairs: give lists of "
-            "one length"
+            f"Got {len(sources)} sources and {len(targets)} targets. Give two lists of equal length."
         )
     kept, seen = [], set()
     counts = dict.fromkeys(("kept", "empty", "uneven", "repeated"), 0)

@@ -65,8 +65,8 @@ class TokenShards:
             if size != says["bytes"]:
                 found = "is missing" if size is None else f"has {size:,} bytes"
                 raise InputError(
-                    f"{path} {found}, {shard_manifest.MANIFEST} says {says['bytes']:,}: copy the "
-                    "folder again"
+                    f"{path} {found}, but {shard_manifest.MANIFEST} specifies {says['bytes']:,} "
+                    "bytes. Copy the folder again."
                 )
         shards = self._manifest["shards"]
         self._first_documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
@@ -149,8 +149,8 @@ class TokenShards:
         ids = tokens.astype(np.int32)
         if ids.size and (ids.max() >= self.vocab_size or ids.min() < 0):
             raise InputError(
-                f"{self.folder}: a token is {ids.max()}, and the vocabulary has {self.vocab_size}: a "
-                "shard is damaged; copy the folder again"
+                f"{self.folder}: A token is {ids.max()}, but the vocabulary has {self.vocab_size} ids. "
+                "A shard is damaged; copy the folder again."
             )
         return ids
 
@@ -163,12 +163,12 @@ class TokenShards:
         for name, says in self._manifest["files"].items():
             path = inside(self.folder, name)
             if shard_manifest.file_digest(path) != says["sha256"]:
-                raise InputError(f"{path} is damaged: its checksum is another: copy it again")
+                raise InputError(f"{path} is damaged: its checksum differs. Copy it again.")
 
     def _place(self, number):
         """Return a document's shard, and the start and end of its tokens in the shard."""
         if not -len(self) <= number < len(self):
-            raise IndexError(f"document {number} of {len(self)}")
+            raise IndexError(f"Document {number} does not exist. There are {len(self)} documents.")
         number %= len(self)
         index = int(np.searchsorted(self._first_documents, number, "right")) - 1
         shard, number = self.shard(index), number - self._first_documents[index]

@@ -148,15 +148,15 @@ class SubwordTokenizer(BaseTokenizer):
             found = cls(sorted(numbers, key=numbers.get), first == {"type": "Lowercase"})
             # Decoders of older versions have fewer steps.
             own = found._fields() | {"decoder": content["decoder"]}
-            why = "" if own == content else "its fields are others"
+            why = "" if own == content else "its fields differ"
         except (AttributeError, TypeError):
-            why = "its fields are others"
+            why = "its fields differ"
         except (LookupError, InputError) as error:
             why = str(error)
         if why:
             raise InputError(
-                f"{folder / FILE}: is no tokenizer that SubwordTokenizer.save wrote, or is damaged "
-                f"({why}): copy the folder again, or train again"
+                f"{folder / FILE} was not written by `SubwordTokenizer.save` or is damaged ({why}). "
+                "Copy the folder again or train a new tokenizer."
             )
         found.load_template(folder)
         return found

@@ -47,7 +47,7 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
     """
     folder = check_path(folder)
     if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder: give a published model's")
+        raise InputError(f"{folder} does not exist. Give the folder of a published model.")
     if SubwordTokenizer.is_in(folder):
         return SubwordTokenizer.load(folder)
     if (folder / FILE).exists():
@@ -56,8 +56,8 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
         if path.exists():
             return SentencePieceTokenizer(path, read_bytes(path, _MAX_BYTES))
     raise InputError(
-        f"{folder}: expected {FILE} or {', '.join(_MODELS)}: a tokenizer in other files, such as "
-        "vocab.json and merges.txt, is not read: save it again with its tokenizer.json"
+        f"{folder}: Expected {FILE} or {', '.join(_MODELS)}. Other files, such as vocab.json and "
+        f"merges.txt, are not supported. Save the tokenizer again as {FILE}."
     )
 
 
@@ -78,14 +78,15 @@ class JsonTokenizer(PublishedTokenizer):
             self._library = tokenizers.Tokenizer.from_str(decode(data, path))
         except Exception as error:  # The library raises plain exceptions.
             raise InputError(
-                f"{path}: is no tokenizer of the library `tokenizers` ({one_line(error, 160)})"
+                f"{path} is not a valid file of the library `tokenizers` ({one_line(error, 160)}). "
+                "Copy it again."
             ) from None
         self._library.no_padding()
         self._library.no_truncation()
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         if size > _MAX_IDS:
-            raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
+            raise InputError(f"{path}: Expected ids of at most {_MAX_IDS - 1:,}, got {size - 1:,}.")
         super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
     def _rows(self, texts):

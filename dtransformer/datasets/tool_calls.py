@@ -24,7 +24,7 @@ class ParsedText(dict):
     def __init__(self, text: str, place: str):
         fields = parse_json(text, place) if text.strip() else {}
         if not isinstance(fields, dict):
-            raise InputError(f"{place} is {shown(text)}, expected the JSON text of an object")
+            raise InputError(f"{place} must be the JSON text of an object, got {shown(text)}.")
         super().__init__(fields)
         self._text = text
 
@@ -74,6 +74,6 @@ def _objects(value, place):
     if isinstance(value, str):
         value = parse_json(value, place) or []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise InputError(f"{place} are {shown(value)}, expected a list of objects")
+        raise InputError(f"{place} must be a list of objects, got {shown(value)}.")
     check_json(value, place)
     return value

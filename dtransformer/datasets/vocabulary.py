@@ -38,16 +38,17 @@ def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
     """
     if vocabulary[: len(SPECIAL_PIECES)] != SPECIAL_PIECES:
         raise InputError(
-            f"a vocabulary begins with {' '.join(SPECIAL_PIECES)}, this one with "
-            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}: use one that train made"
+            f"A vocabulary must begin with {' '.join(SPECIAL_PIECES)}, got "
+            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}. Use one from "
+            "`SubwordTokenizer.train`."
         )
     characters, seen = {*characters_of(vocabulary), SPACE}, {*SPECIAL_PIECES}
     for piece in vocabulary[len(SPECIAL_PIECES) :]:
         text = piece.removeprefix(INSIDE)
         if piece in seen or not text or not characters.issuperset(text):
             raise InputError(
-                f"piece {shown(piece)} is there twice, or has characters that are not pieces "
-                "themselves: the vocabulary is damaged; copy it again"
+                f"Piece {shown(piece)} is repeated, empty or contains characters that are not pieces. "
+                "The vocabulary is damaged; copy it again."
             )
         seen.add(piece)
 
@@ -86,15 +87,15 @@ def learn_vocabulary(
         counts.pop(character, None)
     if not counts:
         raise InputError(
-            "the sentences to train a tokenizer hold no text at all: give at least one line of text"
+            "The sentences to train a tokenizer on contain no text. Give at least one line of text."
         )
     frequent = sorted(counts, key=lambda c: (-counts[c], c))[:max_characters]
     characters = sorted({*frequent, *ESCAPED_SPACE, *ESCAPED_ESCAPE})
     base = [*SPECIAL_PIECES, SPACE, *characters, *(INSIDE + c for c in characters)]
     if vocab_size < len(base):
         raise InputError(
-            f"vocab_size={vocab_size} is too small: {len(characters)} characters of the text need "
-            f"{len(base)} pieces; ask for more pieces or lower max_characters ({max_characters})"
+            f"`{vocab_size=}` is too small: {len(characters)} characters of the text need {len(base)} "
+            f"pieces. Increase it or lower `{max_characters=}`."
         )
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -108,7 +109,7 @@ def learn_vocabulary(
     numbers = library.get_vocab()
     if len(numbers) < vocab_size and not at_most:
         raise InputError(
-            f"vocab_size={vocab_size} is too large for the text, which gives at most {len(numbers)} "
-            f"pieces: ask for at most {len(numbers)} or give more text"
+            f"`{vocab_size=}` is too large for the text, which yields at most {len(numbers)} pieces. "
+            f"Set it to at most {len(numbers)} or use more text."
         )
     return sorted(numbers, key=numbers.get)

@@ -154,21 +154,21 @@ def refusal(folder):
 
 
 def test_no_tokenizer(tmp_path):
-    assert "no such folder" in refusal(tmp_path / "none")
+    assert "does not exist" in refusal(tmp_path / "none")
     (tmp_path / "vocab.json").write_text("{}")
-    assert "expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
+    assert "Expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content, told",
     [
-        ("{}", "is no tokenizer of the library"),
+        ("{}", "is not a valid file of the library"),
         ("[1", "is damaged"),
-        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is no tokenizer of the library"),
+        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is not a valid file of the library"),
         ("\xff", "is damaged"),
         (
             json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}}),
-            "an id is 2,147,483,648, expected at most 2,147,483,646",
+            "Expected ids of at most 2,147,483,646, got 2,147,483,648",
         ),
     ],
 )
@@ -181,7 +181,7 @@ def test_models_of_something_else(llama):
     data = (llama / "tokenizer.model").read_bytes()
     for wrong in (b"", b"hello", data[:500], b"\x00" * 100, data[1:], b"\xff" * 50):
         (llama / "tokenizer.model").write_bytes(wrong)
-        assert "is no model of SentencePiece" in refusal(llama)
+        assert "is not a SentencePiece model" in refusal(llama)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,17 @@ def test_models_of_something_else(llama):
         ({"tokenizer_config": []}, "expected an object of JSON"),
         (
             {"tokenizer_config": {"eos_token": ["</s>"]}},
-            "eos_token is ['</s>'], which the tokenizer",
+            "`eos_token` is ['</s>'], which the tokenizer",
         ),
-        ({"tokenizer_config": {"eos_token": "<eot>"}}, "eos_token is '<eot>', which the tokenizer"),
-        ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "put its tokenizer.json"),
-        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id must be an id, or a list"),
+        (
+            {"tokenizer_config": {"eos_token": "<eot>"}},
+            "`eos_token` is '<eot>', which the tokenizer",
+        ),
+        (
+            {"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}},
+            "Put the model's tokenizer.json",
+        ),
+        ({"generation_config": {"eos_token_id": "2"}}, "`eos_token_id` must be an id or a list"),
     ],
 )
 def test_files_beside_it_that_do_not_fit(llama, files, told):

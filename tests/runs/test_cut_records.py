@@ -62,11 +62,11 @@ def test_pairs_without_different_answers_are_left_out(bad, name, part, place, ca
     printed = capsys.readouterr().out
     if "kept" in request.node.name:
         assert len(found) == 20 and f"Records ({part}): 1 of 20 records are longer" in printed
-        assert "and cut off" in printed and "left out" not in printed
+        assert "and are cut off" in printed and "left out" not in printed
         return
     assert len(found) == 19
     line = f"Records ({part}): 1 of 20 records would lose an answer if cut to {LENGTH} tokens"
-    assert f"{line}, and are left out: give a greater data.length" in printed
+    assert f"{line} and are left out. Increase `data.length`" in printed
 
 
 def test_chats_without_a_learnt_token_are_left_out(place, capsys):
