@@ -32,7 +32,7 @@ def iterate_rows(
         is_parquet = str(path).lower().endswith(PARQUET)
         batches, names = _parquet(file) if is_parquet else _arrow(file)
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"{path} has two columns {shown(twice[0])}: rename one of them")
+            raise InputError(f"{path} has two columns {shown(twice[0])}. Rename one of them.")
         known = columns if set(columns or ()) <= set(names) else None
         number = 1
         for batch in batches(known):
@@ -87,4 +87,6 @@ def _told(path):
         yield
     except (pyarrow.ArrowException, UnicodeDecodeError, ArithmeticError, KeyError) as error:
         reason = one_line(error, 100)
-        raise InputError(f"{path} is damaged, or no such file ({reason}): copy it again") from None
+        raise InputError(
+            f"{path} is damaged or not an Arrow or Parquet file ({reason}). Copy it again."
+        ) from None

@@ -43,14 +43,14 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     """
     kind = np.dtype(kind)
     if value.dtype != kind and not {value.dtype, kind} <= _FLOAT_TYPES:
-        raise InputError(f"{name} is {value.dtype}, expected {kind}: convert it first")
+        raise InputError(f"{name} has type {value.dtype}, expected {kind}. Convert it first.")
     result = empty(value.shape, kind)
     matrix = _transposed_matrix(value)
     parts = _filled(result, value) if matrix is None else _filled_by_tiles(result, matrix)
     if not all(map(_is_finite, parts)):
         raise InputError(
-            f"{name} has values that are not finite in {kind} (NaN, infinity, or too large): take "
-            "other weights, or a wider type"
+            f"{name} has values that are not finite in {kind} (NaN, infinity or too large). Use other "
+            "weights or a wider type."
         )
     return result
 

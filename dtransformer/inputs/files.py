@@ -70,14 +70,16 @@ def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
     try:
         data = os.fsencode(path)
     except UnicodeEncodeError:
-        raise InputError(f"{what} {shown(os.fspath(path))}: has half of a surrogate pair") from None
+        raise InputError(
+            f"{what} {shown(os.fspath(path))} has half of a surrogate pair. Rename it in UTF-8."
+        ) from None
     longest = max(map(len, data.split(b"/")))
     if not data or b"\0" in data:
-        raise InputError(f"{what} {shown(os.fspath(path))}: expected a path, without NUL")
+        raise InputError(f"{what} {shown(os.fspath(path))} must be a nonempty path without NUL.")
     if len(data) > MAX_PATH or longest > MAX_NAME:
         raise InputError(
-            f"{what} {shown(os.fspath(path))} is too long: {len(data)} bytes, its longest name "
-            f"{longest}; a path may have {MAX_PATH}, a name {MAX_NAME}: give a shorter one"
+            f"{what} {shown(os.fspath(path))} is too long: {len(data)} bytes (at most {MAX_PATH}), its "
+            f"longest name {longest} (at most {MAX_NAME}). Use a shorter path."
         )
     return pathlib.Path(path)
 
@@ -114,10 +116,10 @@ def inside(folder: FilePath, name: str) -> pathlib.Path:
     try:
         check_name(name)
     except ValueError as error:
-        raise InputError(f"{folder}: {shown(name)}: {error}") from None
+        raise InputError(f"{folder}: {shown(name)} is invalid: {error}.") from None
     path = pathlib.Path(folder) / name
     if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name):
-        raise InputError(f"{path} is a link, or leads through one: put the file itself there")
+        raise InputError(f"{path} is a link or leads through one. Put the file itself there.")
     return path
 
 
@@ -146,19 +148,19 @@ def opened(path: FilePath) -> Iterator[BinaryIO]:
             if stat.S_ISDIR(mode):
                 raise IsADirectoryError
             if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-                raise InputError(f"{path} is a device, or the like: give a file")
+                raise InputError(f"{path} is neither a file nor a pipe. Give a file.")
             os.set_blocking(descriptor, True)
             yield file
     except FileNotFoundError:
         raise InputError(
-            f"{path} does not exist (looked from {os.getcwd()}): check the path, or write the "
-            "file first"
+            f"{path} does not exist (working directory {os.getcwd()}). Check the path or create the "
+            "file first."
         ) from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder: give a file in it") from None
+        raise InputError(f"{path} is a folder. Give a file.") from None
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read: {error.strerror or error}; check the file and its permissions"
+            f"{path} cannot be read: {error.strerror or error}. Check the file and its permissions."
         ) from None
 
 
@@ -194,7 +196,7 @@ def read_limited(file: BinaryIO, name: FilePath, limit: int | None = None) -> by
         data += chunk
         if len(data) > limit:
             raise InputError(
-                f"{name} has more than the {limit:,} bytes that are read here: give a smaller file"
+                f"{name} has more than {limit:,} bytes, the limit for this file. Use a smaller file."
             )
     return bytes(data)
 
@@ -216,20 +218,20 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
     size, num_out = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
     try:
         if not file.peek(1):
-            raise EOFError("it is empty")
+            raise EOFError("The file is empty.")
         with gzip.GzipFile(fileobj=file, mode="rb") as stream:
             while chunk := stream.read1(MEBIBYTE):
                 num_out += len(chunk)
                 if num_out > min(limit, max(FREE_OF_RATIO, MAX_RATIO * size)):
                     raise InputError(
-                        f"{name}: {size:,} bytes of gzip give more than "
-                        f"{num_out - len(chunk):,}, which no text does, or the memory does not hold: "
-                        "unpack it by other means"
+                        f"{name}: {size:,} bytes of gzip decompress to more than "
+                        f"{num_out - len(chunk):,} bytes, too many for text or for the free memory. "
+                        "Decompress the file with another tool."
                     )
                 yield chunk
     except (zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise InputError(
-            f"{name} is not a complete gzip file ({one_line(error, 80)}): copy or pack it again"
+            f"{name} is not a complete gzip file ({one_line(error, 80)}). Copy or compress it again."
         ) from None
 
 

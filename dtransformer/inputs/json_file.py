@@ -56,7 +56,7 @@ def read_object(path: FilePath) -> dict:
     """
     content = read_json(path)
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object of JSON")
+        raise InputError(f"{path} must contain a JSON object, got {shown(content)}.")
     return content
 
 
@@ -83,16 +83,16 @@ def parse_json(
     """
     if len(data) > limit:
         raise InputError(
-            f"{name} has more than {limit:,} bytes of JSON: write records as JSON lines"
+            f"{name} has more than {limit:,} bytes of JSON. Write records as JSON lines."
         )
     text = decode(data, name) if isinstance(data, bytes) else data
     try:
         value = json.loads(text, object_pairs_hook=_object)
         _check_depth(value)
     except RecursionError:
-        raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
+        raise InputError(f"{name} is damaged: its brackets are nested too deeply.") from None
     except ValueError as error:
-        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+        raise InputError(f"{name} is damaged or not valid JSON ({error}).") from None
     if checks_values:
         check_json(value, name)
     return value
@@ -109,7 +109,7 @@ def check_json(value: object, name: FilePath) -> None:
     except UnicodeEncodeError as error:
         raise InputError(f"{name}: {half_told(error)}") from None
     except ValueError as error:
-        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+        raise InputError(f"{name} is damaged or not valid JSON ({error}).") from None
 
 
 def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict:
@@ -129,14 +129,14 @@ def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict
     try:
         kind.model_validate(value)
     except pydantic.ValidationError as error:
-        raise InputError(f"{name} is damaged: {' '.join(problem(error)).strip()}") from None
+        raise InputError(f"{name} is damaged: {' '.join(problem(error)).strip()}.") from None
     return value
 
 
 def _object(pairs):
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return value
 
 
@@ -147,4 +147,4 @@ def _check_depth(value):
             return
         children = (item.values() if isinstance(item, dict) else item for item in level)
         level = [child for group in children for child in group if isinstance(child, (dict, list))]
-    raise ValueError(f"more than {MAX_DEPTH} levels of brackets")
+    raise ValueError(f"more than {MAX_DEPTH} nested levels")

@@ -75,8 +75,8 @@ class Manifest(pydantic.BaseModel):
         data = [name for name in self.files if name.startswith(DATA.partition("{")[0])]
         expected = {DATA.format(number, len(data)) for number in range(len(data))}
         if INDEX not in self.files or set(data) != expected:
-            raise ValueError(f"expected all of TensorFlow's files, {INDEX} among them")
+            raise ValueError(f"expected all of TensorFlow's files, including {INDEX}")
         needed = sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in self.tensors.values())
         if needed != sum(self.files[name].bytes for name in data):
-            raise ValueError("expected files of the tensors' size")
+            raise ValueError("expected files with the size of the tensors")
         return self

@@ -54,7 +54,8 @@ class SafetensorsFile:
             except (safetensors.SafetensorError, OSError) as error:
                 reason = one_line(str(error).removeprefix(_OF_ALL_ERRORS), 100)
                 raise InputError(
-                    f"{path}: is not a safetensors file, or damaged: its header: {reason}"
+                    f"{path} is not a safetensors file, or its header is damaged ({reason}). Copy it "
+                    "again."
                 ) from None
             self._tensors = parse_json(file.read(length), path)
         self._path, self._start = pathlib.Path(path), 8 + length
@@ -64,9 +65,9 @@ class SafetensorsFile:
             is_array = len(about["shape"]) <= _MAX_DIMENSIONS and max([0, *about["shape"]]) < 2**48
             if about["dtype"] not in _TYPES or not is_array:
                 raise InputError(
-                    f"{path}: {shown(name)} is {shown(about['dtype'])} of {len(about['shape'])} "
-                    f"dimensions, expected {', '.join(_TYPES)} of at most {_MAX_DIMENSIONS}, of a size "
-                    "that memory may have"
+                    f"{path}: {shown(name)} is {shown(about['dtype'])} with {len(about['shape'])} "
+                    f"dimensions, expected {', '.join(_TYPES)} with at most {_MAX_DIMENSIONS} "
+                    "dimensions that fit into memory."
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -63,8 +63,8 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
             if len(rest) - end > limit:
                 earlier = rest.count(b"\n", 0, end)
                 raise InputError(
-                    f"{path}, line {number + earlier} has more than the "
-                    f"{limit:,} bytes that a document may have: divide it; of a list, write JSON lines"
+                    f"{path}, line {number + earlier} has more than {limit:,} bytes, the limit for a "
+                    "document. Split it, or write a JSON list as JSON lines."
                 )
             lines = decode(bytes(rest[:end]), path, number).split("\n")
             del rest[:end]
@@ -90,7 +90,7 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
     if first_line == 1:
         data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        text, start, why = data.decode("utf-8"), data.find(b"\0"), "text has none; is it UTF-16?"
+        text, start, why = data.decode("utf-8"), data.find(b"\0"), "text has no NUL; is it UTF-16?"
     except UnicodeDecodeError as error:
         start, why = error.start, error.reason
     if start < 0:
@@ -98,16 +98,18 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
     number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
     if str(path).lower().endswith(_PACKED):
-        mend = "of packed files those of gzip are read, .gz: unpack it"
+        mend = "Decompress the file first, because only .gz files are decompressed."
     elif data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
-        mend = "convert the file, with iconv -f utf-16 -t utf-8"
+        mend = "Convert the file with iconv -f utf-16 -t utf-8."
     elif data[:start].isascii():
-        mend = "convert the file, for instance with iconv -f latin1 -t utf-8"
+        mend = "Convert the file, for example with iconv -f latin1 -t utf-8."
     else:
-        mend = "what is before is UTF-8: mend the line, or drop such bytes with iconv -c -t utf-8"
+        mend = (
+            "Text before it is UTF-8. Correct the line, or drop such bytes with iconv -c -t utf-8."
+        )
     raise InputError(
-        f"{path}, line {number}: byte 0x{data[start]:02x} at column {column} is not UTF-8 text "
-        f"({why}): {mend}"
+        f"{path}, line {number}: Byte 0x{data[start]:02x} at column {column} is not UTF-8 text "
+        f"({why}). {mend}"
     )
 
 
@@ -134,8 +136,8 @@ def half_told(error: UnicodeEncodeError) -> str:
     """Describe the half of a surrogate pair, or the invalid byte, that caused an encoding error."""
     number = ord(error.object[error.start])
     if 0xDC80 <= number <= 0xDCFF:
-        return f"byte 0x{number - 0xDC00:02x} is not UTF-8 text: write it in UTF-8"
-    return f"U+{number:04X} is half of a surrogate pair, and no character: write the whole one"
+        return f"Byte 0x{number - 0xDC00:02x} is not UTF-8 text. Write the text in UTF-8."
+    return f"U+{number:04X} is half of a surrogate pair. Write the complete character."
 
 
 def whole_texts(texts: Iterable[str]) -> list[str]:
@@ -145,7 +147,7 @@ def whole_texts(texts: Iterable[str]) -> list[str]:
         InputError: If `texts` is a single string, or `check_whole` fails.
     """
     if isinstance(texts, (str, bytes)):
-        raise InputError("expected a list of texts, got a single one: put the string into a list")
+        raise InputError("Expected a list of texts, got a single one. Put the string into a list.")
     texts = list(texts)
     for number, text in enumerate(texts, start=1):
         if not text.isascii():
@@ -177,7 +179,10 @@ def decode_lines(data: bytes, path: FilePath) -> list[str]:
     """
     need = 3 * len(data) + _BYTES_OF_A_LINE * data.count(b"\n")
     if need > free_memory() // 2:
-        raise InputError(f"{path}: its lines would take {need:,} bytes of memory: split the file")
+        raise InputError(
+            f"{path}: Its lines would need {need:,} bytes, more than half of the free memory. Split "
+            "the file."
+        )
     lines = decode(data, path).split("\n")
     if lines[-1] == "":  # The text after the last line break is not a line.
         lines.pop()
@@ -185,6 +190,6 @@ def decode_lines(data: bytes, path: FilePath) -> list[str]:
         if len(line) > MAX_LINE:
             raise InputError(
                 f"{path}, line {number} has {len(line):,} characters, expected at most "
-                f"{MAX_LINE:,}: give one sentence a line"
+                f"{MAX_LINE:,}. Write one sentence per line."
             )
     return [line[:-1] if line.endswith("\r") else line for line in lines]

@@ -38,7 +38,7 @@ def load_weights(network, path: FilePath, **options) -> None:
         raise
     except Exception as error:  # HDF5, Keras and TensorFlow raise many kinds of errors.
         raise InputError(
-            f"{path}: these weights are damaged, or of another model ({one_line(error, 160)})"
+            f"{path}: These weights are damaged or belong to another model ({one_line(error, 160)})."
         ) from None
 
 
@@ -71,8 +71,8 @@ def check_weights(path: FilePath) -> None:
         problem = one_line(error, 160)
     if problem:
         raise InputError(
-            f"{path}: these weights are damaged, or of another model ({problem}): train again, or "
-            "give another file"
+            f"{path}: These weights are damaged or belong to another model ({problem}). Train again "
+            "or use another file."
         )
 
 
@@ -82,7 +82,7 @@ def _problem_of_file(path, size):
             return _problem(weights, size)
     with zipfile.ZipFile(path) as archive:
         if archive.getinfo(_MEMBER).compress_type != zipfile.ZIP_STORED:
-            return f"{_MEMBER} is compressed, which Keras does not do"
+            return f"{_MEMBER} is compressed, but Keras does not compress it"
         with archive.open(_MEMBER) as member:
             while member.read(MEBIBYTE):  # zipfile compares the checksum at the end.
                 pass
@@ -107,7 +107,7 @@ def _problem(file, size):
                 continue
             size -= item.nbytes if item.dtype.kind in _NUMBERS + "V" else size + 1
             if item.external or item.is_virtual or item.chunks or size < 0:
-                return f"{item.name} is no array of numbers that the file holds"
+                return f"{item.name} is not an array of numbers stored in the file"
             if item.dtype.kind == "f" and not np.isfinite(item[...]).all():
                 return f"{item.name} has values that are not finite"
     return ""

@@ -49,11 +49,13 @@ def parse_yaml(text: str, name: FilePath) -> object:
     {'training': {'epochs': 3, 'learning_rate': 0.001}}
     """
     if len(text) > MAX_BYTES:
-        raise InputError(f"{name}: expected YAML of at most {MAX_BYTES:,} characters")
+        raise InputError(f"{name} has more than {MAX_BYTES:,} characters. Use a shorter file.")
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
     except (yaml.YAMLError, _Refused, UnicodeError) as error:
-        raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
+        raise InputError(
+            f"{name} is invalid or unsupported YAML ({one_line(error, 160)})."
+        ) from None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -97,7 +99,7 @@ def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise InputError(f"{option} {shown(text)}: expected {form}")
+        raise InputError(f"{option} {shown(text)} must have the form {form}.")
     return key.strip(), parse_yaml(value, f"{option} {shown(key)}")
 
 
@@ -118,18 +120,18 @@ class _Builder:
         value = self._value(next(self._events), 0)
         next(self._events)  # End of the document.
         if not isinstance(next(self._events), yaml.StreamEndEvent):
-            raise _Refused("several documents: give one")
+            raise _Refused("several documents, expected one")
         return value
 
     def _value(self, event, depth):
         where = f"line {event.start_mark.line + 1}"
         self._num_nodes += 1
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            raise _Refused(f"{where}: an anchor or alias: write the value out")
+            raise _Refused(f"{where}: write out the value of the anchor or alias")
         if event.tag:
-            raise _Refused(f"{where}: the tag {shown(event.tag)}: leave it out")
+            raise _Refused(f"{where}: remove the tag {shown(event.tag)}")
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
-            raise _Refused(f"{where}: more than {MAX_DEPTH} levels, or {MAX_NODES} values")
+            raise _Refused(f"{where}: more than {MAX_DEPTH} levels or {MAX_NODES} values")
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value, where) if event.implicit[0] else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -139,9 +141,9 @@ class _Builder:
             where = f"line {key_event.start_mark.line + 1}"
             key = self._value(key_event, depth + 1)
             if not isinstance(key, str) or key == "<<":
-                raise _Refused(f"{where}: the key {shown(key)}: keys are texts, and none merges")
+                raise _Refused(f"{where}: the key {shown(key)} must be a text and not a merge")
             if key in values:
-                raise _Refused(f"{where}: the key {shown(key)} is there twice: remove one")
+                raise _Refused(f"{where}: the key {shown(key)} is repeated; remove one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
 
@@ -155,16 +157,16 @@ def _scalar(text, where):
     if text.lower() in _WORDS and text in (text.lower(), text.capitalize(), text.upper()):
         return _WORDS[text.lower()]
     if _NOT_FINITE.fullmatch(text):
-        raise _Refused(f"{where}: {text}: expected a finite number")
+        raise _Refused(f"{where}: expected a finite number, got {text}")
     if _NUMBER.fullmatch(text):
         is_integer = _INTEGER.fullmatch(text)
         if is_integer and len(text) > _MAX_DIGITS:
-            raise _Refused(f"{where}: {shown(text)}: expected at most {_MAX_DIGITS} digits")
+            raise _Refused(f"{where}: expected at most {_MAX_DIGITS} digits, got {shown(text)}")
         if is_integer:
             return int(text)
         if text.isdigit():  # Leading zeros: some readers take 010 as ten, others as eight.
             return text
         if abs(value := float(text)) == float("inf"):
-            raise _Refused(f"{where}: {shown(text)}: expected a finite number")
+            raise _Refused(f"{where}: expected a finite number, got {shown(text)}")
         return value
     return text

@@ -260,7 +260,7 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
         (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
         (["--prompt", "x", "--system", "y"], "--system goes with --chat only"),
-        (["--prompt", "caf\udce9"], "character 4: byte 0xe9 is not UTF-8 text"),
+        (["--prompt", "caf\udce9"], "character 4: Byte 0xe9 is not UTF-8 text"),
         (["--prompt", "x", "--stop", "\ud83d"], "character 1: U+D83D is half of a surrogate pair"),
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
     ],

@@ -109,7 +109,7 @@ def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
         ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "a JSON object"]),
         ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "one object per line"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b \\ud83d c"}', ["line 2", "U+D83D is half of a"]),
-        ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "twice"]),
+        ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "repeated"]),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(tmp_path, name, content, told):

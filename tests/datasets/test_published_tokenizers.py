@@ -187,7 +187,7 @@ def test_models_of_something_else(llama):
 @pytest.mark.parametrize(
     "files, told",
     [
-        ({"tokenizer_config": []}, "expected an object of JSON"),
+        ({"tokenizer_config": []}, "must contain a JSON object"),
         (
             {"tokenizer_config": {"eos_token": ["</s>"]}},
             "`eos_token` is ['</s>'], which the tokenizer",
@@ -209,7 +209,7 @@ def test_files_beside_it_that_do_not_fit(llama, files, told):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_single_string(kind, request):
-    with pytest.raises(InputError, match="put the string into a list"):
+    with pytest.raises(InputError, match="Put the string into a list"):
         load_tokenizer(request.getfixturevalue(kind)).encode("text")
 
 

@@ -208,7 +208,7 @@ def test_another_tokenizer_is_not_replaced(tokenizer, tmp_path, name):
     "damage, told",
     [
         (None, "does not exist"),
-        (lambda text: text[:-5], "no JSON"),
+        (lambda text: text[:-5], "not valid JSON"),
         (lambda text: "[]", "Copy the folder again"),
         (lambda text: text.replace('": 279', '": 280'), "its fields differ"),
         (lambda text: text.replace('": 279', '猫猫": 279'), "猫猫"),

@@ -154,7 +154,9 @@ def test_arguments_as_json_text_are_learnt_as_objects(printed, tokenizer):
     assert [found.text[slice(*span)] for span in found.spans] == [f"<call>{text}"]
 
 
-@pytest.mark.parametrize("value, told", [("{'a': 1}", "no JSON"), ("[1]", "text of an object")])
+@pytest.mark.parametrize(
+    "value, told", [("{'a': 1}", "not valid JSON"), ("[1]", "text of an object")]
+)
 def test_arguments_that_are_no_object_are_refused(value, told):
     calls = [{"function": {"name": "f", "arguments": value}}]
     for given in (calls, json.dumps(calls)):

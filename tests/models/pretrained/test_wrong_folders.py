@@ -154,7 +154,7 @@ def test_modules_that_are_none_of_sentence_transformers(folder, modules, pooling
 
 def test_a_config_that_is_no_object(folder):
     (folder / "config.json").write_text("[]")
-    assert "expected an object of JSON" in refusal(folder)
+    assert "must contain a JSON object" in refusal(folder)
 
 
 def test_tensors_that_lack_or_are_too_many(folder):
