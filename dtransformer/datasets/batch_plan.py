@@ -65,10 +65,10 @@ def plan_batches(
     bounds = bucket_bounds(lengths, buckets)
     sizes = _rows_per_batch(bounds, batch_size, batch_tokens, min_rows)
     rng = np.random.default_rng([seed, epoch])
-    bucket_of = np.searchsorted(bounds, lengths)
+    bucket_ids = np.searchsorted(bounds, lengths)
     batches, remainder = [], np.zeros(0, np.int64)
     for bucket, size in enumerate(sizes):
-        members = np.flatnonzero(bucket_of == bucket)
+        members = np.flatnonzero(bucket_ids == bucket)
         if shuffle:
             members = rng.permutation(members)
         members = np.concatenate([remainder, members])
@@ -181,9 +181,9 @@ def _share_remainder(batches, remainder, size, min_rows):
     # Small batches are noisy, and a batch smaller than the number of ranks cannot be divided.
     # With even parts, the plan is the same for every common number of ranks.
     if len(remainder) < size / 2 and batches:
-        both = np.concatenate([batches[-1], remainder])
-        shares = np.array_split(both, -(-len(both) // size))
-        if len(shares[-1]) >= min_rows:
+        combined = np.concatenate([batches[-1], remainder])
+        parts = np.array_split(combined, -(-len(combined) // size))
+        if len(parts[-1]) >= min_rows:
             batches.pop()
-            return shares
+            return parts
     return [remainder] if len(remainder) >= min_rows else []

@@ -130,9 +130,11 @@ class TranslationBatches(Epochs):
             self._bounds = bucket_bounds(self._lengths, bounds) if pad_to_bucket else None
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
-            both = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
+            side_lengths = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
             self._plan = kept(
-                lambda epoch: plan_packed_batches(both, packed_length, rows, epoch=epoch, **common)
+                lambda epoch: plan_packed_batches(
+                    side_lengths, packed_length, rows, epoch=epoch, **common
+                )
             )
             self._least_rows = -(-rows // num_shards)
         self._tell_left_out(lengths, max_length, training)
@@ -163,14 +165,14 @@ class TranslationBatches(Epochs):
 
     def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
-        multiple, least = self._multiples[0], 0
-        number = len(rows) if self._packed_length is None else self._least_rows
-        number += -number % multiple
+        multiple, min_width = self._multiples[0], 0
+        num_rows = len(rows) if self._packed_length is None else self._least_rows
+        num_rows += -num_rows % multiple
         if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
             longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
-            least = self._bounds[np.searchsorted(self._bounds, longest)]
-        inputs = {name: self._padded(name, rows, number, least) for name in self._names()}
-        return inputs, self._padded("labels", rows, number, least)
+            min_width = self._bounds[np.searchsorted(self._bounds, longest)]
+        inputs = {name: self._padded(name, rows, num_rows, min_width) for name in self._names()}
+        return inputs, self._padded("labels", rows, num_rows, min_width)
 
     def spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
         shape = [None, None]
@@ -189,26 +191,26 @@ class TranslationBatches(Epochs):
         row = {name: [] for name in (*self._names(), "labels")}
         for segment, pair in enumerate(pairs, start=1):
             source, target = (self._sentence(*side, pair) for side in self._ids)
-            own = {"source": source, "target": [start, *target], "labels": [*target, end]}
-            own["source_segments"] = [segment] * len(source)
-            own["target_segments"] = [segment] * len(own["target"])
+            sequences = {"source": source, "target": [start, *target], "labels": [*target, end]}
+            sequences["source_segments"] = [segment] * len(source)
+            sequences["target_segments"] = [segment] * len(sequences["target"])
             for name, ids in row.items():
-                ids += own[name]
+                ids += sequences[name]
         return row
 
-    def _sentence(self, values, row_splits, number):
-        return values[row_splits[number] : row_splits[number + 1]][: self._max_length].tolist()
+    def _sentence(self, values, row_splits, pair):
+        return values[row_splits[pair] : row_splits[pair + 1]][: self._max_length].tolist()
 
-    def _padded(self, name, rows, number, least):
+    def _padded(self, name, rows, num_rows, min_width):
         """Return an input or the labels of rows as int32 [number, length]."""
-        width, most = self._packed_length, self._max_length + (name != "source")
+        width, max_width = self._packed_length, self._max_length + (name != "source")
         if width is None:
-            longest = max(least, *(len(row[name]) for row in rows))
-            width = min(longest + -longest % self._multiples[1], most)
-        empty = 0 if name.endswith("segments") else self._special[0]
-        padded = np.full((number, width), empty, np.int32)
-        for place, row in zip(padded, rows):
-            place[: len(row[name])] = row[name]
+            longest = max(min_width, *(len(row[name]) for row in rows))
+            width = min(longest + -longest % self._multiples[1], max_width)
+        padding = 0 if name.endswith("segments") else self._special[0]
+        padded = np.full((num_rows, width), padding, np.int32)
+        for padded_row, row in zip(padded, rows):
+            padded_row[: len(row[name])] = row[name]
         return padded
 
 
@@ -220,13 +222,13 @@ def _as_arrays(ids):
 
 def _without_ends(values, splits, start_id, end_id):
     """Remove start and end tokens from targets, because batches add them to every target."""
-    begins, ends = splits[:-1].copy(), splits[1:].copy()
-    begins += (begins < ends) & (values[np.minimum(begins, len(values) - 1)] == start_id)
-    ends -= (begins < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
-    keeps = np.zeros(len(values) + 1, np.int64)
-    np.add.at(keeps, begins, 1)
-    np.add.at(keeps, ends, -1)
-    return values[np.cumsum(keeps)[:-1] > 0], np.cumsum([0, *(ends - begins)])
+    starts, ends = splits[:-1].copy(), splits[1:].copy()
+    starts += (starts < ends) & (values[np.minimum(starts, len(values) - 1)] == start_id)
+    ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
+    is_kept = np.zeros(len(values) + 1, np.int64)
+    np.add.at(is_kept, starts, 1)
+    np.add.at(is_kept, ends, -1)
+    return values[np.cumsum(is_kept)[:-1] > 0], np.cumsum([0, *(ends - starts)])
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):
@@ -236,12 +238,12 @@ def _usable_pairs(source_lengths, target_lengths, max_length):
             f"Got {len(source_lengths)} source sentences and {len(target_lengths)} target sentences. "
             "Give the same number of both."
         )
-    keep = (source_lengths > 0) & (target_lengths > 0)
+    is_usable = (source_lengths > 0) & (target_lengths > 0)
     if max_length is not None:
-        keep &= np.maximum(source_lengths, target_lengths) <= max_length
-    if not keep.any():
+        is_usable &= np.maximum(source_lengths, target_lengths) <= max_length
+    if not is_usable.any():
         raise InputError(
-            f"All {len(keep)} sentence pairs are empty or longer than `{max_length=}` tokens. Check "
-            "the files or increase `max_length`."
+            f"All {len(is_usable)} sentence pairs are empty or longer than `{max_length=}` tokens. "
+            "Check the files or increase `max_length`."
         )
-    return np.flatnonzero(keep)
+    return np.flatnonzero(is_usable)

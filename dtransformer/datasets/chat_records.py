@@ -104,42 +104,42 @@ def conversation(
     """
     if template is None:
         raise InputError(f"{place}: Messages require a chat template. Set `data.template`.")
-    seen = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
+    template_messages = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
     render = functools.partial(template.render, tools=tools)
-    whole = render(seen)
+    full_text = render(template_messages)
     if train_on == "all":
-        return Rendered(whole, [(0, len(whole))], False)
-    answers = [number for number, turn in enumerate(seen) if turn["role"] == "assistant"]
+        return Rendered(full_text, [(0, len(full_text))], False)
+    answers = [index for index, turn in enumerate(template_messages) if turn["role"] == "assistant"]
     if not answers:
         raise InputError(
             f"{place} has no assistant message to train on. Add an answer or remove the record."
         )
     answers = answers[-1:] if train_on == "last_assistant" else answers
     spans = [
-        _span(seen, number, whole, render, f"{place}, message {number + 1}")
-        for number in answers
-        if messages[number].get("train", True) and messages[number].get("weight", 1)
+        _span(template_messages, index, full_text, render, f"{place}, message {index + 1}")
+        for index in answers
+        if messages[index].get("train", True) and messages[index].get("weight", 1)
     ]
     if not spans:
         raise InputError(
             f"{place}: `weight` or `train` excludes all answers from training. Remove the record."
         )
-    return Rendered(whole, spans, False)
+    return Rendered(full_text, spans, False)
 
 
-def _span(messages, index, whole, render, place):
+def _span(messages, index, full_text, render, place):
     """Return the (start, end) of one answer in the rendered conversation."""
     history = render(messages[:index])
     prompt = render(messages[:index], add_generation_prompt=True)
-    if not whole.startswith(prompt) and not _is_insertion(history, whole):
+    if not full_text.startswith(prompt) and not _is_insertion(history, full_text):
         raise InputError(
             f"{place}: The template renders the messages before this answer differently in the full "
             "conversation, so the answer cannot be located. Use another template."
         )
-    start = _common_prefix(prompt, whole)
-    through = render(messages[: index + 1])
-    end = _common_prefix(through, whole)
-    if end > start and _is_insertion(through, whole):
+    start = _common_prefix(prompt, full_text)
+    text_to_end = render(messages[: index + 1])
+    end = _common_prefix(text_to_end, full_text)
+    if end > start and _is_insertion(text_to_end, full_text):
         return start, end
     # The last answer has parts that earlier answers lack, such as the thoughts of Qwen3.
     content = (messages[index].get("content") or "").strip()
@@ -148,10 +148,14 @@ def _span(messages, index, whole, render, place):
             f"{place}: The template renders this tool call differently at the end of a conversation, "
             "so it cannot be located. Set `train_on: last_assistant` or use another template."
         )
-    found = whole.find(content, start)
-    ending = through[through.rfind(content) + len(content) :]
-    end = found + len(content) + len(ending)
-    if found < 0 or content not in through or whole[end - len(ending) : end] != ending:
+    content_start = full_text.find(content, start)
+    ending = text_to_end[text_to_end.rfind(content) + len(content) :]
+    end = content_start + len(content) + len(ending)
+    if (
+        content_start < 0
+        or content not in text_to_end
+        or full_text[end - len(ending) : end] != ending
+    ):
         raise InputError(
             f"{place}: The template renders this answer differently at the end of a conversation, so "
             "it cannot be located. Set `train_on: last_assistant` or use another template."
@@ -159,21 +163,21 @@ def _span(messages, index, whole, render, place):
     return start, end
 
 
-def _common_prefix(part, whole):
+def _common_prefix(part, full_text):
     """Return the length of the common prefix. If the texts differ, it never ends inside a tag."""
-    if whole.startswith(part):
+    if full_text.startswith(part):
         return len(part)
-    return len(_OPEN_TAG.sub("", part[: _num_common(part, whole)]))
+    return len(_OPEN_TAG.sub("", part[: _num_common(part, full_text)]))
 
 
-def _is_insertion(part, whole):
+def _is_insertion(part, full_text):
     """Return whether `whole` is `part` with inserted text, as before a template's last tokens."""
-    return _num_common(part, whole) + _num_common(part[::-1], whole[::-1]) >= len(part)
+    return _num_common(part, full_text) + _num_common(part[::-1], full_text[::-1]) >= len(part)
 
 
-def _num_common(part, whole):
-    differ = (index for index, (x, y) in enumerate(zip(part, whole)) if x != y)
-    return next(differ, min(len(part), len(whole)))
+def _num_common(part, full_text):
+    differ = (index for index, (x, y) in enumerate(zip(part, full_text)) if x != y)
+    return next(differ, min(len(part), len(full_text)))
 
 
 def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -195,9 +199,9 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
     >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 6)]).tolist()
     [-100, 8, 9, -100]
     """
-    found = np.array(ids, np.int32)
+    token_ids = np.array(ids, np.int32)
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
-    starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(found), bool)
+    starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(token_ids), bool)
     for start, end in spans:
         is_learnt |= (starts < end) & (ends > start)
-    return np.where(is_learnt, found, np.int32(IGNORED))
+    return np.where(is_learnt, token_ids, np.int32(IGNORED))

@@ -120,11 +120,11 @@ class ChatTemplate:
             InputError: If the template refuses the messages or exceeds a limit.
         """
         self._steps.begin()
-        given = {**self._tokens, "tools": tools or None, "documents": None}
-        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = {**self._tokens, "tools": tools or None, "documents": None}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             parts, size = [], 0
-            for part in self._templates[bool(tools)].generate(**given):
+            for part in self._templates[bool(tools)].generate(**variables):
                 size += len(part)
                 if size > _MOST_CHARACTERS:
                     raise ValueError(f"The text exceeds {_MOST_CHARACTERS:,} characters.")
@@ -177,7 +177,7 @@ def _sandbox(steps, today):
     import jinja2.sandbox
     import jinja2.utils
 
-    open_to_all = (
+    accessible_types = (
         *(str, list, tuple, dict, jinja2.runtime.LoopContext, jinja2.runtime.Macro),
         *(jinja2.utils.Namespace, jinja2.utils.Cycler, jinja2.utils.Joiner),
     )
@@ -188,7 +188,7 @@ def _sandbox(steps, today):
 
         def is_safe_attribute(self, obj, attr, value):
             pads = isinstance(obj, str) and attr in _PADDING
-            is_open = isinstance(obj, open_to_all) and not pads
+            is_open = isinstance(obj, accessible_types) and not pads
             return is_open and super().is_safe_attribute(obj, attr, value)
 
         def wrap_str_format(self, value):
@@ -245,8 +245,8 @@ def _indented(text, width=4, first=False, blank=False):
     if not isinstance(width, int) or width > 64:
         raise ValueError("`width` must be an integer of at most 64.")
     lines = str(text).split("\n")
-    own = [" " * width + x if x or blank else x for x in lines]
-    return "\n".join(own if first else [lines[0], *own[1:]])
+    indented = [" " * width + x if x or blank else x for x in lines]
+    return "\n".join(indented if first else [lines[0], *indented[1:]])
 
 
 def _joined(*parts):

@@ -93,25 +93,25 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
     Raises:
         InputError: If a document has more than `MAX_DOCUMENT` characters.
     """
-    held, size = [], 0
-    for number, line in lines:
+    document_lines, size = [], 0
+    for line_number, line in lines:
         if boundary == "line":
             yield line
             continue
         if boundary == "blank_line" and not line.strip(WHITE_SPACE):
-            if held:
-                yield "\n".join(held)
-            held, size = [], 0
+            if document_lines:
+                yield "\n".join(document_lines)
+            document_lines, size = [], 0
             continue
-        held.append(line)
+        document_lines.append(line)
         size += len(line)
         if size > MAX_DOCUMENT:
             raise InputError(
-                f"{path}, line {number}: A document (boundary: {boundary.replace('_', ' ')}) has more "
-                f"than {MAX_DOCUMENT:,} characters. Use one document per line (--documents line)."
+                f"{path}, line {line_number}: A document (boundary: {boundary.replace('_', ' ')}) has "
+                f"more than {MAX_DOCUMENT:,} characters. Use one document per line (--documents line)."
             )
-    if held:
-        yield "\n".join(held)
+    if document_lines:
+        yield "\n".join(document_lines)
 
 
 def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
@@ -123,16 +123,16 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
     Raises:
         InputError: If the file is missing or damaged. The message names the line.
     """
-    lines, held = iterate_lines(path), None
-    for number, line in lines:
+    lines, list_text = iterate_lines(path), None
+    for line_number, line in lines:
         if not line.strip(WHITE_SPACE):
             continue
-        if line.startswith("[") and held is None:
-            held = "\n".join([line, *(line for _, line in lines)])
-            values = parse_json(held, path, MAX_DOCUMENT, checks_values=False)
+        if line.startswith("[") and list_text is None:
+            list_text = "\n".join([line, *(line for _, line in lines)])
+            values = parse_json(list_text, path, MAX_DOCUMENT, checks_values=False)
             yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, start=1))
             return
-        held, place = "", f"{path}, line {number}"
+        list_text, place = "", f"{path}, line {line_number}"
         yield place, parse_json(line, place, MAX_DOCUMENT, checks_values=False)
 
 
@@ -155,7 +155,9 @@ def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Itera
     if name.endswith(JSON_LINES):
         return json_values(path)
     if name.endswith((*PARQUET, *ARROW)):
-        return ((f"{path}, row {number}", row) for number, row in iterate_rows(path, columns))
+        return (
+            (f"{path}, row {row_number}", row) for row_number, row in iterate_rows(path, columns)
+        )
     return None
 
 
@@ -172,9 +174,9 @@ def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]
             )
         for name in names:
             if name not in value:
-                known = shown(", ".join(value), 100)
+                available = shown(", ".join(value), 100)
                 raise InputError(
-                    f"{place} has no field {shown(name)}, only {known}. Set the name of the field."
+                    f"{place} has no field {shown(name)}, only {available}. Set the name of the field."
                 )
         yield place, value
 

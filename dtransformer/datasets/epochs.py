@@ -49,20 +49,24 @@ class Epochs(abc.ABC):
         spec = self.spec()
         flat = tf.nest.flatten(spec)
 
-        def numbers_of_batches(_):
-            begin = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
-            epoch, first = tf.numpy_function(begin, [], [tf.int64, tf.int64])
-            numbers = tf.data.Dataset.range(tf.reshape(first, []), len(self))
-            return numbers.map(lambda number: (tf.reshape(epoch, []), number))
+        def batch_indices(_):
+            read_position = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
+            epoch, first = tf.numpy_function(read_position, [], [tf.int64, tf.int64])
+            indices = tf.data.Dataset.range(tf.reshape(first, []), len(self))
+            return indices.map(lambda index: (tf.reshape(epoch, []), index))
 
-        def batch_of(epoch, number):
-            make = lambda epoch, number: tf.nest.flatten(self.batch(int(epoch), int(number)))
-            arrays = tf.numpy_function(make, [epoch, number], [one.dtype for one in flat])
-            arrays = [tf.ensure_shape(array, one.shape) for array, one in zip(arrays, flat)]
+        def load_batch(epoch, index):
+            make = lambda epoch, index: tf.nest.flatten(self.batch(int(epoch), int(index)))
+            arrays = tf.numpy_function(
+                make, [epoch, index], [component.dtype for component in flat]
+            )
+            arrays = [
+                tf.ensure_shape(array, component.shape) for array, component in zip(arrays, flat)
+            ]
             return tf.nest.pack_sequence_as(spec, arrays)
 
-        dataset = tf.data.Dataset.range(1).flat_map(numbers_of_batches)
-        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = tf.data.Dataset.range(1).flat_map(batch_indices)
+        dataset = dataset.map(load_batch, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
         return _compat.with_cardinality(dataset, len(self))
 
@@ -117,10 +121,10 @@ class Epochs(abc.ABC):
             InputError: If the position belongs to other data or options, so that the remaining
                 batches would differ.
         """
-        for name, own in self._same.items():
-            if position.get(name, own) != own:
+        for name, expected in self._same.items():
+            if position.get(name, expected) != expected:
                 raise InputError(
-                    f"The saved position has `{name}={position[name]}`, but this data has {own}. "
+                    f"The saved position has `{name}={position[name]}`, but this data has {expected}. "
                     "Resume with the data, seed and batch size of the original run."
                 )
         self.set_epoch(position["epoch"], position["batch"])
@@ -138,13 +142,13 @@ def kept(plan: Callable[[int], Any]) -> Callable[[int], Any]:
     Returns:
         Function with the same argument and result.
     """
-    made, one_at_a_time = functools.lru_cache(2)(plan), threading.Lock()
+    cached_plan, lock = functools.lru_cache(2)(plan), threading.Lock()
 
-    def of_epoch(epoch):
-        with one_at_a_time:
-            return made(epoch)
+    def locked_plan(epoch):
+        with lock:
+            return cached_plan(epoch)
 
-    return of_epoch
+    return locked_plan
 
 
 def check_shard(shard_index: int, num_shards: int) -> None:

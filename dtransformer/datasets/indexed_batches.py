@@ -72,16 +72,19 @@ class IndexedBatches(Epochs):
             )
         same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
         super().__init__(num_batches, seed, **same)
-        alone = num_rows % batch_size if training else 0
+        num_left_out = num_rows % batch_size if training else 0
         warn_left_out(
-            self, alone, num_rows, f"rows do not fill a batch of {batch_size} and are left out"
+            self,
+            num_left_out,
+            num_rows,
+            f"rows do not fill a batch of {batch_size} and are left out",
         )
         self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
         self.pad_id = shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle
         self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
-        own = -(-batch_size // num_shards)
-        self._own_rows = own + -own % pad_rows_to_multiple_of
+        local_rows = -(-batch_size // num_shards)
+        self._own_rows = local_rows + -local_rows % pad_rows_to_multiple_of
 
     @abc.abstractmethod
     def row(self, epoch: int, number: int) -> Example:
@@ -106,10 +109,10 @@ class IndexedBatches(Epochs):
         return permuted(places, self.num_rows, [self._seed, epoch]) if self._shuffle else places
 
     def batch(self, epoch: int, batch: int) -> Example:
-        rows = [self.row(epoch, int(number)) for number in self.rows(epoch, batch)]
+        rows = [self.row(epoch, int(index)) for index in self.rows(epoch, batch)]
         rows += [self.empty_row()] * (self._own_rows - len(rows))
         return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
 
     def spec(self) -> Example:
-        of_rows = lambda array: tf.TensorSpec((self._own_rows, *np.shape(array)), array.dtype)
-        return tf.nest.map_structure(of_rows, self.empty_row())
+        row_spec = lambda array: tf.TensorSpec((self._own_rows, *np.shape(array)), array.dtype)
+        return tf.nest.map_structure(row_spec, self.empty_row())

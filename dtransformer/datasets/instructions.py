@@ -81,9 +81,9 @@ class InstructionBatches(RecordBatches):
         end = first_id(shards, ("end", "sep")) if add_end else None
         rows = [[_learnt(shards, x, start, end)] for x in range(len(shards))]
         longer = "leave_out" if training else "cut"
-        kept, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
-        self.num_left_out = len(shards) - len(kept)
-        if not kept:
+        indices, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
+        self.num_left_out = len(shards) - len(indices)
+        if not indices:
             raise InputError(
                 f"All {len(shards):,} documents have more than `{length=}` tokens. Increase `length`."
             )
@@ -94,22 +94,24 @@ class InstructionBatches(RecordBatches):
         )
 
 
-def _learnt(shards, number, start, end):
+def _learnt(shards, document, start, end):
     """Return a document's ids with special tokens, and its labels: ids of answers, or `IGNORED`."""
-    parts = shards.parts(number)
+    parts = shards.parts(document)
     if len(parts) % 2:
         raise InputError(
-            f"{shards.folder}: Document {number} has {len(parts)} parts, expected prompts and answers "
+            f"{shards.folder}: Document {document} has {len(parts)} parts, expected prompts and answers "
             "in turn. Write the shards with --field PROMPT ANSWER, where PART+PART joins fields."
         )
     has_start = start is None or start == next(x[0] for x in parts if len(x))
     pieces = [] if has_start else [([start], False)]
-    for place, part in enumerate(parts):
-        pieces.append((part, place % 2 == 1))
-        if place % 2 and end is not None and end not in part[-TOKENS_AT_END:]:
+    for index, part in enumerate(parts):
+        pieces.append((part, index % 2 == 1))
+        if index % 2 and end is not None and end not in part[-TOKENS_AT_END:]:
             pieces.append(([end], True))
     ids = np.concatenate([part for part, _ in pieces]).astype(np.int32)
-    is_answer = np.repeat([kind for _, kind in pieces], [len(part) for part, _ in pieces])
+    is_answer = np.repeat(
+        [is_trained for _, is_trained in pieces], [len(part) for part, _ in pieces]
+    )
     return ids, np.where(is_answer, ids, np.int32(IGNORED))
 
 
@@ -117,8 +119,8 @@ def _with_prefixes(records: EncodedRecords, numbers: Sequence[int], length: int)
     """Return a row like `next_tokens`, with the input "prefix": 1 before the first answers."""
     inputs, labels = next_tokens(records, numbers, length)
     prefix, start = np.zeros(length, np.int32), 0
-    for number in numbers:
-        _, own = records.sequence(int(number))
-        prefix[start : start + len(own)] = np.cumsum(own != IGNORED) == 0
-        start += len(own)
+    for index in numbers:
+        _, record_labels = records.sequence(int(index))
+        prefix[start : start + len(record_labels)] = np.cumsum(record_labels != IGNORED) == 0
+        start += len(record_labels)
     return {**inputs, "prefix": prefix}, labels

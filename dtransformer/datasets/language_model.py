@@ -41,24 +41,24 @@ class TokenStream:
             from 1 in this range. A document that is read again past the end of the circle gets a
             new index.
         """
-        ids, numbers = np.empty(count, np.int32), np.empty(count, np.int32)
-        done, before = 0, 0
+        ids, documents = np.empty(count, np.int32), np.empty(count, np.int32)
+        done, num_documents = 0, 0
         while done < count:
             position = (start + done) % self.length
             shard = int(np.searchsorted(self._shard_starts, position, "right")) - 1
             end = min(position + count - done, int(self._shard_starts[shard + 1]))
             stretch = slice(done, done + end - position)
             offset = int(self._shard_starts[shard])
-            ids[stretch], of = self._read(shard, position - offset, end - offset)
-            numbers[stretch] = of - of[0] + 1 + before
-            done, before = stretch.stop, int(numbers[stretch.stop - 1])
-        return ids, numbers
+            ids[stretch], shard_documents = self._read(shard, position - offset, end - offset)
+            documents[stretch] = shard_documents - shard_documents[0] + 1 + num_documents
+            done, num_documents = stretch.stop, int(documents[stretch.stop - 1])
+        return ids, documents
 
-    def _read(self, number, start, end):
+    def _read(self, shard_index, start, end):
         """Return the ids and document indices at positions start … end − 1 of a shard."""
-        shard, extra = self._shards.shard(number), self._extra
-        begins = lambda document: int(shard.documents[document]) + extra * document
-        first = bisect.bisect_right(range(len(shard.documents) - 1), start, key=begins) - 1
+        shard, extra = self._shards.shard(shard_index), self._extra
+        document_start = lambda document: int(shard.documents[document]) + extra * document
+        first = bisect.bisect_right(range(len(shard.documents) - 1), start, key=document_start) - 1
         # Documents are not empty, so this range cannot contain more documents than positions.
         splits = np.asarray(shard.documents[first : first + end - start + 1], np.int64)
         starts = splits + extra * np.arange(first, first + len(splits))
@@ -101,9 +101,9 @@ class PackedDocuments(IndexedBatches):
         **options,
     ):
         check_int("length", length)
-        begin = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
-        end = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
-        self._stream = TokenStream(shards, begin, end)
+        start_id = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
+        end_id = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
+        self._stream = TokenStream(shards, start_id, end_id)
         tokens = self._stream.length
         num_rows = tokens // length if training else -(-tokens // length)
         what = f"{tokens:,} tokens"
@@ -120,17 +120,19 @@ class PackedDocuments(IndexedBatches):
 
     def _added_id(self, shards, names, place):
         """Return the id to add to each document, or `None` if most documents already contain it."""
-        found = first_id(shards, names)
-        if found is None:
+        token_id = first_id(shards, names)
+        if token_id is None:
             return None
-        some = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
-        number = sum(bool((shards[int(one)][place] == found).any()) for one in some)
-        is_added = 2 * number <= len(some)
+        sample = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
+        num_with_token = sum(
+            bool((shards[int(document)][place] == token_id).any()) for document in sample
+        )
+        is_added = 2 * num_with_token <= len(sample)
         message = "and get it again" if is_added else "so it is not added to any document"
         where = "begin" if place.start is None else "end"
-        what = f"sampled documents already {where} with the token {found}, {message}"
-        warn_left_out(self, number, len(some), what)
-        return found if is_added else None
+        what = f"sampled documents already {where} with the token {token_id}, {message}"
+        warn_left_out(self, num_with_token, len(sample), what)
+        return token_id if is_added else None
 
     def _empty_inputs(self):
         zeros = np.zeros(self.length, np.int32)

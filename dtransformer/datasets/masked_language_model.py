@@ -50,9 +50,9 @@ class Masking:
             raise InputError(f"`{rate=}` must be greater than 0 and at most 1.")
         special = shards.special_ids
         mask_id = special.get("mask", shards.vocab_size) if mask_id is None else mask_id
-        never = [special[name] for name in _NOT_TEXT if name in special] + [mask_id]
-        texts = np.setdiff1d(np.arange(shards.vocab_size), [*special.values(), mask_id])
-        return cls(rate, mask_id, np.unique(never), texts)
+        unmasked = [special[name] for name in _NOT_TEXT if name in special] + [mask_id]
+        text_ids = np.setdiff1d(np.arange(shards.vocab_size), [*special.values(), mask_id])
+        return cls(rate, mask_id, np.unique(unmasked), text_ids)
 
     def __call__(self, ids: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Mask random tokens.
@@ -65,17 +65,17 @@ class Masking:
             An `(ids, labels)` tuple of int32 arrays [n]: the masked tokens, and the original ids of
             the chosen tokens or `IGNORED`.
         """
-        seen, labels = ids.copy(), np.full_like(ids, IGNORED)
+        masked, labels = ids.copy(), np.full_like(ids, IGNORED)
         places = np.flatnonzero(~np.isin(ids, self.special_ids))
         if not len(places):
-            return seen, labels
+            return masked, labels
         chosen = rng.choice(places, max(1, round(self.rate * len(places))), replace=False)
         labels[chosen] = ids[chosen]
         draw = rng.random(len(chosen))
-        seen[chosen[draw < _MASKED]] = self.mask_id
+        masked[chosen[draw < _MASKED]] = self.mask_id
         random = chosen[(draw >= _MASKED) & (draw < _MASKED + _RANDOM)]
-        seen[random] = rng.choice(self.random_ids, len(random))
-        return seen, labels
+        masked[random] = rng.choice(self.random_ids, len(random))
+        return masked, labels
 
 
 def row_generator(seed: int, epoch: int, number: int) -> np.random.Generator:

@@ -84,39 +84,39 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     >>> mixture_order([100, 100], [0.75, 0.25], "first_ends")[:8].tolist()
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
-    shares = np.array(weights, np.float64) / np.sum(weights)
+    fractions = np.array(weights, np.float64) / np.sum(weights)
     sizes = np.array(sizes, np.int64)
     if mode != "once":
-        ends = sizes / shares
-        number = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
-        return _balanced(shares, number)
-    order, left, alive = [], sizes.copy(), np.arange(len(sizes))
-    while len(alive):
-        own = shares[alive] / shares[alive].sum()
-        number = max(int((left[alive] / own).min()), 1)
-        part = alive[_balanced(own, number)]
+        ends = sizes / fractions
+        num_records = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
+        return _balanced(fractions, num_records)
+    order, left, sources = [], sizes.copy(), np.arange(len(sizes))
+    while len(sources):
+        source_fractions = fractions[sources] / fractions[sources].sum()
+        num_records = max(int((left[sources] / source_fractions).min()), 1)
+        part = sources[_balanced(source_fractions, num_records)]
         counts = np.bincount(part, minlength=len(sizes))
         if (counts > left).any():  # A source may come one position early, when it is exhausted.
             turns = np.zeros(len(part), np.int64)
-            for x in alive:
+            for x in sources:
                 turns[part == x] = np.arange(counts[x])
             part = part[turns < left[part]]
             counts = np.bincount(part, minlength=len(sizes))
         order.append(part)
         left -= counts
-        alive = alive[left[alive] > 0]
+        sources = sources[left[sources] > 0]
     return np.concatenate(order).astype(np.int32)
 
 
-def _balanced(shares, number):
+def _balanced(fractions, num_records):
     """Return the source index of `number` records, by earliest deadline; int64 [number]."""
-    shares = shares.tolist()
-    counts, order = [0] * len(shares), np.zeros(number, np.int64)
-    sources = range(len(shares))
-    for place in range(number):
+    fractions = fractions.tolist()
+    counts, order = [0] * len(fractions), np.zeros(num_records, np.int64)
+    sources = range(len(fractions))
+    for place in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
-        ready = [j for j in sources if counts[j] < shares[j] * (place + 1)]
-        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / shares[j], j))
+        ready = [j for j in sources if counts[j] < fractions[j] * (place + 1)]
+        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / fractions[j], j))
         counts[chosen] += 1
         order[place] = chosen
     return order
@@ -142,16 +142,16 @@ def mixed_records(
     >>> mixed_records(np.array([0, 1, 0, 0]), [2, 5], [0, 0], shuffle=False).tolist()
     [0, 2, 1, 0]
     """
-    found, first = np.zeros(len(order), np.int64), np.cumsum([0, *sizes])
+    records, first_records = np.zeros(len(order), np.int64), np.cumsum([0, *sizes])
     for source, size in enumerate(sizes):
         places = np.flatnonzero(order == source)
         turns = np.arange(len(places))
         within = turns % size
         if shuffle:
             rounds = [
-                permuted(np.arange(size), size, [*seed, source, number])
-                for number in range(-(-len(places) // size))
+                permuted(np.arange(size), size, [*seed, source, repetition])
+                for repetition in range(-(-len(places) // size))
             ]
             within = np.concatenate([np.zeros(0, np.int64), *rounds])[: len(places)]
-        found[places] = first[source] + within
-    return found
+        records[places] = first_records[source] + within
+    return records

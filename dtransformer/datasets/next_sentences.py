@@ -82,8 +82,8 @@ class NextSentenceBatches(IndexedBatches):
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         self._shards = shards
         self._chunks = []  # One (starts, ends) tuple of part indices per shard.
-        for number in range(len(shards.shard_sizes)):
-            shard = shards.shard(number)
+        for index in range(len(shards.shard_sizes)):
+            shard = shards.shard(index)
             self._chunks.append(chunks(shard.parts, shard.documents, length - _NUM_SPECIAL))
         self._first_rows = np.cumsum([0, *(len(first) for first, _ in self._chunks)])
         num_rows, what = int(self._first_rows[-1]), f"{len(shards):,} documents"
@@ -96,11 +96,11 @@ class NextSentenceBatches(IndexedBatches):
         first, second = truncated(first, second, self.length - _NUM_SPECIAL, rng)
         ids = np.concatenate([[self._cls], first, [self._sep], second, [self._sep]])
         ids, labels = self._masking(ids.astype(np.int32), rng)
-        inputs, of_row = self.empty_row()
+        inputs, row_labels = self.empty_row()
         inputs["tokens"][: len(ids)] = ids
         inputs["token_types"][len(first) + 2 : len(ids)] = 1
-        of_row["masked_lm"][: len(ids)] = labels
-        return inputs, {**of_row, "next_sentence": np.int32(FOLLOWS if is_next else IS_RANDOM)}
+        row_labels["masked_lm"][: len(ids)] = labels
+        return inputs, {**row_labels, "next_sentence": np.int32(FOLLOWS if is_next else IS_RANDOM)}
 
     def empty_row(self) -> Example:
         """Return a row of padding, whose labels are ignored."""
@@ -111,19 +111,19 @@ class NextSentenceBatches(IndexedBatches):
 
     def _pair(self, number, rng):
         """Return the ids of A, the ids of B, and whether B follows A."""
-        index = int(np.searchsorted(self._first_rows, number, "right")) - 1
-        shard, place = self._shards.shard(index), number - self._first_rows[index]
-        start, end = (int(side[place]) for side in self._chunks[index])
+        shard_index = int(np.searchsorted(self._first_rows, number, "right")) - 1
+        shard, place = self._shards.shard(shard_index), number - self._first_rows[shard_index]
+        start, end = (int(side[place]) for side in self._chunks[shard_index])
         count = end - start
         middle = start + (int(rng.integers(1, count)) if count > 1 else 1)
         text = lambda a, b: self._shards.ids(shard.tokens[shard.parts[a] : shard.parts[b]])
         first, is_next = text(start, middle), count > 1 and rng.random() < 0.5
         if is_next:
             return first, text(middle, end), True
-        own = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
-        own += self._shards.first_document(index)
+        document = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
+        document += self._shards.first_document(shard_index)
         other = int(rng.integers(len(self._shards) - 1))
-        tokens, bounds = self._shards.part_bounds(other + (other >= own))
+        tokens, bounds = self._shards.part_bounds(other + (other >= document))
         start = int(bounds[rng.integers(len(bounds) - 1)])
         end = min(int(bounds[-1]), start + self.length)
         return first, self._shards.ids(tokens[start:end]), False
@@ -155,8 +155,8 @@ def chunks(parts: np.ndarray, documents: np.ndarray, room: int) -> tuple[np.ndar
         end = np.clip(end, start + 1, last)
         firsts.append(start)
         ends.append(end)
-        goes_on = end < last
-        start, last = end[goes_on], last[goes_on]
+        has_more = end < last
+        start, last = end[has_more], last[has_more]
     firsts, ends = np.concatenate(firsts), np.concatenate(ends)
     order = np.argsort(firsts, kind="stable")
     return firsts[order], ends[order]

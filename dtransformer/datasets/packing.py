@@ -34,7 +34,7 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     rows = np.empty(len(lengths), np.int64)
     room = [[] for _ in range(capacity + 1)]  # room[n]: rows with room for n tokens on both sides.
     free, not_empty = [], 0  # Free tokens of each row's sides. Bit n is set if room[n] has rows.
-    for number, (source, target) in enumerate(lengths.tolist()):
+    for pair, (source, target) in enumerate(lengths.tolist()):
         need = max(source, target)
         fitting = not_empty >> need << need
         if fitting:
@@ -50,7 +50,7 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
         size = min(free[row])
         room[size].append(row)
         not_empty |= 1 << size
-        rows[number] = row
+        rows[pair] = row
     return rows
 
 
@@ -81,8 +81,8 @@ def rows_per_batch(
         )
     check_one_size(batch_size, batch_tokens)
     rows = batch_size if batch_tokens is None else batch_tokens // packed_length
-    given = f"`{batch_size=}`" if batch_tokens is None else f"`{batch_tokens=}`"
-    check_rows(rows, num_shards, f"{given} is {rows} rows of `{packed_length=}`, which")
+    description = f"`{batch_size=}`" if batch_tokens is None else f"`{batch_tokens=}`"
+    check_rows(rows, num_shards, f"{description} is {rows} rows of `{packed_length=}`, which")
     return rows
 
 
@@ -105,10 +105,10 @@ def packed_rows(
     """
     sides = lengths[order]
     by_length = np.lexsort((-sides[:, 1], -sides[:, 0], -sides.max(axis=1)))
-    order, row_of = order[by_length], pack(sides[by_length], capacity)
-    ends = np.cumsum(np.bincount(row_of))
-    rows = np.split(order[np.argsort(row_of, kind="stable")], ends[:-1])
-    return rows if rng is None else [rows[place] for place in rng.permutation(len(rows))]
+    order, row_ids = order[by_length], pack(sides[by_length], capacity)
+    ends = np.cumsum(np.bincount(row_ids))
+    rows = np.split(order[np.argsort(row_ids, kind="stable")], ends[:-1])
+    return rows if rng is None else [rows[index] for index in rng.permutation(len(rows))]
 
 
 def plan_packed_batches(

@@ -60,8 +60,8 @@ def tokenizer_fields(
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": piece, **special, "special": True}
-            for number, piece in enumerate(SPECIAL_PIECES)
+            {"id": token_id, "content": piece, **special, "special": True}
+            for token_id, piece in enumerate(SPECIAL_PIECES)
         ],
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": {
@@ -77,7 +77,7 @@ def tokenizer_fields(
             "unk_token": _NAMES["unk_token"],
             "continuing_subword_prefix": INSIDE,
             "max_input_chars_per_word": 10**6,
-            "vocab": {piece: number for number, piece in enumerate(vocabulary)},
+            "vocab": {piece: token_id for token_id, piece in enumerate(vocabulary)},
         },
     }
 

@@ -154,18 +154,20 @@ class BaseTokenizer:
         """The ids that the model expects before a text and after it, two lists."""
         # Encode texts until one has an ordinary token between its special tokens.
         texts = itertools.chain("a", self._library.get_vocab())
-        found = next(
-            one for one in map(self._library.encode, texts) if 0 in one.special_tokens_mask
+        encoding = next(
+            candidate
+            for candidate in map(self._library.encode, texts)
+            if 0 in candidate.special_tokens_mask
         )
-        mask = found.special_tokens_mask
-        return found.ids[: mask.index(0)], found.ids[len(mask) - mask[::-1].index(0) :]
+        mask = encoding.special_tokens_mask
+        return encoding.ids[: mask.index(0)], encoding.ids[len(mask) - mask[::-1].index(0) :]
 
     def _with_ends(self, row):
         """Add the model's start and end ids, except those that the row already has."""
-        begin, finish = self._ends
-        begin = [] if row[: len(begin)] == begin else begin
-        finish = [] if row[len(row) - len(finish) :] == finish else finish
-        return [*begin, *row, *finish]
+        prefix, suffix = self._ends
+        prefix = [] if row[: len(prefix)] == prefix else prefix
+        suffix = [] if row[len(row) - len(suffix) :] == suffix else suffix
+        return [*prefix, *row, *suffix]
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.
@@ -190,8 +192,8 @@ class BaseTokenizer:
 
     def ids_of_stop(self, text: str) -> list[int]:
         """Return the ids of a stop text: one id if the text is a token, otherwise its encoding."""
-        one = self._id_of(text)
-        return self.encode([text]).to_list()[0] if one is None else [one]
+        token_id = self._id_of(text)
+        return self.encode([text]).to_list()[0] if token_id is None else [token_id]
 
     def decode_all(self, ids: list[int]) -> str:
         """Return the text of a list of ids with special tokens, which SentencePiece models omit."""
@@ -256,8 +258,8 @@ class BaseTokenizer:
 
     def _rows(self, texts: list[str]) -> list[list[int]]:
         """Return a list of ids for each text, without special tokens."""
-        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        return [one.ids for one in found]
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _id_of(self, token: str) -> int | None:
         """Return the id of a token, or `None` if there is no such token."""

@@ -137,12 +137,12 @@ class RecordBatches(IndexedBatches):
 
     def _rows_of(self, epoch):
         """Return the rows of an epoch: arrays of record indices."""
-        number, seed = len(self._records), [self._plan_seed, epoch]
+        num_records, seed = len(self._records), [self._plan_seed, epoch]
         if self._order is not None:
             order = mixed_records(self._order, self._sizes, seed, self._shuffles)
         else:
             rng = np.random.default_rng(seed)
-            order = rng.permutation(number) if self._shuffles else np.arange(number)
+            order = rng.permutation(num_records) if self._shuffles else np.arange(num_records)
         if not self._packed:
             return order[:, None]
         rows, window = [], len(order) if self._order is None else _WINDOW
@@ -155,8 +155,8 @@ class RecordBatches(IndexedBatches):
     def row(self, epoch: int, number: int) -> Example:
         rows = self._plan(epoch)
         # An epoch of a mixture may have a few rows more or fewer than the first epoch.
-        numbers = rows[number % len(rows)]
-        return self._form(self._records, numbers, self.length)
+        indices = rows[number % len(rows)]
+        return self._form(self._records, indices, self.length)
 
     def empty_row(self) -> Example:
         return self._form(self._records, (), self.length)
@@ -178,11 +178,11 @@ def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) ->
     """
     tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
     labels, start = np.full(length, IGNORED, np.int32), 0
-    for segment, number in enumerate(numbers, start=1):
-        ids, own = (x[: length - start] for x in records.sequence(int(number)))
+    for segment, index in enumerate(numbers, start=1):
+        ids, record_labels = (x[: length - start] for x in records.sequence(int(index)))
         end = start + len(ids)
         tokens[start:end], segments[start:end] = ids, segment
-        labels[start : end - 1] = own[1:]
+        labels[start : end - 1] = record_labels[1:]
         start = end
     return {"tokens": tokens, "segments": segments}, labels
 
@@ -205,11 +205,11 @@ def group_row(
     k = records.num_sequences
     tokens = np.full((k, length), records.pad_id, np.int32)
     segments, labels = np.zeros_like(tokens), np.full_like(tokens, IGNORED)
-    for number in numbers:
+    for index in numbers:
         for side in range(k):
-            ids, own = records.sequence(int(number), side)
+            ids, sequence_labels = records.sequence(int(index), side)
             tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
-            labels[side, : len(own[1:])] = own[1:]
+            labels[side, : len(sequence_labels[1:])] = sequence_labels[1:]
     inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
     weight = np.float32(len(numbers) > 0)
     return inputs, targets_of(records, numbers), weight
@@ -247,8 +247,8 @@ def prepared_lengths(
         warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
         is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens and are"
     warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
-    kept = [i for i, long in enumerate(is_long) if not long]
-    return kept, [cut[i] for i in kept]
+    indices = [i for i, long in enumerate(is_long) if not long]
+    return indices, [cut[i] for i in indices]
 
 
 def _has_lost_answer(record, cut):

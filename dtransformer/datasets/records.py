@@ -64,20 +64,22 @@ def read_records(
     name, fields = str(path).lower(), dict(fields or {})
     if target is not None:
         pairs = zip(*read_pairs(path, target))
-        found = (
-            (f"{path}, line {number}", {"prompt": source, "completion": text})
-            for number, (source, text) in enumerate(pairs, start=1)
+        placed = (
+            (f"{path}, line {line_number}", {"prompt": source, "completion": text})
+            for line_number, (source, text) in enumerate(pairs, start=1)
         )
     elif (values := placed_values(path)) is not None:
-        found = values
+        placed = values
     elif name.endswith(_TABLES):
         raise InputError(
             f"{path}: CSV, TSV and Excel tables are not supported. Convert it to JSON lines or Parquet."
         )
     else:
         texts = enumerate(read_documents([path]), start=1)
-        found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
-    yield from named_records(objects(found, fields.values()), fields)
+        placed = (
+            (f"{path}, document {line_number}", {"text": text}) for line_number, text in texts
+        )
+    yield from named_records(objects(placed, fields.values()), fields)
 
 
 def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
@@ -95,8 +97,8 @@ def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Reco
     named = {*fields, *fields.values()}
     for place, value in values:
         rest = {key: x for key, x in value.items() if key not in named and x is not None}
-        own = {own: value[key] for own, key in fields.items() if key in value}
-        yield place, _own_form({**rest, **own}, place)
+        renamed = {renamed: value[key] for renamed, key in fields.items() if key in value}
+        yield place, _own_form({**rest, **renamed}, place)
 
 
 _BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
@@ -112,7 +114,10 @@ def _own_form(record, place):
     if not isinstance(messages, list):
         return record
     if record.get("system"):
-        if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
+        if any(
+            isinstance(message, dict) and message.get("role") == "system"
+            for message in messages[:1]
+        ):
             raise InputError(f"{place} has `system` and also a system message. Remove one of them.")
         messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
     rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
@@ -139,8 +144,8 @@ def _of_sharegpt(turn, place):
             f"{place}: A turn of `conversations` must have `value` and `from`, one of "
             f"{', '.join(_SHAREGPT)}, got {shown(turn)}."
         )
-    others = {k: x for k, x in turn.items() if k not in ("from", "value")}
-    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **others}
+    other_fields = {k: x for k, x in turn.items() if k not in ("from", "value")}
+    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **other_fields}
 
 
 def text_of(record: Mapping, key: str, place: str) -> str:
@@ -153,12 +158,12 @@ def text_of(record: Mapping, key: str, place: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
         keys = shown(", ".join(record), 100)
-        told = (
+        problem = (
             f"must be a text, got {shown(value)}"
             if key in record
             else f"is missing; the record has {keys}"
         )
-        raise InputError(f"{place}: `{key}` {told}. Add it or set its name in `data.fields`.")
+        raise InputError(f"{place}: `{key}` {problem}. Add it or set its name in `data.fields`.")
     check_whole(value, f"{place}, {key}")
     return value
 
@@ -250,23 +255,23 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt = messages_of(prompt, f"{place}, prompt")
-        same = len(prompt)
-        if chosen[:same] != prompt or rejected[:same] != prompt:
+        common = len(prompt)
+        if chosen[:common] != prompt or rejected[:common] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
                 raise InputError(
                     f"{place}: `chosen` or `rejected` does not begin with `prompt`. Remove `prompt`."
                 )
             return prompt, chosen, rejected
-        if same == min(len(chosen), len(rejected)):
+        if common == min(len(chosen), len(rejected)):
             raise InputError(
                 f"{place}: `chosen` or `rejected` ends with the prompt. Add an answer."
             )
-        return prompt, chosen[same:], rejected[same:]
-    same = 0
-    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
-        same += 1
-    if not same:
+        return prompt, chosen[common:], rejected[common:]
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    if not common:
         raise InputError(
             f"{place}: `chosen` and `rejected` begin with different messages. Add a `prompt`."
         )
-    return chosen[:same], chosen[same:], rejected[same:]
+    return chosen[:common], chosen[common:], rejected[common:]

@@ -31,13 +31,13 @@ def evenly_spread(texts: Iterable[str], most: int = _TRAINED_ON) -> list[str]:
     >>> evenly_spread(["a", "b", "c", "d", "e", "f", "g"], most=4)
     ['a', 'c', 'e', 'g']
     """
-    kept, size, step = [], 0, 1
+    sample, size, step = [], 0, 1
     for index, text in enumerate(texts):
         if index % step:
             continue
-        kept.append(text)
+        sample.append(text)
         size += len(text)
-        while size > most and len(kept) > 1:
-            kept, step = kept[::2], 2 * step
-            size = sum(map(len, kept))
-    return kept
+        while size > most and len(sample) > 1:
+            sample, step = sample[::2], 2 * step
+            size = sum(map(len, sample))
+    return sample

@@ -64,8 +64,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
             _fields(next((x for number, x in _fields(data) if number == _NORMALIZER), b""))
         )
         self._keeps_spaces = not rules.get(_REMOVES_SPACES, 1) and rules.get(_PREFIXES, 1)
-        silent = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
-        self._silent = silent | {self.pad_id, self.start_id, self.end_id}
+        silent_ids = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
+        self._silent = silent_ids | {self.pad_id, self.start_id, self.end_id}
         kind = config.get("tokenizer_class")
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
         if name not in _CLASSES:
@@ -80,15 +80,15 @@ class SentencePieceTokenizer(PublishedTokenizer):
         self._marks = re.compile(f"({'|'.join(by_length)})")
         special = zip(("bos", "eos"), _CLASSES[name], (self.start_id, self.end_id), strict=True)
         self._ends = tuple(
-            [one] if config.get(f"add_{end}_token", usual) and one is not None else []
-            for end, usual, one in special
+            [token_id] if config.get(f"add_{end}_token", default) and token_id is not None else []
+            for end, default, token_id in special
         )
 
     def _check_added(self, config):
         """Refuse a config whose added tokens are not pieces of the model."""
-        for number, token in (config.get("added_tokens_decoder") or {}).items():
+        for token_id, token in (config.get("added_tokens_decoder") or {}).items():
             text = token.get("content") if isinstance(token, dict) else token
-            if self._ids.get(text) != int(number):
+            if self._ids.get(text) != int(token_id):
                 raise InputError(
                     f"{self._path.parent / CONFIG}: `added_tokens_decoder` has {shown(text)}, which "
                     f"is not in {self._path.name}. Put the model's tokenizer.json into the folder."
@@ -103,15 +103,15 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def _prompt_rows(self, texts):
         # Splitting gives a text, a special token, a text, a special token and so on.
         parts = [self._marks.split(text) for text in texts]
-        begins = iter(self._tokenize([part[0] for part in parts], True))
-        others = [text for part in parts for text in part[2::2]]
+        first_ids = iter(self._tokenize([part[0] for part in parts], True))
+        later_texts = [text for part in parts for text in part[2::2]]
         if self._repeats_prefix:  # A prefix is not added to a space.
-            others = [text.removeprefix(" ") for text in others]
-        others = iter(self._tokenize(others, self._repeats_prefix))
+            later_texts = [text.removeprefix(" ") for text in later_texts]
+        later_texts = iter(self._tokenize(later_texts, self._repeats_prefix))
         rows = []
         for part in parts:
-            row = next(begins)
-            for mark, ids in zip(part[1::2], others):
+            row = next(first_ids)
+            for mark, ids in zip(part[1::2], later_texts):
                 row = [*row, self._ids[mark], *ids]
             rows.append(row)
         return rows
@@ -124,9 +124,11 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def _texts(self, rows):
         if not rows:
             return []
-        rows = [[one for one in row if one not in self._silent] for row in rows]
-        found = self._library_for(True).detokenize(tf.ragged.constant(rows, "int32", ragged_rank=1))
-        texts = [text.decode("utf-8", "replace") for text in found.numpy()]
+        rows = [[token_id for token_id in row if token_id not in self._silent] for row in rows]
+        decoded = self._library_for(True).detokenize(
+            tf.ragged.constant(rows, "int32", ragged_rank=1)
+        )
+        texts = [text.decode("utf-8", "replace") for text in decoded.numpy()]
         return [" " * self._lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)]
 
     def _lost_spaces(self, row):
@@ -134,10 +136,16 @@ class SentencePieceTokenizer(PublishedTokenizer):
 
         It drops one space from every piece until the text begins. Later versions drop only one.
         """
-        marks = next((i for i, one in enumerate(row) if self._pieces[one] != _SPACE), len(row))
-        if not marks or not self._keeps_spaces:
+        num_spaces = next(
+            (i for i, token_id in enumerate(row) if self._pieces[token_id] != _SPACE), len(row)
+        )
+        if not num_spaces or not self._keeps_spaces:
             return 0
-        return marks - 1 + (marks < len(row) and self._pieces[row[marks]].startswith(_SPACE))
+        return (
+            num_spaces
+            - 1
+            + (num_spaces < len(row) and self._pieces[row[num_spaces]].startswith(_SPACE))
+        )
 
     def _library_for(self, adds_prefix):
         """Return TensorFlow's tokenizer, built on first use, after a mesh has reset TensorFlow."""
@@ -150,7 +158,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
 def _pieces(data):
     """Return the (text, type) of each piece of a serialized `ModelProto`, or [] for other data."""
     try:
-        pieces = [dict(_fields(value)) for number, value in _fields(data) if number == _PIECES]
+        pieces = [dict(_fields(value)) for field, value in _fields(data) if field == _PIECES]
         return [(piece[_TEXT].decode("utf-8"), piece.get(_TYPE, 1)) for piece in pieces]
     except (AttributeError, DecodeError, KeyError, TypeError, ValueError):
         return []

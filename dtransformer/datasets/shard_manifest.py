@@ -57,9 +57,9 @@ class Manifest(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _names_all_files(self):
         expected = set()
-        for number, shard in enumerate(self.shards):
+        for index, shard in enumerate(self.shards):
             kinds = KINDS if shard.parts is not None else KINDS[:2]
-            expected |= {shard_file(number, kind) for kind in kinds}
+            expected |= {shard_file(index, kind) for kind in kinds}
         if expected - self.files.keys():
             raise ValueError(f"expected {min(expected - self.files.keys())} among the files")
         return self
@@ -158,10 +158,10 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
     Raises:
         InputError: If a file is missing or contradicts the manifest.
     """
-    says, dtype = manifest["shards"][number], manifest["dtype"]
-    lengths = {"tokens": says["tokens"], "documents": says["documents"] + 1}
-    if says["parts"] is not None:
-        lengths["parts"] = says["parts"] + 1
+    sizes, dtype = manifest["shards"][number], manifest["dtype"]
+    lengths = {"tokens": sizes["tokens"], "documents": sizes["documents"] + 1}
+    if sizes["parts"] is not None:
+        lengths["parts"] = sizes["parts"] + 1
     arrays = {}
     for kind, length in lengths.items():
         path = inside(folder, shard_file(number, kind))
@@ -171,7 +171,7 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
                 f"{path} contains {array.dtype.name} {list(array.shape)}, but {MANIFEST} specifies "
                 f"{length} elements. Copy the folder again."
             )
-        ends = [0, says["tokens"]]
+        ends = [0, sizes["tokens"]]
         if kind != "tokens" and (array[[0, -1]].tolist() != ends or (np.diff(array) < 1).any()):
             raise InputError(
                 f"{path} is damaged: its bounds do not match the tokens. Copy it again."

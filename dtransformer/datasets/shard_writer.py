@@ -75,11 +75,13 @@ def write_token_shards(
 
 def _only_shards(folder):
     """Return `True` for a folder that contains only token shards; otherwise raise an error."""
-    known = {pathlib.Path(name).parts[0] for name in shard_manifest.read_manifest(folder)["files"]}
-    others = {path.name for path in folder.iterdir()} - known - {shard_manifest.MANIFEST}
-    if others:
+    shard_names = {
+        pathlib.Path(name).parts[0] for name in shard_manifest.read_manifest(folder)["files"]
+    }
+    other_names = {path.name for path in folder.iterdir()} - shard_names - {shard_manifest.MANIFEST}
+    if other_names:
         raise InputError(
-            f"{folder} also contains {min(others)}, which does not belong to the shards. Move it."
+            f"{folder} also contains {min(other_names)}, which does not belong to the shards. Move it."
         )
     return True
 
@@ -166,13 +168,13 @@ class ShardFiles:
         self._has_parts, ends = counts is not None, np.cumsum([0, *lengths])
         bounds = np.cumsum([0, *([1] * len(lengths) if counts is None else counts)])
         for first, last in itertools.pairwise(bounds.tolist()):
-            begin, end = int(ends[first]), int(ends[last])
+            start, end = int(ends[first]), int(ends[last])
             if first == last or not lengths[first:last].all():
                 self.num_left_out += 1
                 continue
-            self._tokens.append(ids[begin:end].astype(self._dtype))
-            self._parts += (ends[first + 1 : last + 1] - begin + self._size).tolist()
-            self._size += end - begin
+            self._tokens.append(ids[start:end].astype(self._dtype))
+            self._parts += (ends[first + 1 : last + 1] - start + self._size).tolist()
+            self._size += end - start
             self._documents.append(self._size)
             if self._size >= self._limit:
                 self.close()
@@ -186,6 +188,6 @@ class ShardFiles:
             arrays["parts"] = np.array(self._parts)
         for kind, array in arrays.items():
             np.save(self._folder / shard_manifest.shard_file(len(self.shards), kind), array)
-        says = {kind: len(array) - (kind != "tokens") for kind, array in arrays.items()}
-        self.shards.append({kind: says.get(kind) for kind in shard_manifest.KINDS})
+        sizes = {kind: len(array) - (kind != "tokens") for kind, array in arrays.items()}
+        self.shards.append({kind: sizes.get(kind) for kind in shard_manifest.KINDS})
         self._begin()

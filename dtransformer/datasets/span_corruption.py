@@ -153,8 +153,8 @@ def span_counts(length: int, rate: float, mean_span: float) -> tuple[int, int]:
     (77, 26)
     """
     num_replaced = min(max(round(length * rate), 1), length - 1)
-    most = min(num_replaced, length - num_replaced)  # Each span follows at least one token.
-    return num_replaced, min(max(round(num_replaced / mean_span), 1), most)
+    max_spans = min(num_replaced, length - num_replaced)  # Each span follows at least one token.
+    return num_replaced, min(max(round(num_replaced / mean_span), 1), max_spans)
 
 
 def random_spans(
@@ -178,10 +178,10 @@ def random_spans(
     [(1, 2, 3), (3, 4, 4)]
     """
     num_replaced, num_spans = span_counts(length, rate, mean_span)
-    kept, replaced = (
+    unchanged, replaced = (
         _random_parts(total, num_spans, rng) for total in (length - num_replaced, num_replaced)
     )
-    bounds = np.cumsum(np.stack([kept, replaced], 1).ravel()).tolist()
+    bounds = np.cumsum(np.stack([unchanged, replaced], 1).ravel()).tolist()
     starts = bounds[::2]
     return list(zip(starts, bounds[1::2], [*starts[1:], length], strict=True))
 

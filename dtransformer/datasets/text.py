@@ -63,8 +63,10 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
             "file must translate line n of the other."
         )
     if not any(lines[0]) or not any(lines[1]):
-        empty = target if any(lines[0]) else source
-        raise InputError(f"{empty} contains no sentences. Give a file with one sentence per line.")
+        empty_file = target if any(lines[0]) else source
+        raise InputError(
+            f"{empty_file} contains no sentences. Give a file with one sentence per line."
+        )
     return lines
 
 
@@ -82,12 +84,12 @@ def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
             missing, damaged or not UTF-8. The message names the line.
     """
     sources, targets = [], []
-    for number, line in enumerate(read_text_lines(path), start=1):
+    for line_number, line in enumerate(read_text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) != 2:
             raise InputError(
-                f"{path}, line {number}: Expected 'source TAB target', got {len(columns) - 1} tabs. "
-                "Separate the two sentences with one tab."
+                f"{path}, line {line_number}: Expected 'source TAB target', got {len(columns) - 1} "
+                "tabs. Separate the two sentences with one tab."
             )
         sources.append(columns[0].strip(WHITE_SPACE))
         targets.append(columns[1].strip(WHITE_SPACE))
@@ -130,7 +132,7 @@ def clean_pairs(
         raise InputError(
             f"Got {len(sources)} sources and {len(targets)} targets. Give two lists of equal length."
         )
-    kept, seen = [], set()
+    pairs, seen = [], set()
     counts = dict.fromkeys(("kept", "empty", "uneven", "repeated"), 0)
     for pair in zip(sources, targets):
         pair = tuple(_WHITE_SPACE_RUN.sub(" ", side).strip(" ") for side in pair)
@@ -139,9 +141,9 @@ def clean_pairs(
             reason = "repeated"
         counts[reason or "kept"] += 1
         if reason is None:
-            kept.append(pair)
+            pairs.append(pair)
             seen.add(pair)
-    return [source for source, _ in kept], [target for _, target in kept], counts
+    return [source for source, _ in pairs], [target for _, target in pairs], counts
 
 
 def _reason_against(pair, max_ratio):

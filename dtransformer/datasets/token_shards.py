@@ -59,13 +59,13 @@ class TokenShards:
     def __init__(self, folder: FilePath):
         self.folder = check_path(folder)
         self._manifest = shard_manifest.read_manifest(folder)
-        for name, says in self._manifest["files"].items():
+        for name, expected in self._manifest["files"].items():
             path = inside(folder, name)
             size = path.stat().st_size if path.is_file() else None
-            if size != says["bytes"]:
-                found = "is missing" if size is None else f"has {size:,} bytes"
+            if size != expected["bytes"]:
+                problem = "is missing" if size is None else f"has {size:,} bytes"
                 raise InputError(
-                    f"{path} {found}, but {shard_manifest.MANIFEST} specifies {says['bytes']:,} "
+                    f"{path} {problem}, but {shard_manifest.MANIFEST} specifies {expected['bytes']:,} "
                     "bytes. Copy the folder again."
                 )
         shards = self._manifest["shards"]
@@ -104,7 +104,7 @@ class TokenShards:
         return self.ids(shard.tokens[start:end])
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def parts(self, number: int) -> list[np.ndarray]:
         """Return the ids of each part of a document, a list of int32 arrays.
@@ -137,7 +137,7 @@ class TokenShards:
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, int64 [len(self)]."""
         return np.concatenate(
-            [np.diff(self.shard(number).documents) for number in range(len(self.shard_sizes))]
+            [np.diff(self.shard(index).documents) for index in range(len(self.shard_sizes))]
         )
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:
@@ -160,16 +160,18 @@ class TokenShards:
         Raises:
             InputError: If a file is damaged.
         """
-        for name, says in self._manifest["files"].items():
+        for name, expected in self._manifest["files"].items():
             path = inside(self.folder, name)
-            if shard_manifest.file_digest(path) != says["sha256"]:
+            if shard_manifest.file_digest(path) != expected["sha256"]:
                 raise InputError(f"{path} is damaged: its checksum differs. Copy it again.")
 
-    def _place(self, number):
+    def _place(self, document):
         """Return a document's shard, and the start and end of its tokens in the shard."""
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"Document {number} does not exist. There are {len(self)} documents.")
-        number %= len(self)
-        index = int(np.searchsorted(self._first_documents, number, "right")) - 1
-        shard, number = self.shard(index), number - self._first_documents[index]
-        return shard, int(shard.documents[number]), int(shard.documents[number + 1])
+        if not -len(self) <= document < len(self):
+            raise IndexError(
+                f"Document {document} does not exist. There are {len(self)} documents."
+            )
+        document %= len(self)
+        shard_index = int(np.searchsorted(self._first_documents, document, "right")) - 1
+        shard, document = self.shard(shard_index), document - self._first_documents[shard_index]
+        return shard, int(shard.documents[document]), int(shard.documents[document + 1])

@@ -109,8 +109,8 @@ class SubwordTokenizer(BaseTokenizer):
             InputError: If there is no text, or `vocab_size` is too small for the characters or too
                 large for the text. The message contains a possible size.
         """
-        learnt = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
-        return cls(learnt, lower_case)
+        vocabulary = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
+        return cls(vocabulary, lower_case)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` into a folder.
@@ -143,23 +143,23 @@ class SubwordTokenizer(BaseTokenizer):
         folder = check_path(folder)
         content = read_json(folder / FILE, _MAX_BYTES)
         try:
-            numbers = content["model"]["vocab"]
-            first = content["normalizer"]["normalizers"][0]
-            found = cls(sorted(numbers, key=numbers.get), first == {"type": "Lowercase"})
+            ids = content["model"]["vocab"]
+            normalizer = content["normalizer"]["normalizers"][0]
+            tokenizer = cls(sorted(ids, key=ids.get), normalizer == {"type": "Lowercase"})
             # Decoders of older versions have fewer steps.
-            own = found._fields() | {"decoder": content["decoder"]}
-            why = "" if own == content else "its fields differ"
+            expected = tokenizer._fields() | {"decoder": content["decoder"]}
+            problem = "" if expected == content else "its fields differ"
         except (AttributeError, TypeError):
-            why = "its fields differ"
+            problem = "its fields differ"
         except (LookupError, InputError) as error:
-            why = str(error)
-        if why:
+            problem = str(error)
+        if problem:
             raise InputError(
-                f"{folder / FILE} was not written by `SubwordTokenizer.save` or is damaged ({why}). "
+                f"{folder / FILE} was not written by `SubwordTokenizer.save` or is damaged ({problem}). "
                 "Copy the folder again or train a new tokenizer."
             )
-        found.load_template(folder)
-        return found
+        tokenizer.load_template(folder)
+        return tokenizer
 
     @staticmethod
     def is_in(folder: str | os.PathLike) -> bool:
@@ -185,6 +185,8 @@ class SubwordTokenizer(BaseTokenizer):
         return None  # The piece of a word includes its space, so a stop text is encoded instead.
 
     def _texts(self, rows):
-        rows = [[one for one in row if one not in (_PAD, _START, _END)] for row in rows]
+        rows = [
+            [token_id for token_id in row if token_id not in (_PAD, _START, _END)] for row in rows
+        ]
         texts = self._library.decode_batch(rows, skip_special_tokens=False)
         return [" ".join(filter(None, text.split(" "))) for text in texts]

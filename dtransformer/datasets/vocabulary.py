@@ -91,25 +91,25 @@ def learn_vocabulary(
         )
     frequent = sorted(counts, key=lambda c: (-counts[c], c))[:max_characters]
     characters = sorted({*frequent, *ESCAPED_SPACE, *ESCAPED_ESCAPE})
-    base = [*SPECIAL_PIECES, SPACE, *characters, *(INSIDE + c for c in characters)]
-    if vocab_size < len(base):
+    required = [*SPECIAL_PIECES, SPACE, *characters, *(INSIDE + c for c in characters)]
+    if vocab_size < len(required):
         raise InputError(
-            f"`{vocab_size=}` is too small: {len(characters)} characters of the text need {len(base)} "
-            f"pieces. Increase it or lower `{max_characters=}`."
+            f"`{vocab_size=}` is too small: {len(characters)} characters of the text need "
+            f"{len(required)} pieces. Increase it or lower `{max_characters=}`."
         )
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=base,  # They keep this order.
+        special_tokens=required,  # They keep this order.
         initial_alphabet=[SPACE, *characters],
         limit_alphabet=1 + len(characters),
         continuing_subword_prefix=INSIDE,
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    numbers = library.get_vocab()
-    if len(numbers) < vocab_size and not at_most:
+    ids = library.get_vocab()
+    if len(ids) < vocab_size and not at_most:
         raise InputError(
-            f"`{vocab_size=}` is too large for the text, which yields at most {len(numbers)} pieces. "
-            f"Set it to at most {len(numbers)} or use more text."
+            f"`{vocab_size=}` is too large for the text, which yields at most {len(ids)} pieces. "
+            f"Set it to at most {len(ids)} or use more text."
         )
-    return sorted(numbers, key=numbers.get)
+    return sorted(ids, key=ids.get)

@@ -31,14 +31,14 @@ def iterate_rows(
     with opened(path) as file, _told(path):
         is_parquet = str(path).lower().endswith(PARQUET)
         batches, names = _parquet(file) if is_parquet else _arrow(file)
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"{path} has two columns {shown(twice[0])}. Rename one of them.")
-        known = columns if set(columns or ()) <= set(names) else None
-        number = 1
-        for batch in batches(known):
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"{path} has two columns {shown(repeated[0])}. Rename one of them.")
+        available = columns if set(columns or ()) <= set(names) else None
+        row_number = 1
+        for batch in batches(available):
             for row in batch.to_pylist(maps_as_pydicts="strict"):
-                yield number, {name: _without_nulls(value) for name, value in row.items()}
-                number += 1
+                yield row_number, {name: _without_nulls(value) for name, value in row.items()}
+                row_number += 1
 
 
 def _without_nulls(value):
@@ -66,7 +66,7 @@ def _arrow(file):
         reader = batches = pyarrow.ipc.open_stream(file)
     else:
         reader = pyarrow.ipc.open_file(file)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
 
     def read(columns):
         for batch in batches:

@@ -61,10 +61,10 @@ def _filled(result, value):
         result, value = result.reshape(-1), value.reshape(-1)
     if not result.ndim:
         result, value = result[None], value[None]
-    each = max(_TOGETHER // max(math.prod(result.shape[1:]), 1), 1)
-    for start in range(0, len(result), each):
-        part = result[start : start + each]
-        _cast(value[start : start + each], part)
+    num_rows = max(_TOGETHER // max(math.prod(result.shape[1:]), 1), 1)
+    for start in range(0, len(result), num_rows):
+        part = result[start : start + num_rows]
+        _cast(value[start : start + num_rows], part)
         yield part
 
 
@@ -74,10 +74,10 @@ def _filled_by_tiles(result, matrix):
     Each tile is read in the file's order, converted, and written transposed. NumPy's copy takes
     five times as long.
     """
-    (size, number), bits = matrix.shape, f"u{result.itemsize}"
+    (size, num_rows), bits = matrix.shape, f"u{result.itemsize}"
     columns = result.view(bits).reshape(matrix.shape)
     buffer = np.empty((_ROWS, _COLUMNS + _APART), result.dtype)
-    for start, left in itertools.product(range(0, number, _ROWS), range(0, size, _COLUMNS)):
+    for start, left in itertools.product(range(0, num_rows, _ROWS), range(0, size, _COLUMNS)):
         rows = matrix[left : left + _COLUMNS, start : start + _ROWS].T
         part = buffer[: rows.shape[0], : rows.shape[1]]
         _cast(rows, part)
@@ -90,8 +90,8 @@ def _transposed_matrix(value):
     if value.dtype.itemsize not in (1, 2, 4, 8):
         return None
     raw = np.asarray(value)
-    for number in range(1, raw.ndim):
-        shape = math.prod(raw.shape[:number]), math.prod(raw.shape[number:])
+    for axis in range(1, raw.ndim):
+        shape = math.prod(raw.shape[:axis]), math.prod(raw.shape[axis:])
         try:
             matrix = raw.reshape(shape, copy=False)
         except ValueError:

@@ -41,8 +41,8 @@ def _free_in_container():
         limit, used = ((_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
         lines = (_GROUP / "memory.stat").read_text().splitlines()
         # The kernel frees cached pages of files when memory is needed.
-        of_files = "active_file ", "inactive_file "
-        cached = sum(int(line.split()[1]) for line in lines if line.startswith(of_files))
+        cached_fields = "active_file ", "inactive_file "
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(cached_fields))
         return max(int(limit) - int(used) + cached, 0)
     except (OSError, ValueError):  # There is no container, or its limit is "max".
         return _UNKNOWN
@@ -215,18 +215,18 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
             to more than 16 MiB and 200 times its size.
     """
     limit = free_memory() // _SHARE_OF_MEMORY if limit is None else limit
-    size, num_out = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
+    size, num_unpacked = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
     try:
         if not file.peek(1):
             raise EOFError("The file is empty.")
         with gzip.GzipFile(fileobj=file, mode="rb") as stream:
             while chunk := stream.read1(MEBIBYTE):
-                num_out += len(chunk)
-                if num_out > min(limit, max(FREE_OF_RATIO, MAX_RATIO * size)):
+                num_unpacked += len(chunk)
+                if num_unpacked > min(limit, max(FREE_OF_RATIO, MAX_RATIO * size)):
                     raise InputError(
                         f"{name}: {size:,} bytes of gzip decompress to more than "
-                        f"{num_out - len(chunk):,} bytes, too many for text or for the free memory. "
-                        "Decompress the file with another tool."
+                        f"{num_unpacked - len(chunk):,} bytes, too many for text or for the free "
+                        "memory. Decompress the file with another tool."
                     )
                 yield chunk
     except (zlib.error, gzip.BadGzipFile, EOFError) as error:

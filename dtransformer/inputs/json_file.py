@@ -34,8 +34,8 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
     if first["type"] == "value_error":
         expected = str(first["ctx"]["error"])
     else:
-        told = first["msg"].removeprefix("Input ")
-        expected = _EXPECTED.get(first["type"], told[:1].lower() + told[1:])
+        message = first["msg"].removeprefix("Input ")
+        expected = _EXPECTED.get(first["type"], message[:1].lower() + message[1:])
     return place, f"{expected}, got {shown(first['input'])}"
 
 

@@ -73,7 +73,7 @@ class Manifest(pydantic.BaseModel):
     def _sizes_agree(self):
         """Check that the files have the size of all tensors before memory is allocated."""
         data = [name for name in self.files if name.startswith(DATA.partition("{")[0])]
-        expected = {DATA.format(number, len(data)) for number in range(len(data))}
+        expected = {DATA.format(index, len(data)) for index in range(len(data))}
         if INDEX not in self.files or set(data) != expected:
             raise ValueError(f"expected all of TensorFlow's files, including {INDEX}")
         needed = sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in self.tensors.values())

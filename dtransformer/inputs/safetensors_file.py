@@ -60,20 +60,20 @@ class SafetensorsFile:
             self._tensors = parse_json(file.read(length), path)
         self._path, self._start = pathlib.Path(path), 8 + length
         self._tensors.pop("__metadata__", None)
-        self.shapes = {name: tuple(about["shape"]) for name, about in self._tensors.items()}
-        for name, about in self._tensors.items():
-            is_array = len(about["shape"]) <= _MAX_DIMENSIONS and max([0, *about["shape"]]) < 2**48
-            if about["dtype"] not in _TYPES or not is_array:
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self._tensors.items()}
+        for name, entry in self._tensors.items():
+            is_array = len(entry["shape"]) <= _MAX_DIMENSIONS and max([0, *entry["shape"]]) < 2**48
+            if entry["dtype"] not in _TYPES or not is_array:
                 raise InputError(
-                    f"{path}: {shown(name)} is {shown(about['dtype'])} with {len(about['shape'])} "
+                    f"{path}: {shown(name)} is {shown(entry['dtype'])} with {len(entry['shape'])} "
                     f"dimensions, expected {', '.join(_TYPES)} with at most {_MAX_DIMENSIONS} "
                     "dimensions that fit into memory."
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:
-        about = self._tensors[name]
-        shape, kind = self.shapes[name], np.dtype(_TYPES[about["dtype"]])
+        entry = self._tensors[name]
+        shape, kind = self.shapes[name], np.dtype(_TYPES[entry["dtype"]])
         if not math.prod(shape):
             return np.zeros(shape, kind)
-        offset = self._start + about["data_offsets"][0]
+        offset = self._start + entry["data_offsets"][0]
         return np.memmap(self._path, kind, "r", offset, shape)

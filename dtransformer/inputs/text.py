@@ -56,23 +56,23 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
             blocks = unpacked(file, path, limit=sys.maxsize)
         else:
             blocks = iter(lambda: file.read(MEBIBYTE), b"")
-        number, rest = 1, bytearray()
+        line_number, rest = 1, bytearray()
         for block in itertools.chain(blocks, [None]):
             rest += block or b""
             end = len(rest) if block is None else rest.rfind(b"\n", len(rest) - len(block)) + 1
             if len(rest) - end > limit:
-                earlier = rest.count(b"\n", 0, end)
+                num_earlier = rest.count(b"\n", 0, end)
                 raise InputError(
-                    f"{path}, line {number + earlier} has more than {limit:,} bytes, the limit for a "
-                    "document. Split it, or write a JSON list as JSON lines."
+                    f"{path}, line {line_number + num_earlier} has more than {limit:,} bytes, the "
+                    "limit for a document. Split it, or write a JSON list as JSON lines."
                 )
-            lines = decode(bytes(rest[:end]), path, number).split("\n")
+            lines = decode(bytes(rest[:end]), path, line_number).split("\n")
             del rest[:end]
             if lines[-1] == "":  # The text after the last line break is not a line.
                 lines.pop()
             for line in lines:
-                yield number, line.removesuffix("\r")
-                number += 1
+                yield line_number, line.removesuffix("\r")
+                line_number += 1
 
 
 def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
@@ -90,26 +90,30 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
     if first_line == 1:
         data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        text, start, why = data.decode("utf-8"), data.find(b"\0"), "text has no NUL; is it UTF-16?"
+        text, start, reason = (
+            data.decode("utf-8"),
+            data.find(b"\0"),
+            "text has no NUL; is it UTF-16?",
+        )
     except UnicodeDecodeError as error:
-        start, why = error.start, error.reason
+        start, reason = error.start, error.reason
     if start < 0:
         return text
-    number = data.count(b"\n", 0, start) + first_line
+    line_number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
     if str(path).lower().endswith(_PACKED):
-        mend = "Decompress the file first, because only .gz files are decompressed."
+        fix = "Decompress the file first, because only .gz files are decompressed."
     elif data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
-        mend = "Convert the file with iconv -f utf-16 -t utf-8."
+        fix = "Convert the file with iconv -f utf-16 -t utf-8."
     elif data[:start].isascii():
-        mend = "Convert the file, for example with iconv -f latin1 -t utf-8."
+        fix = "Convert the file, for example with iconv -f latin1 -t utf-8."
     else:
-        mend = (
+        fix = (
             "Text before it is UTF-8. Correct the line, or drop such bytes with iconv -c -t utf-8."
         )
     raise InputError(
-        f"{path}, line {number}: Byte 0x{data[start]:02x} at column {column} is not UTF-8 text "
-        f"({why}). {mend}"
+        f"{path}, line {line_number}: Byte 0x{data[start]:02x} at column {column} is not UTF-8 text "
+        f"({reason}). {fix}"
     )
 
 
@@ -134,10 +138,10 @@ def check_whole(text: str, place: FilePath) -> str:
 
 def half_told(error: UnicodeEncodeError) -> str:
     """Describe the half of a surrogate pair, or the invalid byte, that caused an encoding error."""
-    number = ord(error.object[error.start])
-    if 0xDC80 <= number <= 0xDCFF:
-        return f"Byte 0x{number - 0xDC00:02x} is not UTF-8 text. Write the text in UTF-8."
-    return f"U+{number:04X} is half of a surrogate pair. Write the complete character."
+    code = ord(error.object[error.start])
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"Byte 0x{code - 0xDC00:02x} is not UTF-8 text. Write the text in UTF-8."
+    return f"U+{code:04X} is half of a surrogate pair. Write the complete character."
 
 
 def whole_texts(texts: Iterable[str]) -> list[str]:
@@ -149,9 +153,9 @@ def whole_texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, (str, bytes)):
         raise InputError("Expected a list of texts, got a single one. Put the string into a list.")
     texts = list(texts)
-    for number, text in enumerate(texts, start=1):
+    for index, text in enumerate(texts, start=1):
         if not text.isascii():
-            check_whole(text, f"text {number} of {len(texts)}")
+            check_whole(text, f"text {index} of {len(texts)}")
     return texts
 
 
@@ -177,19 +181,19 @@ def decode_lines(data: bytes, path: FilePath) -> list[str]:
     >>> decode_lines(b"one\r\ntwo\n", "numbers.txt")
     ['one', 'two']
     """
-    need = 3 * len(data) + _BYTES_OF_A_LINE * data.count(b"\n")
-    if need > free_memory() // 2:
+    needed = 3 * len(data) + _BYTES_OF_A_LINE * data.count(b"\n")
+    if needed > free_memory() // 2:
         raise InputError(
-            f"{path}: Its lines would need {need:,} bytes, more than half of the free memory. Split "
+            f"{path}: Its lines would need {needed:,} bytes, more than half of the free memory. Split "
             "the file."
         )
     lines = decode(data, path).split("\n")
     if lines[-1] == "":  # The text after the last line break is not a line.
         lines.pop()
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         if len(line) > MAX_LINE:
             raise InputError(
-                f"{path}, line {number} has {len(line):,} characters, expected at most "
+                f"{path}, line {line_number} has {len(line):,} characters, expected at most "
                 f"{MAX_LINE:,}. Write one sentence per line."
             )
     return [line[:-1] if line.endswith("\r") else line for line in lines]

@@ -92,9 +92,9 @@ def _problem_of_file(path, size):
 
 def _problem(file, size):
     """Return a description of the first problem in an open file, or ""."""
-    todo, num_objects = [file], 0
-    while todo:
-        group = todo.pop()
+    pending, num_objects = [file], 0
+    while pending:
+        group = pending.pop()
         for name in group:
             num_objects += 1
             if num_objects > _MAX_OBJECTS:
@@ -103,7 +103,7 @@ def _problem(file, size):
                 return f"{name} is a link"
             item = group[name]
             if isinstance(item, h5py.Group):
-                todo.append(item)
+                pending.append(item)
                 continue
             size -= item.nbytes if item.dtype.kind in _NUMBERS + "V" else size + 1
             if item.external or item.is_virtual or item.chunks or size < 0:
