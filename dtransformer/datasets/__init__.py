@@ -60,7 +60,7 @@ __all__ = [
 
 
 # Modules that need TensorFlow. Imports of tensorflow-text are slow and come last.
-_HOMES = (
+_MODULES = (
     "batching",
     "byte_level",
     "instructions",
@@ -78,7 +78,7 @@ _HOMES = (
 def __getattr__(name):
     if name in __all__:
         importlib.import_module("dtransformer.start")
-        for home in _HOMES:
+        for home in _MODULES:
             module = importlib.import_module(f"dtransformer.datasets.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
-from dtransformer.datasets.epochs import Epochs, check_shard, kept
+from dtransformer.datasets.epochs import Epochs, cache_plan, check_shard
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.packing import plan_packed_batches, rows_per_batch
 from dtransformer.errors import InputError, check_int
@@ -109,7 +109,7 @@ class TranslationBatches(Epochs):
         ):
             check_int(name, value)
         check_shard(shard_index, num_shards)
-        target_ids = _without_ends(*_as_arrays(target_ids), start_id, end_id)
+        target_ids = _remove_special_ids(*_as_arrays(target_ids), start_id, end_id)
         self._ids = _as_arrays(source_ids), target_ids
         lengths = [np.diff(row_splits) for _, row_splits in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
@@ -126,18 +126,20 @@ class TranslationBatches(Epochs):
         if packed_length is None:
             bounds = num_buckets if buckets is None else buckets
             options = {**size, **common, "buckets": bounds, "min_rows": num_shards}
-            self._plan = kept(lambda epoch: plan_batches(self._lengths, epoch=epoch, **options))
+            self._plan = cache_plan(
+                lambda epoch: plan_batches(self._lengths, epoch=epoch, **options)
+            )
             self._bounds = bucket_bounds(self._lengths, bounds) if pad_to_bucket else None
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
             side_lengths = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
-            self._plan = kept(
+            self._plan = cache_plan(
                 lambda epoch: plan_packed_batches(
                     side_lengths, packed_length, rows, epoch=epoch, **common
                 )
             )
-            self._least_rows = -(-rows // num_shards)
-        self._tell_left_out(lengths, max_length, training)
+            self._local_rows = -(-rows // num_shards)
+        self._report_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)
         super().__init__(len(first_epoch), seed)
         longest = lambda batch: packed_length or int(self._lengths[batch].max())
@@ -148,7 +150,7 @@ class TranslationBatches(Epochs):
                 "Use more pairs, smaller batches or fewer ranks."
             )
 
-    def _tell_left_out(self, lengths, max_length, training):
+    def _report_left_out(self, lengths, max_length, training):
         total = len(lengths[0])
         what = f"pairs are empty or longer than max_length={max_length} and are left out"
         warn_left_out(self, self.num_left_out, total, what)
@@ -166,7 +168,7 @@ class TranslationBatches(Epochs):
     def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
         multiple, min_width = self._multiples[0], 0
-        num_rows = len(rows) if self._packed_length is None else self._least_rows
+        num_rows = len(rows) if self._packed_length is None else self._local_rows
         num_rows += -num_rows % multiple
         if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
             longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
@@ -177,7 +179,7 @@ class TranslationBatches(Epochs):
     def spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
         shape = [None, None]
         if self._packed_length is not None:
-            shape = self._least_rows + -self._least_rows % self._multiples[0], self._packed_length
+            shape = self._local_rows + -self._local_rows % self._multiples[0], self._packed_length
         spec = tf.TensorSpec(shape, tf.int32)
         return dict.fromkeys(self._names(), spec), spec
 
@@ -220,15 +222,15 @@ def _as_arrays(ids):
     return ids
 
 
-def _without_ends(values, splits, start_id, end_id):
+def _remove_special_ids(values, splits, start_id, end_id):
     """Remove start and end tokens from targets, because batches add them to every target."""
     starts, ends = splits[:-1].copy(), splits[1:].copy()
     starts += (starts < ends) & (values[np.minimum(starts, len(values) - 1)] == start_id)
     ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
-    is_kept = np.zeros(len(values) + 1, np.int64)
-    np.add.at(is_kept, starts, 1)
-    np.add.at(is_kept, ends, -1)
-    return values[np.cumsum(is_kept)[:-1] > 0], np.cumsum([0, *(ends - starts)])
+    changes = np.zeros(len(values) + 1, np.int64)
+    np.add.at(changes, starts, 1)
+    np.add.at(changes, ends, -1)
+    return values[np.cumsum(changes)[:-1] > 0], np.cumsum([0, *(ends - starts)])
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):

@@ -98,8 +98,8 @@ def conversation(
 
     >>> from dtransformer.datasets.chat_template import CHATML
     >>> turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}]
-    >>> found = conversation(turns, ChatTemplate(CHATML), "assistant", "here")
-    >>> [found.text[start:end] for start, end in found.spans]
+    >>> result = conversation(turns, ChatTemplate(CHATML), "assistant", "here")
+    >>> [result.text[start:end] for start, end in result.spans]
     ['two<|im_end|>\\n']
     """
     if template is None:

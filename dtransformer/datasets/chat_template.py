@@ -21,7 +21,7 @@ from dtransformer.inputs.text import decode
 FILE, FOLDER, _FIELD = "chat_template.jinja", "additional_chat_templates", "chat_template"
 _DEFAULT, _TOOL_USE = "default", "tool_use"  # Names of templates.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Tags around trained answers.
-_MOST_STEPS, _MOST_SECONDS, _MOST_CHARACTERS = 10**6, 10, 2**24
+_MAX_STEPS, _MAX_SECONDS, _MAX_TEXT = 10**6, 10, 2**24
 # Methods that can build a long string from a short one.
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"}
 CHATML = (
@@ -66,13 +66,21 @@ class ChatTemplate:
         environment = _sandbox(self._steps, today)
         sources = source, source if tool_source is None else tool_source
         try:
-            self._templates = [_counted(environment, _GENERATION.sub("", x)) for x in sources]
+            self._templates = [
+                _compile_template(environment, _GENERATION.sub("", x)) for x in sources
+            ]
         except Exception as error:  # A published template can fail in any way.
-            raise InputError(f"{name} is not a valid chat template ({_told(error)}).") from None
+            raise InputError(
+                f"{name} is not a valid chat template ({_describe_error(error)})."
+            ) from None
 
     @classmethod
-    def of_tokenizer(
-        cls, folder: pathlib.Path, config: Mapping, date: str | None = None, own: str | None = None
+    def from_folder(
+        cls,
+        folder: pathlib.Path,
+        config: Mapping,
+        date: str | None = None,
+        source: str | None = None,
     ):
         """Load the templates of a tokenizer's folder, as `transformers` does.
 
@@ -83,7 +91,7 @@ class ChatTemplate:
                 `additional_chat_templates`.
             config: Fields of its `tokenizer_config.json`.
             date: See `ChatTemplate`.
-            own: Text of a template that replaces all templates of the folder. Defaults to `None`.
+            source: Text of a template that replaces all templates of the folder. Defaults to `None`.
 
         Returns:
             A `ChatTemplate`.
@@ -91,7 +99,7 @@ class ChatTemplate:
         Raises:
             InputError: If the folder has no default template.
         """
-        sources = {_DEFAULT: own} if own is not None else _sources_in(folder, config)
+        sources = {_DEFAULT: source} if source is not None else _sources_in(folder, config)
         if not isinstance(sources.get(_DEFAULT), str):
             raise InputError(
                 f"{folder} has no chat template, neither {FILE} nor {_FIELD} in its "
@@ -126,13 +134,13 @@ class ChatTemplate:
             parts, size = [], 0
             for part in self._templates[bool(tools)].generate(**variables):
                 size += len(part)
-                if size > _MOST_CHARACTERS:
-                    raise ValueError(f"The text exceeds {_MOST_CHARACTERS:,} characters.")
+                if size > _MAX_TEXT:
+                    raise ValueError(f"The text exceeds {_MAX_TEXT:,} characters.")
                 parts.append(part)
             return "".join(parts)
         except Exception as error:  # A published template can fail in any way.
             raise InputError(
-                f"{self.name} fails for the messages {shown(messages)}: {_told(error)}"
+                f"{self.name} fails for the messages {shown(messages)}: {_describe_error(error)}"
             ) from None
 
 
@@ -153,17 +161,17 @@ def _sources_in(folder, config):
 class _Steps:
     """Limits the steps and the seconds of a rendering."""
 
-    left, until = _MOST_STEPS, math.inf
+    left, until = _MAX_STEPS, math.inf
 
     def begin(self):
-        self.left, self.until = _MOST_STEPS, time.monotonic() + _MOST_SECONDS
+        self.left, self.until = _MAX_STEPS, time.monotonic() + _MAX_SECONDS
 
     def take(self):
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"Rendering exceeds {_MOST_STEPS:,} steps.")
+            raise ValueError(f"Rendering exceeds {_MAX_STEPS:,} steps.")
         if time.monotonic() > self.until:
-            raise ValueError(f"Rendering exceeds {_MOST_SECONDS} s.")
+            raise ValueError(f"Rendering exceeds {_MAX_SECONDS} s.")
 
     def counted(self, items):
         for item in items:
@@ -184,7 +192,7 @@ def _sandbox(steps, today):
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%", "+"))
-        counted, joined = staticmethod(steps.counted), staticmethod(_joined)
+        counted, joined = staticmethod(steps.counted), staticmethod(_join)
 
         def is_safe_attribute(self, obj, attr, value):
             pads = isinstance(obj, str) and attr in _PADDING
@@ -205,7 +213,7 @@ def _sandbox(steps, today):
             if operator == "+" and isinstance(right, ParsedText):
                 right = str(right)
             if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-                if len(left) + len(right) > _MOST_CHARACTERS:
+                if len(left) + len(right) > _MAX_TEXT:
                     raise ValueError("A text is too long.")
                 return left + right
             kinds = {type(left), type(right)}
@@ -227,21 +235,21 @@ def _sandbox(steps, today):
     ):
         environment.filters.pop(name)
     environment.globals.pop("lipsum")
-    environment.filters["replace"] = _replaced
-    environment.filters["indent"] = _indented
-    environment.filters["tojson"] = _as_json
+    environment.filters["replace"] = _replace
+    environment.filters["indent"] = _indent
+    environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": today.strftime}
     return environment
 
 
-def _as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     if isinstance(indent, int) and indent > 16:
         raise ValueError("`indent` must be at most 16.")
     options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _indented(text, width=4, first=False, blank=False):
+def _indent(text, width=4, first=False, blank=False):
     if not isinstance(width, int) or width > 64:
         raise ValueError("`width` must be an integer of at most 64.")
     lines = str(text).split("\n")
@@ -249,9 +257,9 @@ def _indented(text, width=4, first=False, blank=False):
     return "\n".join(indented if first else [lines[0], *indented[1:]])
 
 
-def _joined(*parts):
+def _join(*parts):
     texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > _MOST_CHARACTERS:
+    if sum(map(len, texts)) > _MAX_TEXT:
         raise ValueError("A text is too long.")
     return "".join(texts)
 
@@ -259,17 +267,17 @@ def _joined(*parts):
 def _check_size(text, *args):
     """Refuse a method call that may build a too long text, by inserting an argument everywhere."""
     longest = max((len(x) for x in args if isinstance(x, str)), default=0)
-    if len(text) * (longest + 1) > 4 * _MOST_CHARACTERS:
+    if len(text) * (longest + 1) > 4 * _MAX_TEXT:
         raise ValueError("A text may become too long.")
 
 
-def _replaced(text, old, new, count=None):
+def _replace(text, old, new, count=None):
     text = str(text)
     _check_size(text, old, new)
     return text.replace(old, new, -1 if count is None else count)
 
 
-def _counted(environment, source):
+def _compile_template(environment, source):
     """Compile a template so that its loops are counted and its joined texts are limited.
 
     The counting functions are attributes of the environment, which a template cannot access.
@@ -296,7 +304,7 @@ def _counted(environment, source):
     return environment.from_string(tree)
 
 
-def _told(error):
+def _describe_error(error):
     return f"{type(error).__name__}: {one_line(error, 120)}"
 
 

@@ -62,18 +62,18 @@ def read_documents(
     if sentences and len(fields) > 1:
         raise InputError(f"Cannot combine {len(fields)} fields with `sentences`. Use one of them.")
     for path in paths:
-        for document in _documents_of(path, fields, boundary):
+        for document in _read_file(path, fields, boundary):
             if sentences:
                 yield [line for line in document.split("\n") if line.strip(WHITE_SPACE)]
             else:
                 yield document
 
 
-def _documents_of(path, fields, boundary):
+def _read_file(path, fields, boundary):
     names = [name for field in fields for name in field.split("+")]
     values = placed_values(path, names)
     if values is not None:
-        return _of_fields(values, names, fields)
+        return _documents_from_fields(values, names, fields)
     if len(fields) > 1:
         raise InputError(
             f"{path} is read as text, which has no fields {', '.join(fields)}. Give .jsonl, .arrow "
@@ -181,7 +181,7 @@ def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]
         yield place, value
 
 
-def _of_fields(values, names, fields):
+def _documents_from_fields(values, names, fields):
     for place, value in objects(values, names):
         yield _document({name: value[name] for name in names}, fields, place)
 

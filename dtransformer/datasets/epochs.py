@@ -29,7 +29,7 @@ class Epochs(abc.ABC):
     def __init__(self, num_batches: int, seed: int, **same: object):
         self._num_batches, self._seed = num_batches, seed
         self._epoch, self._first_batch = 0, 0
-        self._same = {"num_batches": num_batches, "seed": seed, **same}
+        self._identity = {"num_batches": num_batches, "seed": seed, **same}
 
     @abc.abstractmethod
     def batch(self, epoch: int, batch: int) -> tuple:
@@ -109,7 +109,7 @@ class Epochs(abc.ABC):
         epoch, batch = self._epoch, self._first_batch + int(batches_done)
         if batch >= len(self):
             epoch, batch = epoch + batch // len(self), batch % len(self)
-        return {"epoch": epoch, "batch": batch, **self._same}
+        return {"epoch": epoch, "batch": batch, **self._identity}
 
     def restore(self, position: Mapping[str, int | str]) -> None:
         """Start the next iteration at a saved position.
@@ -121,7 +121,7 @@ class Epochs(abc.ABC):
             InputError: If the position belongs to other data or options, so that the remaining
                 batches would differ.
         """
-        for name, expected in self._same.items():
+        for name, expected in self._identity.items():
             if position.get(name, expected) != expected:
                 raise InputError(
                     f"The saved position has `{name}={position[name]}`, but this data has {expected}. "
@@ -130,7 +130,7 @@ class Epochs(abc.ABC):
         self.set_epoch(position["epoch"], position["batch"])
 
 
-def kept(plan: Callable[[int], Any]) -> Callable[[int], Any]:
+def cache_plan(plan: Callable[[int], Any]) -> Callable[[int], Any]:
     """Cache a function of the epoch for its last two arguments, and serialize the calls.
 
     All threads of the data pipeline call it when a new epoch begins, and some may still read the

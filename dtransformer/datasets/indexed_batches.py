@@ -84,7 +84,7 @@ class IndexedBatches(Epochs):
         self._shuffle = training if shuffle is None else shuffle
         self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
         local_rows = -(-batch_size // num_shards)
-        self._own_rows = local_rows + -local_rows % pad_rows_to_multiple_of
+        self._local_rows = local_rows + -local_rows % pad_rows_to_multiple_of
 
     @abc.abstractmethod
     def row(self, epoch: int, number: int) -> Example:
@@ -110,9 +110,9 @@ class IndexedBatches(Epochs):
 
     def batch(self, epoch: int, batch: int) -> Example:
         rows = [self.row(epoch, int(index)) for index in self.rows(epoch, batch)]
-        rows += [self.empty_row()] * (self._own_rows - len(rows))
+        rows += [self.empty_row()] * (self._local_rows - len(rows))
         return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
 
     def spec(self) -> Example:
-        row_spec = lambda array: tf.TensorSpec((self._own_rows, *np.shape(array)), array.dtype)
+        row_spec = lambda array: tf.TensorSpec((self._local_rows, *np.shape(array)), array.dtype)
         return tf.nest.map_structure(row_spec, self.empty_row())

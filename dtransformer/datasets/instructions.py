@@ -79,7 +79,7 @@ class InstructionBatches(RecordBatches):
         check_int("length", length, 2)
         start = first_id(shards, ("start", "cls")) if add_start else None
         end = first_id(shards, ("end", "sep")) if add_end else None
-        rows = [[_learnt(shards, x, start, end)] for x in range(len(shards))]
+        rows = [[_encode_document(shards, x, start, end)] for x in range(len(shards))]
         longer = "leave_out" if training else "cut"
         indices, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
         self.num_left_out = len(shards) - len(indices)
@@ -90,11 +90,11 @@ class InstructionBatches(RecordBatches):
         options |= {"training": training, "packed": True}
         records = EncodedRecords(rows, pad_id=shards.special_ids.get("pad", 0))
         super().__init__(
-            records, _with_prefixes if prefix else next_tokens, length=length, **options
+            records, _next_tokens_with_prefix if prefix else next_tokens, length=length, **options
         )
 
 
-def _learnt(shards, document, start, end):
+def _encode_document(shards, document, start, end):
     """Return a document's ids with special tokens, and its labels: ids of answers, or `IGNORED`."""
     parts = shards.parts(document)
     if len(parts) % 2:
@@ -115,7 +115,7 @@ def _learnt(shards, document, start, end):
     return ids, np.where(is_answer, ids, np.int32(IGNORED))
 
 
-def _with_prefixes(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
+def _next_tokens_with_prefix(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
     """Return a row like `next_tokens`, with the input "prefix": 1 before the first answers."""
     inputs, labels = next_tokens(records, numbers, length)
     prefix, start = np.zeros(length, np.int32), 0

@@ -76,7 +76,7 @@ class TokenStream:
         return ids, document
 
 
-_LOOKED_AT = 256  # Number of documents that are searched for start and end tokens.
+_SAMPLE_SIZE = 256  # Number of documents that are searched for start and end tokens.
 # The end token is among these last tokens, because chat templates add a line break after it.
 TOKENS_AT_END = 2
 
@@ -88,7 +88,7 @@ class PackedDocuments(IndexedBatches):
     """
 
     # Names of special tokens. The first one that the tokenizer has is added to documents.
-    _BEGIN, _END = ("start",), ("end",)
+    _START_NAMES, _END_NAMES = ("start",), ("end",)
 
     def __init__(
         self,
@@ -101,8 +101,10 @@ class PackedDocuments(IndexedBatches):
         **options,
     ):
         check_int("length", length)
-        start_id = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
-        end_id = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
+        start_id = self._choose_added_id(shards, self._START_NAMES if add_start else (), slice(1))
+        end_id = self._choose_added_id(
+            shards, self._END_NAMES if add_end else (), slice(-TOKENS_AT_END, None)
+        )
         self._stream = TokenStream(shards, start_id, end_id)
         tokens = self._stream.length
         num_rows = tokens // length if training else -(-tokens // length)
@@ -118,12 +120,12 @@ class PackedDocuments(IndexedBatches):
             ids[size - start :], segments[size - start :] = self.pad_id, 0
         return ids, segments
 
-    def _added_id(self, shards, names, place):
+    def _choose_added_id(self, shards, names, place):
         """Return the id to add to each document, or `None` if most documents already contain it."""
         token_id = first_id(shards, names)
         if token_id is None:
             return None
-        sample = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
+        sample = np.unique(np.linspace(0, len(shards) - 1, _SAMPLE_SIZE).astype(np.int64))
         num_with_token = sum(
             bool((shards[int(document)][place] == token_id).any()) for document in sample
         )

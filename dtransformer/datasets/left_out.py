@@ -3,7 +3,7 @@
 import os
 import warnings
 
-_MANY = 0.1  # Fraction of skipped records above which a warning is raised.
+_WARN_FRACTION = 0.1  # Fraction of skipped records above which a warning is raised.
 
 
 def warn_left_out(owner: object, number: int, total: int, what: str) -> None:
@@ -26,7 +26,7 @@ def warn_left_out(owner: object, number: int, total: int, what: str) -> None:
     if not number or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     message = f"{name}: {number:,} of {total:,} {what}."
-    if number > _MANY * total:
+    if number > _WARN_FRACTION * total:
         warnings.warn(message, stacklevel=3)
     else:
         print(message, flush=True)

@@ -9,7 +9,7 @@ from dtransformer.datasets.language_model import PackedDocuments
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 
-_NOT_TEXT = "pad", "start", "end", "cls", "sep", "mask"  # Unknown words may be masked.
+_NEVER_MASKED = "pad", "start", "end", "cls", "sep", "mask"  # Unknown words may be masked.
 _MASKED, _RANDOM = 0.8, 0.1  # Fractions of the chosen tokens. The others are unchanged.
 
 
@@ -50,7 +50,7 @@ class Masking:
             raise InputError(f"`{rate=}` must be greater than 0 and at most 1.")
         special = shards.special_ids
         mask_id = special.get("mask", shards.vocab_size) if mask_id is None else mask_id
-        unmasked = [special[name] for name in _NOT_TEXT if name in special] + [mask_id]
+        unmasked = [special[name] for name in _NEVER_MASKED if name in special] + [mask_id]
         text_ids = np.setdiff1d(np.arange(shards.vocab_size), [*special.values(), mask_id])
         return cls(rate, mask_id, np.unique(unmasked), text_ids)
 
@@ -123,7 +123,7 @@ class MaskedLanguageModelBatches(PackedDocuments):
     (TensorShape([1, 6]), 27)
     """
 
-    _BEGIN, _END = ("cls", "start"), ("sep", "end")
+    _START_NAMES, _END_NAMES = ("cls", "start"), ("sep", "end")
 
     def __init__(
         self,

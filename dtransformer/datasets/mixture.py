@@ -113,12 +113,12 @@ def _balanced(fractions, num_records):
     fractions = fractions.tolist()
     counts, order = [0] * len(fractions), np.zeros(num_records, np.int64)
     sources = range(len(fractions))
-    for place in range(num_records):
+    for position in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
-        ready = [j for j in sources if counts[j] < fractions[j] * (place + 1)]
+        ready = [j for j in sources if counts[j] < fractions[j] * (position + 1)]
         chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / fractions[j], j))
         counts[chosen] += 1
-        order[place] = chosen
+        order[position] = chosen
     return order
 
 

@@ -93,7 +93,7 @@ class NextSentenceBatches(IndexedBatches):
         """Return the inputs and labels of a row, without the batch dimension."""
         rng = row_generator(self._seed, epoch, number)
         first, second, is_next = self._pair(number, rng)
-        first, second = truncated(first, second, self.length - _NUM_SPECIAL, rng)
+        first, second = truncate_pair(first, second, self.length - _NUM_SPECIAL, rng)
         ids = np.concatenate([[self._cls], first, [self._sep], second, [self._sep]])
         ids, labels = self._masking(ids.astype(np.int32), rng)
         inputs, row_labels = self.empty_row()
@@ -162,7 +162,7 @@ def chunks(parts: np.ndarray, documents: np.ndarray, room: int) -> tuple[np.ndar
     return firsts[order], ends[order]
 
 
-def truncated(
+def truncate_pair(
     first: np.ndarray, second: np.ndarray, room: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cut two texts so that together they have at most `room` tokens. The longer text is cut first.
@@ -180,7 +180,7 @@ def truncated(
     Example:
 
     >>> rng = np.random.default_rng(0)
-    >>> [len(text) for text in truncated(np.arange(9), np.arange(3), 8, rng)]
+    >>> [len(text) for text in truncate_pair(np.arange(9), np.arange(3), 8, rng)]
     [5, 3]
     """
     half = room // 2

@@ -38,20 +38,20 @@ def tokenizer_fields(
     unknown = "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in [*characters, SPACE]) + "]"
     normalizers = [{"type": "Lowercase"}] * lower_case + [
         {"type": "NFC"},
-        _replaced("String", ESCAPE, ESCAPED_ESCAPE),
-        _replaced("String", SPACE, ESCAPED_SPACE),
-        _replaced("Regex", rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z", ""),
-        _replaced("Regex", _WHITE_SPACE, SPACE),
+        _replace("String", ESCAPE, ESCAPED_ESCAPE),
+        _replace("String", SPACE, ESCAPED_SPACE),
+        _replace("Regex", rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z", ""),
+        _replace("Regex", _WHITE_SPACE, SPACE),
         {"type": "Prepend", "prepend": SPACE},
-        _replaced("Regex", unknown, UNKNOWN_CHARACTER),
+        _replace("Regex", unknown, UNKNOWN_CHARACTER),
     ]
     decoders = [
-        _replaced("Regex", rf"\A{INSIDE}", ""),
-        _replaced("String", _NAMES["unk_token"], _UNKNOWN_TEXT),
+        _replace("Regex", rf"\A{INSIDE}", ""),
+        _replace("String", _NAMES["unk_token"], _UNKNOWN_TEXT),
         {"type": "Fuse"},
-        _replaced("String", SPACE, " "),
-        _replaced("String", ESCAPED_SPACE, SPACE),
-        _replaced("String", ESCAPED_ESCAPE, ESCAPE),
+        _replace("String", SPACE, " "),
+        _replace("String", ESCAPED_SPACE, SPACE),
+        _replace("String", ESCAPED_ESCAPE, ESCAPE),
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
     ]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -88,11 +88,11 @@ def config_fields() -> dict:
     return kind | _NAMES
 
 
-def made(fields: dict) -> tokenizers.Tokenizer:
+def build_tokenizer(fields: dict) -> tokenizers.Tokenizer:
     """Build a tokenizer of `tokenizers` that treats special pieces in texts as plain text."""
     return tokenizers.Tokenizer.from_str(json.dumps({**fields, "added_tokens": []}))
 
 
-def _replaced(kind, pattern, content):
+def _replace(kind, pattern, content):
     """Return a normalizer or decoder that replaces a pattern by `content`."""
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}

@@ -47,7 +47,7 @@ class BaseTokenizer:
     """Base class for tokenizers.
 
     Subclasses define `vocab_size`, the special ids, `_texts`, and either `_library` or both `_rows`
-    and `_id_of`.
+    and `_token_to_id`.
 
     Attributes:
         template_source: Text of a custom chat template, which `save` also writes. `None` uses the
@@ -92,7 +92,7 @@ class BaseTokenizer:
         texts = whole_texts(sentences)
         rows = self._rows(texts)
         if add_special_ids:
-            rows = [self._with_ends(row) for row in rows]
+            rows = [self._add_special_ids(row) for row in rows]
         ids = [np.asarray(row, "int32") for row in rows]
         row_splits = np.cumsum([0, *map(len, ids)], dtype="int64")
         return np.concatenate([np.zeros(0, "int32"), *ids]), row_splits
@@ -126,7 +126,7 @@ class BaseTokenizer:
             inputs = list(zip(inputs, whole_texts(others), strict=True))
         encodings = self._library.encode_batch(inputs, add_special_tokens=others is not None)
         places = [encoding.offsets for encoding in encodings]
-        if others is None and self._stripping_ids:
+        if others is None and self._stripping_token_ids:
             places = [self._stripped_places(*x) for x in zip(inputs, encodings)]
         return [
             Encoding(x.ids, y, _second_text_types(x))
@@ -134,7 +134,7 @@ class BaseTokenizer:
         ]
 
     @functools.cached_property
-    def _stripping_ids(self) -> set[int]:
+    def _stripping_token_ids(self) -> set[int]:
         """The ids of added tokens that remove white space before or after them."""
         added = self._library.get_added_tokens_decoder().items()
         return {token_id for token_id, token in added if token.lstrip or token.rstrip}
@@ -143,7 +143,7 @@ class BaseTokenizer:
         """Return the places of tokens, without the white space that an added token strips."""
         places = list(encoding.offsets)
         for index, token_id in enumerate(encoding.ids):
-            if token_id in self._stripping_ids:
+            if token_id in self._stripping_token_ids:
                 start, end = places[index]
                 start += len(text[start:end]) - len(text[start:end].lstrip())
                 places[index] = start, start + len(text[start:end].strip())
@@ -162,7 +162,7 @@ class BaseTokenizer:
         mask = encoding.special_tokens_mask
         return encoding.ids[: mask.index(0)], encoding.ids[len(mask) - mask[::-1].index(0) :]
 
-    def _with_ends(self, row):
+    def _add_special_ids(self, row):
         """Add the model's start and end ids, except those that the row already has."""
         prefix, suffix = self._ends
         prefix = [] if row[: len(prefix)] == prefix else prefix
@@ -192,7 +192,7 @@ class BaseTokenizer:
 
     def ids_of_stop(self, text: str) -> list[int]:
         """Return the ids of a stop text: one id if the text is a token, otherwise its encoding."""
-        token_id = self._id_of(text)
+        token_id = self._token_to_id(text)
         return self.encode([text]).to_list()[0] if token_id is None else [token_id]
 
     def decode_all(self, ids: list[int]) -> str:
@@ -261,7 +261,7 @@ class BaseTokenizer:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _id_of(self, token: str) -> int | None:
+    def _token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or `None` if there is no such token."""
         return self._library.token_to_id(token)
 
@@ -298,16 +298,14 @@ class PublishedTokenizer(BaseTokenizer):
 
         The model's start and end ids are added, unless the prompt already has them.
         """
-        rows = map(self._with_ends, self._prompt_rows(whole_texts(sentences)))
+        rows = map(self._add_special_ids, self._encode_prompt_rows(whole_texts(sentences)))
         return tf.ragged.constant(list(rows), "int32", ragged_rank=1)
 
-    def _prompt_rows(self, texts):
+    def _encode_prompt_rows(self, texts):
         return self._rows(texts)
 
     def chat_template(self, date: str | None = None) -> ChatTemplate:
-        return ChatTemplate.of_tokenizer(
-            self._path.parent, self._config, date, self.template_source
-        )
+        return ChatTemplate.from_folder(self._path.parent, self._config, date, self.template_source)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Copy the tokenizer's files, as they were loaded, into a folder for `load_tokenizer`.

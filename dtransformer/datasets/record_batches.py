@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dtransformer.datasets.epochs import kept
+from dtransformer.datasets.epochs import cache_plan
 from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
@@ -121,7 +121,7 @@ class RecordBatches(IndexedBatches):
         self._plan_seed, self._packed, self._capacity = seed, packed, length
         self._sizes = list(sizes or [len(records)])
         self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
-        self._plan = kept(self._rows_of)
+        self._plan = cache_plan(self._plan_rows)
         first = self._plan(0)
         what = f"{len(records):,} records"
         super().__init__(
@@ -135,7 +135,7 @@ class RecordBatches(IndexedBatches):
             **options,
         )
 
-    def _rows_of(self, epoch):
+    def _plan_rows(self, epoch):
         """Return the rows of an epoch: arrays of record indices."""
         num_records, seed = len(self._records), [self._plan_seed, epoch]
         if self._order is not None:

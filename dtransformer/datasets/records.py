@@ -98,19 +98,19 @@ def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Reco
     for place, value in values:
         rest = {key: x for key, x in value.items() if key not in named and x is not None}
         renamed = {renamed: value[key] for renamed, key in fields.items() if key in value}
-        yield place, _own_form({**rest, **renamed}, place)
+        yield place, _convert_conversation({**rest, **renamed}, place)
 
 
-_BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
+_REPLACED_FIELDS = "conversations", "instruction", "input", "output", "history", "system"
 
 
-def _own_form(record, place):
+def _convert_conversation(record, place):
     """Convert a conversation in ShareGPT's or Alpaca's format to `messages`."""
     messages = record.get("messages")
     if messages is None and isinstance(record.get("conversations"), list):
-        messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
+        messages = [_from_sharegpt(turn, place) for turn in record["conversations"]]
     elif messages is None and "instruction" in record and "output" in record:
-        messages = _of_alpaca(record, place)
+        messages = _from_alpaca(record, place)
     if not isinstance(messages, list):
         return record
     if record.get("system"):
@@ -120,11 +120,11 @@ def _own_form(record, place):
         ):
             raise InputError(f"{place} has `system` and also a system message. Remove one of them.")
         messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
-    rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
+    rest = {key: x for key, x in record.items() if key not in _REPLACED_FIELDS}
     return {**rest, "messages": messages}
 
 
-def _of_alpaca(record, place):
+def _from_alpaca(record, place):
     """Return the messages of an Alpaca record. Its `history` has earlier question-answer pairs."""
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
@@ -138,7 +138,7 @@ def _of_alpaca(record, place):
     ]
 
 
-def _of_sharegpt(turn, place):
+def _from_sharegpt(turn, place):
     if not isinstance(turn, dict) or str(turn.get("from")) not in _SHAREGPT:
         raise InputError(
             f"{place}: A turn of `conversations` must have `value` and `from`, one of "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from dtransformer.datasets.documents import Document
 
-_TRAINED_ON = 2**26  # Maximum number of characters.
+_MAX_CHARACTERS = 2**26  # Maximum number of characters.
 
 
 def texts_of(documents: Iterable[Document]) -> Iterator[str]:
@@ -13,7 +13,7 @@ def texts_of(documents: Iterable[Document]) -> Iterator[str]:
         yield from [document] if isinstance(document, str) else document
 
 
-def evenly_spread(texts: Iterable[str], most: int = _TRAINED_ON) -> list[str]:
+def evenly_spread(texts: Iterable[str], most: int = _MAX_CHARACTERS) -> list[str]:
     """Return a sample of texts, evenly spaced over all of them.
 
     The sample contains every k-th text. The step k is the smallest power of 2 that limits the

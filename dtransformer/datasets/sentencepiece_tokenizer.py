@@ -19,7 +19,7 @@ from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, special_tokens
 from dtransformer.errors import InputError, shown
 
-_USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
+_DEFAULT_TOKENS = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
 # Tokenizer classes: whether their texts have a start id and an end id. Other classes shift the ids.
 _CLASSES = {
     None: (False, False),
@@ -55,9 +55,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
         if not pieces:
             raise InputError(f"{path} is not a SentencePiece model or is damaged. Copy it again.")
         ids = {text: number for number, (text, _) in enumerate(pieces)}
-        special, config = special_tokens(path.parent, ids.get, _USUAL)
+        special, config = special_tokens(path.parent, ids.get, _DEFAULT_TOKENS)
         super().__init__(path, len(pieces), special, config)
-        self._data, self._ids, self._made = data, ids, {}
+        self._data, self._ids, self._libraries = data, ids, {}
         self._pieces = [text for text, _ in pieces]
         self._check_added(config)
         rules = dict(
@@ -65,7 +65,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         )
         self._keeps_spaces = not rules.get(_REMOVES_SPACES, 1) and rules.get(_PREFIXES, 1)
         silent_ids = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
-        self._silent = silent_ids | {self.pad_id, self.start_id, self.end_id}
+        self._silent_ids = silent_ids | {self.pad_id, self.start_id, self.end_id}
         kind = config.get("tokenizer_class")
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
         if name not in _CLASSES:
@@ -75,9 +75,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
             )
         self._repeats_prefix = name == "T5Tokenizer" or config.get("legacy") is True
         added = map(int, config.get("added_tokens_decoder") or ())
-        marks = {self._pieces[x] for x in {*self._silent, self.unk_id, *added} - {None}} - {""}
+        marks = {self._pieces[x] for x in {*self._silent_ids, self.unk_id, *added} - {None}} - {""}
         by_length = sorted(map(re.escape, marks), key=len, reverse=True)
-        self._marks = re.compile(f"({'|'.join(by_length)})")
+        self._special_pattern = re.compile(f"({'|'.join(by_length)})")
         special = zip(("bos", "eos"), _CLASSES[name], (self.start_id, self.end_id), strict=True)
         self._ends = tuple(
             [token_id] if config.get(f"add_{end}_token", default) and token_id is not None else []
@@ -94,15 +94,15 @@ class SentencePieceTokenizer(PublishedTokenizer):
                     f"is not in {self._path.name}. Put the model's tokenizer.json into the folder."
                 )
 
-    def _id_of(self, token):
+    def _token_to_id(self, token):
         return self._ids.get(token)
 
     def _rows(self, texts):
         return self._tokenize(texts, True)
 
-    def _prompt_rows(self, texts):
+    def _encode_prompt_rows(self, texts):
         # Splitting gives a text, a special token, a text, a special token and so on.
-        parts = [self._marks.split(text) for text in texts]
+        parts = [self._special_pattern.split(text) for text in texts]
         first_ids = iter(self._tokenize([part[0] for part in parts], True))
         later_texts = [text for part in parts for text in part[2::2]]
         if self._repeats_prefix:  # A prefix is not added to a space.
@@ -124,14 +124,16 @@ class SentencePieceTokenizer(PublishedTokenizer):
     def _texts(self, rows):
         if not rows:
             return []
-        rows = [[token_id for token_id in row if token_id not in self._silent] for row in rows]
+        rows = [[token_id for token_id in row if token_id not in self._silent_ids] for row in rows]
         decoded = self._library_for(True).detokenize(
             tf.ragged.constant(rows, "int32", ragged_rank=1)
         )
         texts = [text.decode("utf-8", "replace") for text in decoded.numpy()]
-        return [" " * self._lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)]
+        return [
+            " " * self._num_lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)
+        ]
 
-    def _lost_spaces(self, row):
+    def _num_lost_spaces(self, row):
         """Return the number of leading spaces that TensorFlow's old SentencePiece drops wrongly.
 
         It drops one space from every piece until the text begins. Later versions drop only one.
@@ -149,10 +151,10 @@ class SentencePieceTokenizer(PublishedTokenizer):
 
     def _library_for(self, adds_prefix):
         """Return TensorFlow's tokenizer, built on first use, after a mesh has reset TensorFlow."""
-        if adds_prefix not in self._made:
+        if adds_prefix not in self._libraries:
             data = self._data if adds_prefix else self._data + _NO_PREFIX
-            self._made[adds_prefix] = tf_text.SentencepieceTokenizer(data, out_type=tf.int32)
-        return self._made[adds_prefix]
+            self._libraries[adds_prefix] = tf_text.SentencepieceTokenizer(data, out_type=tf.int32)
+        return self._libraries[adds_prefix]
 
 
 def _pieces(data):

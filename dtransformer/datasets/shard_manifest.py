@@ -165,7 +165,7 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
     arrays = {}
     for kind, length in lengths.items():
         path = inside(folder, shard_file(number, kind))
-        array = _mapped(path)
+        array = _map_array(path)
         if array.dtype != (dtype if kind == "tokens" else "int64") or array.shape != (length,):
             raise InputError(
                 f"{path} contains {array.dtype.name} {list(array.shape)}, but {MANIFEST} specifies "
@@ -184,7 +184,7 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
     return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))
 
 
-def _mapped(path):
+def _map_array(path):
     try:
         with opened(path):  # Raises an error with the reason if the file cannot be read.
             # Small slices of a plain array are faster than slices of NumPy's memmap.

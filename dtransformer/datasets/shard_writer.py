@@ -50,7 +50,7 @@ def write_token_shards(
             cannot be written or is not empty.
     """
     check_int("shard_tokens", shard_tokens)
-    may_replace = _only_shards if overwrite else None
+    may_replace = _contains_only_shards if overwrite else None
     with new_folder(folder, may_replace) as fresh:
         dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
         digest = _save_tokenizer(tokenizer, fresh / shard_manifest.TOKENIZER)
@@ -73,7 +73,7 @@ def write_token_shards(
     return TokenShards(folder)
 
 
-def _only_shards(folder):
+def _contains_only_shards(folder):
     """Return `True` for a folder that contains only token shards; otherwise raise an error."""
     shard_names = {
         pathlib.Path(name).parts[0] for name in shard_manifest.read_manifest(folder)["files"]

@@ -13,7 +13,7 @@ _NAMES |= {name: name for name in ("cls", "sep", "mask")}
 
 
 def special_tokens(
-    folder: pathlib.Path, id_of: Callable[[str], int | None], usual: dict[str, str]
+    folder: pathlib.Path, token_to_id: Callable[[str], int | None], default_tokens: dict[str, str]
 ) -> tuple[dict, dict]:
     """Return the special ids of a published tokenizer, from the files in its folder.
 
@@ -22,8 +22,8 @@ def special_tokens(
 
     Args:
         folder: Folder. All of these files are optional.
-        id_of: Function of a token that returns its id or `None`.
-        usual: Dict of default tokens, by `"pad"`, `"unk"`, `"start"` and `"end"`.
+        token_to_id: Function of a token that returns its id or `None`.
+        default_tokens: Dict of default tokens, by `"pad"`, `"unk"`, `"start"` and `"end"`.
 
     Returns:
         A `(ids, config)` tuple: the id attributes of `PublishedTokenizer`, and the fields of
@@ -32,17 +32,17 @@ def special_tokens(
     Raises:
         InputError: If a file is damaged or names a token that the tokenizer lacks.
     """
-    config, others, _ = (optional_fields(folder / name) for name in FILES)
+    config, token_map, _ = (optional_fields(folder / name) for name in FILES)
     ids = {}
-    for ours, theirs in _NAMES.items():
-        token = config.get(f"{theirs}_token") or others.get(f"{theirs}_token")
+    for attribute, hf_name in _NAMES.items():
+        token = config.get(f"{hf_name}_token") or token_map.get(f"{hf_name}_token")
         if isinstance(token, dict):
             token = token.get("content")
-        named = token or usual.get(ours, "")
-        ids[ours] = id_of(named) if isinstance(named, str) else None
-        if token and ids[ours] is None:
+        named = token or default_tokens.get(attribute, "")
+        ids[attribute] = token_to_id(named) if isinstance(named, str) else None
+        if token and ids[attribute] is None:
             raise InputError(
-                f"{folder / CONFIG}: `{theirs}_token` is {shown(token)}, which the tokenizer lacks. "
+                f"{folder / CONFIG}: `{hf_name}_token` is {shown(token)}, which the tokenizer lacks. "
                 "Use the files of a single model."
             )
     ends = [*_end_ids_in(folder / GENERATION), *_end_ids_in(folder / _MODEL), ids["end"]]

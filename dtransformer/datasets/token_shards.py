@@ -20,7 +20,7 @@ from dtransformer.datasets import shard_manifest
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import FilePath, check_path, inside
 
-_OPEN = 128  # Maximum number of shards whose files stay open.
+_MAX_OPEN_SHARDS = 128  # Maximum number of shards whose files stay open.
 
 
 class TokenShards:
@@ -79,7 +79,7 @@ class TokenShards:
         self.special_ids = dict(self._manifest["special_ids"])
         self.fingerprint = shard_manifest.fingerprint(self._manifest)
         open_shard = functools.partial(shard_manifest.open_shard, self.folder, self._manifest)
-        self.shard = functools.lru_cache(_OPEN)(open_shard)
+        self.shard = functools.lru_cache(_MAX_OPEN_SHARDS)(open_shard)
 
     @property
     def tokenizer_folder(self) -> pathlib.Path:
@@ -100,7 +100,7 @@ class TokenShards:
             IndexError: If the index is out of range.
             InputError: If the shard is damaged.
         """
-        shard, start, end = self._place(number)
+        shard, start, end = self._locate(number)
         return self.ids(shard.tokens[start:end])
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -125,7 +125,7 @@ class TokenShards:
             A `(tokens, bounds)` tuple: uint [T], not yet read from disk, and int64 [n + 1]. Part i
             is `tokens[bounds[i]:bounds[i + 1]]`.
         """
-        shard, start, end = self._place(number)
+        shard, start, end = self._locate(number)
         if shard.parts is None:
             return shard.tokens, np.array([start, end])
         return shard.tokens, shard.parts[slice(*np.searchsorted(shard.parts, [start, end + 1]))]
@@ -165,7 +165,7 @@ class TokenShards:
             if shard_manifest.file_digest(path) != expected["sha256"]:
                 raise InputError(f"{path} is damaged: its checksum differs. Copy it again.")
 
-    def _place(self, document):
+    def _locate(self, document):
         """Return a document's shard, and the start and end of its tokens in the shard."""
         if not -len(self) <= document < len(self):
             raise IndexError(

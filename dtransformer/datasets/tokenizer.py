@@ -28,8 +28,8 @@ import tokenizers
 
 from dtransformer.datasets.published_form import (
     SPECIAL_PIECES,
+    build_tokenizer,
     config_fields,
-    made,
     tokenizer_fields,
 )
 from dtransformer.datasets.published_tokenizer import BaseTokenizer
@@ -41,8 +41,8 @@ from dtransformer.inputs.files import MEBIBYTE, check_path
 from dtransformer.inputs.json_file import read_json
 
 FILE = "tokenizer.json"
-_KIND = {"trained_by": "dtransformer.SubwordTokenizer"}  # Marks the config.
-_OLDER = "subword_tokenizer.json"  # An additional file of older versions.
+_CONFIG_MARK = {"trained_by": "dtransformer.SubwordTokenizer"}  # Marks the config.
+_LEGACY_FILE = "subword_tokenizer.json"  # An additional file of older versions.
 _MAX_BYTES = 128 * MEBIBYTE
 _PAD, _UNK, _START, _END = range(4)
 
@@ -125,7 +125,7 @@ class SubwordTokenizer(BaseTokenizer):
             InputError: If the folder cannot be written or contains another tokenizer.
         """
         with adding_to(folder) as fresh:
-            for name, content in ((FILE, self._fields()), (CONFIG, config_fields() | _KIND)):
+            for name, content in ((FILE, self._fields()), (CONFIG, config_fields() | _CONFIG_MARK)):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (fresh / name).write_text(text + "\n", encoding="utf-8", newline="")
             self.save_template(fresh)
@@ -165,15 +165,15 @@ class SubwordTokenizer(BaseTokenizer):
     def is_in(folder: str | os.PathLike) -> bool:
         """Return whether a folder contains the files of a `SubwordTokenizer`."""
         folder = check_path(folder)
-        is_marked = _KIND.items() <= optional_fields(folder / CONFIG).items()
-        return is_marked or (folder / _OLDER).is_file()
+        is_marked = _CONFIG_MARK.items() <= optional_fields(folder / CONFIG).items()
+        return is_marked or (folder / _LEGACY_FILE).is_file()
 
     def _fields(self):
         return tokenizer_fields(self.vocabulary, characters_of(self.vocabulary), self.lower_case)
 
     @functools.cached_property
     def _library(self):
-        library, (*_, start, end) = made(self._fields()), SPECIAL_PIECES
+        library, (*_, start, end) = build_tokenizer(self._fields()), SPECIAL_PIECES
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{start} $A {end}",
             pair=f"{start} $A {end} $B:1 {end}:1",
@@ -181,7 +181,7 @@ class SubwordTokenizer(BaseTokenizer):
         )
         return library
 
-    def _id_of(self, token):
+    def _token_to_id(self, token):
         return None  # The piece of a word includes its space, so a stop text is encoded instead.
 
     def _texts(self, rows):

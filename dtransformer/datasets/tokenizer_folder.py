@@ -96,7 +96,7 @@ class JsonTokenizer(PublishedTokenizer):
         self._library.encode_special_tokens = False
         return rows
 
-    def _prompt_rows(self, texts):
+    def _encode_prompt_rows(self, texts):
         return super()._rows(texts)
 
     def _texts(self, rows):

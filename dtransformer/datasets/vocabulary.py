@@ -16,7 +16,7 @@ from dtransformer.datasets.published_form import (
     SPACE,
     SPECIAL_PIECES,
     UNKNOWN_CHARACTER,
-    made,
+    build_tokenizer,
     tokenizer_fields,
 )
 from dtransformer.errors import InputError, shown
@@ -80,7 +80,7 @@ def learn_vocabulary(
     texts, counts = whole_texts(sentences), collections.Counter()
     fields = tokenizer_fields(SPECIAL_PIECES, (), lower_case)
     fields["normalizer"]["normalizers"].pop()  # Remove the replacement of unknown characters.
-    library = made(fields)
+    library = build_tokenizer(fields)
     for text in texts:
         counts.update(library.normalizer.normalize_str(text))
     for character in (SPACE, UNKNOWN_CHARACTER, "\0"):

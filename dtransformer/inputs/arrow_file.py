@@ -8,7 +8,7 @@ from dtransformer.inputs.files import FilePath, opened
 
 PARQUET = (".parquet",)
 ARROW = (".arrow", ".feather", ".ipc")
-_ROWS = 1024  # Number of rows of a block.
+_BLOCK_ROWS = 1024  # Number of rows of a block.
 _STREAM_MAGIC = b"\xff\xff\xff\xff"  # Files that are not streams begin with ARROW1.
 
 
@@ -28,7 +28,7 @@ def iterate_rows(
         InputError: If pyarrow or the file is missing, or the file is damaged or repeats a name.
     """
     check_installed("pyarrow", f"{path}: Arrow and Parquet files")
-    with opened(path) as file, _told(path):
+    with opened(path) as file, _raise_as_input_error(path):
         is_parquet = str(path).lower().endswith(PARQUET)
         batches, names = _parquet(file) if is_parquet else _arrow(file)
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -55,7 +55,7 @@ def _parquet(file):
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(file)
-    read = lambda columns: parquet.iter_batches(batch_size=_ROWS, columns=columns)
+    read = lambda columns: parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=columns)
     return read, parquet.schema_arrow.names
 
 
@@ -72,14 +72,14 @@ def _arrow(file):
         for batch in batches:
             batch.validate(full=True)  # pyarrow reads texts at their offsets without a check.
             batch = batch if columns is None else batch.select(columns)
-            for start in range(0, batch.num_rows, _ROWS):
-                yield batch.slice(start, _ROWS)
+            for start in range(0, batch.num_rows, _BLOCK_ROWS):
+                yield batch.slice(start, _BLOCK_ROWS)
 
     return read, reader.schema.names
 
 
 @contextlib.contextmanager
-def _told(path):
+def _raise_as_input_error(path):
     """Raise errors of pyarrow inside the `with` block as `InputError`."""
     import pyarrow
 

@@ -19,10 +19,10 @@ FLOATS = {
 }
 _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
 # Number of elements that are converted and checked together, so that they stay in a core's cache.
-_TOGETHER = 2**16
+_CHUNK_SIZE = 2**16
 # Size of the tiles of a transposed matrix, and the gap between the rows of their buffer. Without a
 # gap, the rows would be a power of two apart and compete for the same lines of the cache.
-_ROWS, _COLUMNS, _APART = 512, 256, 16
+_BLOCK_ROWS, _BLOCK_COLUMNS, _ROW_GAP = 512, 256, 16
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -46,7 +46,7 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
         raise InputError(f"{name} has type {value.dtype}, expected {kind}. Convert it first.")
     result = empty(value.shape, kind)
     matrix = _transposed_matrix(value)
-    parts = _filled(result, value) if matrix is None else _filled_by_tiles(result, matrix)
+    parts = _fill(result, value) if matrix is None else _fill_by_tiles(result, matrix)
     if not all(map(_is_finite, parts)):
         raise InputError(
             f"{name} has values that are not finite in {kind} (NaN, infinity or too large). Use other "
@@ -55,20 +55,20 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     return result
 
 
-def _filled(result, value):
+def _fill(result, value):
     """Copy a value into an array of its shape and yield the converted parts."""
     if result.ndim != 1 and value.flags.c_contiguous:
         result, value = result.reshape(-1), value.reshape(-1)
     if not result.ndim:
         result, value = result[None], value[None]
-    num_rows = max(_TOGETHER // max(math.prod(result.shape[1:]), 1), 1)
+    num_rows = max(_CHUNK_SIZE // max(math.prod(result.shape[1:]), 1), 1)
     for start in range(0, len(result), num_rows):
         part = result[start : start + num_rows]
         _cast(value[start : start + num_rows], part)
         yield part
 
 
-def _filled_by_tiles(result, matrix):
+def _fill_by_tiles(result, matrix):
     """Copy a matrix in column-major order into an array in C order and yield the converted tiles.
 
     Each tile is read in the file's order, converted, and written transposed. NumPy's copy takes
@@ -76,13 +76,15 @@ def _filled_by_tiles(result, matrix):
     """
     (size, num_rows), bits = matrix.shape, f"u{result.itemsize}"
     columns = result.view(bits).reshape(matrix.shape)
-    buffer = np.empty((_ROWS, _COLUMNS + _APART), result.dtype)
-    for start, left in itertools.product(range(0, num_rows, _ROWS), range(0, size, _COLUMNS)):
-        rows = matrix[left : left + _COLUMNS, start : start + _ROWS].T
+    buffer = np.empty((_BLOCK_ROWS, _BLOCK_COLUMNS + _ROW_GAP), result.dtype)
+    for start, left in itertools.product(
+        range(0, num_rows, _BLOCK_ROWS), range(0, size, _BLOCK_COLUMNS)
+    ):
+        rows = matrix[left : left + _BLOCK_COLUMNS, start : start + _BLOCK_ROWS].T
         part = buffer[: rows.shape[0], : rows.shape[1]]
         _cast(rows, part)
         yield part
-        columns[left : left + _COLUMNS, start : start + _ROWS] = part.view(bits).T
+        columns[left : left + _BLOCK_COLUMNS, start : start + _BLOCK_ROWS] = part.view(bits).T
 
 
 def _transposed_matrix(value):

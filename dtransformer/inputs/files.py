@@ -24,7 +24,7 @@ def free_memory() -> int:
     It is the minimum of the machine's free memory, the rest of the container's limit, and the
     process' address space limit.
     """
-    return min(_free_on_machine(), _free_in_container(), _own_limit())
+    return min(_free_on_machine(), _free_in_container(), _address_space_limit())
 
 
 def _free_on_machine():
@@ -48,7 +48,7 @@ def _free_in_container():
         return _UNKNOWN
 
 
-def _own_limit():
+def _address_space_limit():
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return _UNKNOWN if limit == resource.RLIM_INFINITY else limit
 
@@ -124,7 +124,7 @@ def inside(folder: FilePath, name: str) -> pathlib.Path:
 
 
 MEBIBYTE = 2**20
-_SHARE_OF_MEMORY = 8  # Lines of text need several times the memory of their bytes.
+_MEMORY_DIVISOR = 8  # Lines of text need several times the memory of their bytes.
 # gzip compresses text 3 to 5 times, a single repeated line 100 times, and decompression bombs
 # 1,000 times.
 MAX_RATIO = 200
@@ -190,7 +190,7 @@ def read_limited(file: BinaryIO, name: FilePath, limit: int | None = None) -> by
         InputError: If there are more bytes than `limit`.
     """
     if limit is None:
-        limit = free_memory() // _SHARE_OF_MEMORY
+        limit = free_memory() // _MEMORY_DIVISOR
     data = bytearray()
     while chunk := file.read(min(MEBIBYTE, limit + 1 - len(data))):
         data += chunk
@@ -214,7 +214,7 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
         InputError: If the file is damaged or incomplete, or decompresses to more than `limit`, or
             to more than 16 MiB and 200 times its size.
     """
-    limit = free_memory() // _SHARE_OF_MEMORY if limit is None else limit
+    limit = free_memory() // _MEMORY_DIVISOR if limit is None else limit
     size, num_unpacked = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
     try:
         if not file.peek(1):

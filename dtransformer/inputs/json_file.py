@@ -6,7 +6,7 @@ import pydantic
 
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import MEBIBYTE, FilePath, read_bytes
-from dtransformer.inputs.text import decode, half_told
+from dtransformer.inputs.text import decode, describe_invalid_character
 
 # Values are not converted silently: "1" is not an integer, and 1 is not a boolean.
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -107,7 +107,7 @@ def check_json(value: object, name: FilePath) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{name}: {half_told(error)}") from None
+        raise InputError(f"{name}: {describe_invalid_character(error)}") from None
     except ValueError as error:
         raise InputError(f"{name} is damaged or not valid JSON ({error}).") from None
 

@@ -25,7 +25,7 @@ _TYPES = FLOATS | {
     "BOOL": np.bool_,
 }
 _MAX_DIMENSIONS = 32  # Limit of NumPy.
-_OF_ALL_ERRORS = "Error while deserializing header: "
+_ERROR_PREFIX = "Error while deserializing header: "
 
 
 class SafetensorsFile:
@@ -52,7 +52,7 @@ class SafetensorsFile:
                 with safetensors.safe_open(path, "np"):
                     length = int.from_bytes(file.read(8), "little")
             except (safetensors.SafetensorError, OSError) as error:
-                reason = one_line(str(error).removeprefix(_OF_ALL_ERRORS), 100)
+                reason = one_line(str(error).removeprefix(_ERROR_PREFIX), 100)
                 raise InputError(
                     f"{path} is not a safetensors file, or its header is damaged ({reason}). Copy it "
                     "again."

@@ -17,8 +17,8 @@ from dtransformer.inputs.files import (
 WHITE_SPACE = " \t\v\f\r\n"  # Separators of words. A no-break space is text.
 MAX_LINE = 2**17  # Maximum number of characters of a sentence. Tokenizers process complete lines.
 MAX_DOCUMENT = 64 * MEBIBYTE  # Maximum number of bytes or characters of a document.
-_BYTES_OF_A_LINE = 120  # Memory of a short Python string.
-_PACKED = ".zst", ".bz2", ".xz", ".lz4", ".zip"
+_BYTES_PER_LINE = 120  # Memory of a short Python string.
+_UNSUPPORTED_ARCHIVES = ".zst", ".bz2", ".xz", ".lz4", ".zip"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -101,7 +101,7 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
         return text
     line_number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
-    if str(path).lower().endswith(_PACKED):
+    if str(path).lower().endswith(_UNSUPPORTED_ARCHIVES):
         fix = "Decompress the file first, because only .gz files are decompressed."
     elif data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
         fix = "Convert the file with iconv -f utf-16 -t utf-8."
@@ -132,11 +132,13 @@ def check_whole(text: str, place: FilePath) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{place}, character {error.start + 1}: {half_told(error)}") from None
+        raise InputError(
+            f"{place}, character {error.start + 1}: {describe_invalid_character(error)}"
+        ) from None
     return text
 
 
-def half_told(error: UnicodeEncodeError) -> str:
+def describe_invalid_character(error: UnicodeEncodeError) -> str:
     """Describe the half of a surrogate pair, or the invalid byte, that caused an encoding error."""
     code = ord(error.object[error.start])
     if 0xDC80 <= code <= 0xDCFF:
@@ -181,7 +183,7 @@ def decode_lines(data: bytes, path: FilePath) -> list[str]:
     >>> decode_lines(b"one\r\ntwo\n", "numbers.txt")
     ['one', 'two']
     """
-    needed = 3 * len(data) + _BYTES_OF_A_LINE * data.count(b"\n")
+    needed = 3 * len(data) + _BYTES_PER_LINE * data.count(b"\n")
     if needed > free_memory() // 2:
         raise InputError(
             f"{path}: Its lines would need {needed:,} bytes, more than half of the free memory. Split "

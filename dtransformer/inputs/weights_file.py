@@ -10,7 +10,7 @@ from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.files import MEBIBYTE, FilePath, opened
 from dtransformer.inputs.json_file import MAX_BYTES, parse_json
 
-_ENDING = ".weights.h5"
+_SUFFIX = ".weights.h5"
 _ARCHIVE = ".keras"
 _MEMBER = "model.weights.h5"  # File in a `.keras` archive.
 _MAX_OBJECTS = 10**5
@@ -30,7 +30,7 @@ def load_weights(network, path: FilePath, **options) -> None:
         InputError: If the file is missing, damaged or malicious, has values that are not finite, or
             belongs to another network.
     """
-    if str(path).endswith((_ENDING, _ARCHIVE)):
+    if str(path).endswith((_SUFFIX, _ARCHIVE)):
         check_weights(path)
     try:
         network.load_weights(path, **options)
@@ -64,7 +64,7 @@ def check_weights(path: FilePath) -> None:
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     try:
-        problem = _problem_of_file(path, size)
+        problem = _find_problem_in_file(path, size)
     except InputError:
         raise
     except Exception as error:  # HDF5 and zipfile raise many kinds of errors.
@@ -76,10 +76,10 @@ def check_weights(path: FilePath) -> None:
         )
 
 
-def _problem_of_file(path, size):
+def _find_problem_in_file(path, size):
     if not str(path).endswith(_ARCHIVE):
         with h5py.File(path, "r") as weights:
-            return _problem(weights, size)
+            return _find_problem(weights, size)
     with zipfile.ZipFile(path) as archive:
         if archive.getinfo(_MEMBER).compress_type != zipfile.ZIP_STORED:
             return f"{_MEMBER} is compressed, but Keras does not compress it"
@@ -87,10 +87,10 @@ def _problem_of_file(path, size):
             while member.read(MEBIBYTE):  # zipfile compares the checksum at the end.
                 pass
         with archive.open(_MEMBER) as member, h5py.File(member, "r") as weights:
-            return _problem(weights, size)
+            return _find_problem(weights, size)
 
 
-def _problem(file, size):
+def _find_problem(file, size):
     """Return a description of the first problem in an open file, or ""."""
     pending, num_objects = [file], 0
     while pending:

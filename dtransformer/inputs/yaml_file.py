@@ -52,7 +52,7 @@ def parse_yaml(text: str, name: FilePath) -> object:
         raise InputError(f"{name} has more than {MAX_BYTES:,} characters. Use a shorter file.")
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
-    except (yaml.YAMLError, _Refused, UnicodeError) as error:
+    except (yaml.YAMLError, _Unsupported, UnicodeError) as error:
         raise InputError(
             f"{name} is invalid or unsupported YAML ({one_line(error, 160)})."
         ) from None
@@ -62,12 +62,12 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that quotes texts which `parse_yaml` would read as numbers, such as 1e5."""
 
 
-def _quoted(dumper, text):
+def _represent_text(dumper, text):
     style = '"' if _NUMBER.fullmatch(text) or _NOT_FINITE.fullmatch(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _quoted)
+_Dumper.add_representer(str, _represent_text)
 
 
 def yaml_text(content: object) -> str:
@@ -103,7 +103,7 @@ def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
     return key.strip(), parse_yaml(value, f"{option} {shown(key)}")
 
 
-class _Refused(Exception):
+class _Unsupported(Exception):
     """Valid YAML that `parse_yaml` does not support."""
 
 
@@ -120,18 +120,18 @@ class _Builder:
         value = self._value(next(self._events), 0)
         next(self._events)  # End of the document.
         if not isinstance(next(self._events), yaml.StreamEndEvent):
-            raise _Refused("several documents, expected one")
+            raise _Unsupported("several documents, expected one")
         return value
 
     def _value(self, event, depth):
         where = f"line {event.start_mark.line + 1}"
         self._num_nodes += 1
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            raise _Refused(f"{where}: write out the value of the anchor or alias")
+            raise _Unsupported(f"{where}: write out the value of the anchor or alias")
         if event.tag:
-            raise _Refused(f"{where}: remove the tag {shown(event.tag)}")
+            raise _Unsupported(f"{where}: remove the tag {shown(event.tag)}")
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
-            raise _Refused(f"{where}: more than {MAX_DEPTH} levels or {MAX_NODES} values")
+            raise _Unsupported(f"{where}: more than {MAX_DEPTH} levels or {MAX_NODES} values")
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value, where) if event.implicit[0] else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -141,9 +141,9 @@ class _Builder:
             where = f"line {key_event.start_mark.line + 1}"
             key = self._value(key_event, depth + 1)
             if not isinstance(key, str) or key == "<<":
-                raise _Refused(f"{where}: the key {shown(key)} must be a text and not a merge")
+                raise _Unsupported(f"{where}: the key {shown(key)} must be a text and not a merge")
             if key in values:
-                raise _Refused(f"{where}: the key {shown(key)} is repeated; remove one")
+                raise _Unsupported(f"{where}: the key {shown(key)} is repeated; remove one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
 
@@ -157,16 +157,16 @@ def _scalar(text, where):
     if text.lower() in _WORDS and text in (text.lower(), text.capitalize(), text.upper()):
         return _WORDS[text.lower()]
     if _NOT_FINITE.fullmatch(text):
-        raise _Refused(f"{where}: expected a finite number, got {text}")
+        raise _Unsupported(f"{where}: expected a finite number, got {text}")
     if _NUMBER.fullmatch(text):
         is_integer = _INTEGER.fullmatch(text)
         if is_integer and len(text) > _MAX_DIGITS:
-            raise _Refused(f"{where}: expected at most {_MAX_DIGITS} digits, got {shown(text)}")
+            raise _Unsupported(f"{where}: expected at most {_MAX_DIGITS} digits, got {shown(text)}")
         if is_integer:
             return int(text)
         if text.isdigit():  # Leading zeros: some readers take 010 as ten, others as eight.
             return text
         if abs(value := float(text)) == float("inf"):
-            raise _Refused(f"{where}: expected a finite number, got {shown(text)}")
+            raise _Unsupported(f"{where}: expected a finite number, got {shown(text)}")
         return value
     return text

@@ -11,7 +11,7 @@ from dtransformer.datasets import (
     NextSentenceBatches,
     SpanCorruptionBatches,
 )
-from dtransformer.datasets.next_sentences import chunks, truncated
+from dtransformer.datasets.next_sentences import chunks, truncate_pair
 from dtransformer.datasets.span_corruption import random_spans, span_counts
 from tests.datasets.refused import refused
 from tests.datasets.small_shards import END, FIRST, PAD, START, some_documents, some_shards
@@ -188,7 +188,7 @@ def test_the_longer_text_loses_its_surplus(sizes):
     first, second = np.arange(sizes[0]), 100 + np.arange(sizes[1])
     beginnings = set()
     for seed in range(20):
-        one, other = truncated(first, second, 20, np.random.default_rng(seed))
+        one, other = truncate_pair(first, second, 20, np.random.default_rng(seed))
         assert len(one) + len(other) == min(sum(sizes), 20)
         assert len(one) >= min(sizes[0], 10) and len(other) >= min(sizes[1], 10)
         assert (np.diff(one) == 1).all() and (np.diff(other) == 1).all()

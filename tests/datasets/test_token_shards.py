@@ -216,7 +216,7 @@ def test_no_byte_of_a_manifest_is_believed(tmp_path):
 def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
     from dtransformer.datasets import token_shards
 
-    monkeypatch.setattr(token_shards, "_OPEN", 2)
+    monkeypatch.setattr(token_shards, "_MAX_OPEN_SHARDS", 2)
     shards = some_shards(tmp_path / "x", DOCUMENTS, shard_tokens=1)
     before = len(os.listdir("/proc/self/fd"))
     assert len(list(shards)) == len(DOCUMENTS)
