@@ -66,7 +66,8 @@ def plan_batches(
     sizes = _rows_per_batch(bounds, batch_size, batch_tokens, min_rows)
     rng = np.random.default_rng([seed, epoch])
     bucket_ids = np.searchsorted(bounds, lengths)
-    batches, remainder = [], np.zeros(0, np.int64)
+    batches = []
+    remainder = np.zeros(0, np.int64)
     for bucket, size in enumerate(sizes):
         members = np.flatnonzero(bucket_ids == bucket)
         if shuffle:

@@ -117,10 +117,13 @@ class TranslationBatches(Epochs):
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # The start or end token.
-        self._shard_index, self.num_shards = shard_index, num_shards
-        self._max_length, self._packed_length = max_length, packed_length
+        self._shard_index = shard_index
+        self.num_shards = num_shards
+        self._max_length = max_length
+        self._packed_length = packed_length
         self._multiples = pad_rows_to_multiple_of, pad_to_multiple_of
-        self._special, self._bounds = (pad_id, start_id, end_id), None
+        self._special = (pad_id, start_id, end_id)
+        self._bounds = None
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
         if packed_length is None:
@@ -142,8 +145,10 @@ class TranslationBatches(Epochs):
         self._report_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)
         super().__init__(len(first_epoch), seed)
-        longest = lambda batch: packed_length or int(self._lengths[batch].max())
-        self.max_tokens = max((len(batch) * longest(batch) for batch in first_epoch), default=0)
+        self.max_tokens = 0
+        for batch in first_epoch:
+            longest = packed_length or int(self._lengths[batch].max())
+            self.max_tokens = max(self.max_tokens, len(batch) * longest)
         if not first_epoch:
             raise InputError(
                 f"{self.num_pairs} sentence pairs do not fill a batch for {num_shards} data ranks. "
@@ -167,7 +172,8 @@ class TranslationBatches(Epochs):
 
     def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
-        multiple, min_width = self._multiples[0], 0
+        multiple = self._multiples[0]
+        min_width = 0
         num_rows = len(rows) if self._packed_length is None else self._local_rows
         num_rows += -num_rows % multiple
         if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
@@ -205,7 +211,8 @@ class TranslationBatches(Epochs):
 
     def _padded(self, name, rows, num_rows, min_width):
         """Return an input or the labels of rows as int32 [number, length]."""
-        width, max_width = self._packed_length, self._max_length + (name != "source")
+        width = self._packed_length
+        max_width = self._max_length + (name != "source")
         if width is None:
             longest = max(min_width, *(len(row[name]) for row in rows))
             width = min(longest + -longest % self._multiples[1], max_width)
@@ -224,7 +231,8 @@ def _as_arrays(ids):
 
 def _remove_special_ids(values, splits, start_id, end_id):
     """Remove start and end tokens from targets, because batches add them to every target."""
-    starts, ends = splits[:-1].copy(), splits[1:].copy()
+    starts = splits[:-1].copy()
+    ends = splits[1:].copy()
     starts += (starts < ends) & (values[np.minimum(starts, len(values) - 1)] == start_id)
     ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
     changes = np.zeros(len(values) + 1, np.int64)

@@ -201,7 +201,8 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
     """
     token_ids = np.array(ids, np.int32)
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
-    starts, is_learnt = np.minimum(starts, ends - 1), np.zeros(len(token_ids), bool)
+    starts = np.minimum(starts, ends - 1)
+    is_learnt = np.zeros(len(token_ids), bool)
     for start, end in spans:
         is_learnt |= (starts < end) & (ends > start)
     return np.where(is_learnt, token_ids, np.int32(IGNORED))

@@ -18,10 +18,27 @@ from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
-FILE, FOLDER, _FIELD = "chat_template.jinja", "additional_chat_templates", "chat_template"
-_DEFAULT, _TOOL_USE = "default", "tool_use"  # Names of templates.
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+_FIELD = "chat_template"
+_DEFAULT = "default"  # Names of templates.
+_TOOL_USE = "tool_use"
+_REMOVED_FILTERS = (
+    "attr",
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "pprint",
+    "slice",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Tags around trained answers.
-_MAX_STEPS, _MAX_SECONDS, _MAX_TEXT = 10**6, 10, 2**24
+_MAX_STEPS = 10**6
+_MAX_SECONDS = 10
+_MAX_TEXT = 2**24
 # Methods that can build a long string from a short one.
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"}
 CHATML = (
@@ -60,7 +77,8 @@ class ChatTemplate:
         tool_source: str | None = None,
     ):
         check_installed("jinja2", "chat templates")
-        self.name, self._tokens = str(name), dict(tokens or {})
+        self.name = str(name)
+        self._tokens = dict(tokens or {})
         self._steps = _Steps()
         today = datetime.date.fromisoformat(date) if date else datetime.date.today()
         environment = _sandbox(self._steps, today)
@@ -107,7 +125,8 @@ class ChatTemplate:
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
         tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
-        name, tool_source = f"{folder}: The chat template", sources.get(_TOOL_USE)
+        name = f"{folder}: The chat template"
+        tool_source = sources.get(_TOOL_USE)
         return cls(sources[_DEFAULT], tokens, name, date, tool_source)
 
     def render(
@@ -131,7 +150,8 @@ class ChatTemplate:
         variables = {**self._tokens, "tools": tools or None, "documents": None}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            parts, size = [], 0
+            parts = []
+            size = 0
             for part in self._templates[bool(tools)].generate(**variables):
                 size += len(part)
                 if size > _MAX_TEXT:
@@ -146,7 +166,8 @@ class ChatTemplate:
 
 def _sources_in(folder, config):
     """Return a dict of template texts by name. Files replace the templates of the config."""
-    field, path = config.get(_FIELD), folder / FILE
+    field = config.get(_FIELD)
+    path = folder / FILE
     if path.exists():
         sources = {_DEFAULT: decode(read_bytes(path), path)}
     elif isinstance(field, list):
@@ -161,10 +182,12 @@ def _sources_in(folder, config):
 class _Steps:
     """Limits the steps and the seconds of a rendering."""
 
-    left, until = _MAX_STEPS, math.inf
+    left = _MAX_STEPS
+    until = math.inf
 
     def begin(self):
-        self.left, self.until = _MAX_STEPS, time.monotonic() + _MAX_SECONDS
+        self.left = _MAX_STEPS
+        self.until = time.monotonic() + _MAX_SECONDS
 
     def take(self):
         self.left -= 1
@@ -186,13 +209,21 @@ def _sandbox(steps, today):
     import jinja2.utils
 
     accessible_types = (
-        *(str, list, tuple, dict, jinja2.runtime.LoopContext, jinja2.runtime.Macro),
-        *(jinja2.utils.Namespace, jinja2.utils.Cycler, jinja2.utils.Joiner),
+        str,
+        list,
+        tuple,
+        dict,
+        jinja2.runtime.LoopContext,
+        jinja2.runtime.Macro,
+        jinja2.utils.Namespace,
+        jinja2.utils.Cycler,
+        jinja2.utils.Joiner,
     )
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%", "+"))
-        counted, joined = staticmethod(steps.counted), staticmethod(_join)
+        counted = staticmethod(steps.counted)
+        joined = staticmethod(_join)
 
         def is_safe_attribute(self, obj, attr, value):
             pads = isinstance(obj, str) and attr in _PADDING
@@ -229,10 +260,7 @@ def _sandbox(steps, today):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    for name in (
-        *("center", "indent", "format", "xmlattr", "pprint", "attr", "wordwrap", "urlize"),
-        *("slice", "batch"),
-    ):
+    for name in _REMOVED_FILTERS:
         environment.filters.pop(name)
     environment.globals.pop("lipsum")
     environment.filters["replace"] = _replace

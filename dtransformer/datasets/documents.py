@@ -93,7 +93,8 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
     Raises:
         InputError: If a document has more than `MAX_DOCUMENT` characters.
     """
-    document_lines, size = [], 0
+    document_lines = []
+    size = 0
     for line_number, line in lines:
         if boundary == "line":
             yield line
@@ -101,7 +102,8 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
         if boundary == "blank_line" and not line.strip(WHITE_SPACE):
             if document_lines:
                 yield "\n".join(document_lines)
-            document_lines, size = [], 0
+            document_lines = []
+            size = 0
             continue
         document_lines.append(line)
         size += len(line)
@@ -123,7 +125,8 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
     Raises:
         InputError: If the file is missing or damaged. The message names the line.
     """
-    lines, list_text = iterate_lines(path), None
+    lines = iterate_lines(path)
+    list_text = None
     for line_number, line in lines:
         if not line.strip(WHITE_SPACE):
             continue
@@ -132,7 +135,8 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
             values = parse_json(list_text, path, MAX_DOCUMENT, checks_values=False)
             yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, start=1))
             return
-        list_text, place = "", f"{path}, line {line_number}"
+        list_text = ""
+        place = f"{path}, line {line_number}"
         yield place, parse_json(line, place, MAX_DOCUMENT, checks_values=False)
 
 

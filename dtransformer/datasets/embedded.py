@@ -75,7 +75,8 @@ def write_corpus(
     for name, size in sizes.items():
         check_int(f"num_{name}", size, 0)
     folder = check_path(folder)
-    pairs, paths = iter(sentence_pairs(sum(sizes.values()), seed)), {}
+    pairs = iter(sentence_pairs(sum(sizes.values()), seed))
+    paths = {}
     with adding_to(folder, overwrite) as fresh:
         for name, size in sizes.items():
             split = [next(pairs) for _ in range(size)]

@@ -27,8 +27,10 @@ class Epochs(abc.ABC):
     """
 
     def __init__(self, num_batches: int, seed: int, **same: object):
-        self._num_batches, self._seed = num_batches, seed
-        self._epoch, self._first_batch = 0, 0
+        self._num_batches = num_batches
+        self._seed = seed
+        self._epoch = 0
+        self._first_batch = 0
         self._identity = {"num_batches": num_batches, "seed": seed, **same}
 
     @abc.abstractmethod
@@ -50,13 +52,17 @@ class Epochs(abc.ABC):
         flat = tf.nest.flatten(spec)
 
         def batch_indices(_):
-            read_position = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
+            def read_position():
+                return np.int64(self._epoch), np.int64(self._first_batch)
+
             epoch, first = tf.numpy_function(read_position, [], [tf.int64, tf.int64])
             indices = tf.data.Dataset.range(tf.reshape(first, []), len(self))
             return indices.map(lambda index: (tf.reshape(epoch, []), index))
 
         def load_batch(epoch, index):
-            make = lambda epoch, index: tf.nest.flatten(self.batch(int(epoch), int(index)))
+            def make(epoch, index):
+                return tf.nest.flatten(self.batch(int(epoch), int(index)))
+
             arrays = tf.numpy_function(
                 make, [epoch, index], [component.dtype for component in flat]
             )
@@ -93,7 +99,8 @@ class Epochs(abc.ABC):
                 f"Epoch {epoch}, batch {start} does not exist in epochs of {len(self)} batches. Resume "
                 "with the data and options of the original run."
             )
-        self._epoch, self._first_batch = int(epoch), int(start)
+        self._epoch = int(epoch)
+        self._first_batch = int(start)
 
     def position(self, batches_done: int = 0) -> dict[str, int | str]:
         """Return the position of the next batch. `restore` resumes from it.
@@ -106,9 +113,11 @@ class Epochs(abc.ABC):
             Dict with the `epoch` and `batch` that come next, `num_batches`, `seed` and other values
             that identify the data.
         """
-        epoch, batch = self._epoch, self._first_batch + int(batches_done)
+        epoch = self._epoch
+        batch = self._first_batch + int(batches_done)
         if batch >= len(self):
-            epoch, batch = epoch + batch // len(self), batch % len(self)
+            epoch = epoch + batch // len(self)
+            batch = batch % len(self)
         return {"epoch": epoch, "batch": batch, **self._identity}
 
     def restore(self, position: Mapping[str, int | str]) -> None:
@@ -142,7 +151,8 @@ def cache_plan(plan: Callable[[int], Any]) -> Callable[[int], Any]:
     Returns:
         Function with the same argument and result.
     """
-    cached_plan, lock = functools.lru_cache(2)(plan), threading.Lock()
+    cached_plan = functools.lru_cache(2)(plan)
+    lock = threading.Lock()
 
     def locked_plan(epoch):
         with lock:

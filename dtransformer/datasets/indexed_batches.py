@@ -79,10 +79,14 @@ class IndexedBatches(Epochs):
             num_rows,
             f"rows do not fill a batch of {batch_size} and are left out",
         )
-        self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
+        self.num_rows = num_rows
+        self.length = length
+        self.batch_size = batch_size
         self.pad_id = shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle
-        self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
+        self._training = training
+        self._shard_index = shard_index
+        self.num_shards = num_shards
         local_rows = -(-batch_size // num_shards)
         self._local_rows = local_rows + -local_rows % pad_rows_to_multiple_of
 
@@ -101,7 +105,8 @@ class IndexedBatches(Epochs):
 
     def rows(self, epoch: int, batch: int) -> np.ndarray:
         """Return the indices of this rank's rows of a batch, int64 [n]."""
-        index, count = self._shard_index, self.num_shards
+        index = self._shard_index
+        count = self.num_shards
         places = np.arange(
             batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows)
         )
@@ -114,5 +119,7 @@ class IndexedBatches(Epochs):
         return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
 
     def spec(self) -> Example:
-        row_spec = lambda array: tf.TensorSpec((self._local_rows, *np.shape(array)), array.dtype)
+        def row_spec(array):
+            return tf.TensorSpec((self._local_rows, *np.shape(array)), array.dtype)
+
         return tf.nest.map_structure(row_spec, self.empty_row())

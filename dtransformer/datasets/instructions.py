@@ -118,7 +118,8 @@ def _encode_document(shards, document, start, end):
 def _next_tokens_with_prefix(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
     """Return a row like `next_tokens`, with the input "prefix": 1 before the first answers."""
     inputs, labels = next_tokens(records, numbers, length)
-    prefix, start = np.zeros(length, np.int32), 0
+    prefix = np.zeros(length, np.int32)
+    start = 0
     for index in numbers:
         _, record_labels = records.sequence(int(index))
         prefix[start : start + len(record_labels)] = np.cumsum(record_labels != IGNORED) == 0

@@ -23,7 +23,9 @@ class TokenStream:
     """
 
     def __init__(self, shards: TokenShards, start_id: int | None, end_id: int | None):
-        self._shards, self._start_id, self._end_id = shards, start_id, end_id
+        self._shards = shards
+        self._start_id = start_id
+        self._end_id = end_id
         self._extra = (start_id is not None) + (end_id is not None)
         sizes = [tokens + self._extra * documents for documents, tokens in shards.shard_sizes]
         self._shard_starts = np.cumsum([0, *sizes])
@@ -41,8 +43,10 @@ class TokenStream:
             from 1 in this range. A document that is read again past the end of the circle gets a
             new index.
         """
-        ids, documents = np.empty(count, np.int32), np.empty(count, np.int32)
-        done, num_documents = 0, 0
+        ids = np.empty(count, np.int32)
+        documents = np.empty(count, np.int32)
+        done = 0
+        num_documents = 0
         while done < count:
             position = (start + done) % self.length
             shard = int(np.searchsorted(self._shard_starts, position, "right")) - 1
@@ -51,13 +55,18 @@ class TokenStream:
             offset = int(self._shard_starts[shard])
             ids[stretch], shard_documents = self._read(shard, position - offset, end - offset)
             documents[stretch] = shard_documents - shard_documents[0] + 1 + num_documents
-            done, num_documents = stretch.stop, int(documents[stretch.stop - 1])
+            done = stretch.stop
+            num_documents = int(documents[stretch.stop - 1])
         return ids, documents
 
     def _read(self, shard_index, start, end):
         """Return the ids and document indices at positions start … end − 1 of a shard."""
-        shard, extra = self._shards.shard(shard_index), self._extra
-        document_start = lambda document: int(shard.documents[document]) + extra * document
+        shard = self._shards.shard(shard_index)
+        extra = self._extra
+
+        def document_start(document):
+            return int(shard.documents[document]) + extra * document
+
         first = bisect.bisect_right(range(len(shard.documents) - 1), start, key=document_start) - 1
         # Documents are not empty, so this range cannot contain more documents than positions.
         splits = np.asarray(shard.documents[first : first + end - start + 1], np.int64)
@@ -88,7 +97,8 @@ class PackedDocuments(IndexedBatches):
     """
 
     # Names of special tokens. The first one that the tokenizer has is added to documents.
-    _START_NAMES, _END_NAMES = ("start",), ("end",)
+    _START_NAMES = ("start",)
+    _END_NAMES = ("end",)
 
     def __init__(
         self,
@@ -117,7 +127,8 @@ class PackedDocuments(IndexedBatches):
         start = self._first_token(epoch) + number * self.length
         ids, segments = self._stream.read(start % size, count)
         if not self._training:  # Do not wrap around: replace repeated documents by padding.
-            ids[size - start :], segments[size - start :] = self.pad_id, 0
+            ids[size - start :] = self.pad_id
+            segments[size - start :] = 0
         return ids, segments
 
     def _choose_added_id(self, shards, names, place):

@@ -10,7 +10,9 @@ from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 
 _NEVER_MASKED = "pad", "start", "end", "cls", "sep", "mask"  # Unknown words may be masked.
-_MASKED, _RANDOM = 0.8, 0.1  # Fractions of the chosen tokens. The others are unchanged.
+# Fractions of the chosen tokens. The others are unchanged.
+_MASKED = 0.8
+_RANDOM = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Masking:
             An `(ids, labels)` tuple of int32 arrays [n]: the masked tokens, and the original ids of
             the chosen tokens or `IGNORED`.
         """
-        masked, labels = ids.copy(), np.full_like(ids, IGNORED)
+        masked = ids.copy()
+        labels = np.full_like(ids, IGNORED)
         places = np.flatnonzero(~np.isin(ids, self.special_ids))
         if not len(places):
             return masked, labels
@@ -123,7 +126,8 @@ class MaskedLanguageModelBatches(PackedDocuments):
     (TensorShape([1, 6]), 27)
     """
 
-    _START_NAMES, _END_NAMES = ("cls", "start"), ("sep", "end")
+    _START_NAMES = ("cls", "start")
+    _END_NAMES = ("sep", "end")
 
     def __init__(
         self,

@@ -51,7 +51,8 @@ def permuted(indices: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
 def _feistel(x, half, keys):
     """Permute 0 … 4^half − 1, uint64 [n]."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
+    left = x >> half
+    right = x & mask
     for key in keys:
         left, right = right, left ^ (_mixed(right + key) & mask)
     return left << half | right
@@ -90,7 +91,9 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
         ends = sizes / fractions
         num_records = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
         return _balanced(fractions, num_records)
-    order, left, sources = [], sizes.copy(), np.arange(len(sizes))
+    order = []
+    left = sizes.copy()
+    sources = np.arange(len(sizes))
     while len(sources):
         source_fractions = fractions[sources] / fractions[sources].sum()
         num_records = max(int((left[sources] / source_fractions).min()), 1)
@@ -111,7 +114,8 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
 def _balanced(fractions, num_records):
     """Return the source index of `number` records, by earliest deadline; int64 [number]."""
     fractions = fractions.tolist()
-    counts, order = [0] * len(fractions), np.zeros(num_records, np.int64)
+    counts = [0] * len(fractions)
+    order = np.zeros(num_records, np.int64)
     sources = range(len(fractions))
     for position in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
@@ -142,7 +146,8 @@ def mixed_records(
     >>> mixed_records(np.array([0, 1, 0, 0]), [2, 5], [0, 0], shuffle=False).tolist()
     [0, 2, 1, 0]
     """
-    records, first_records = np.zeros(len(order), np.int64), np.cumsum([0, *sizes])
+    records = np.zeros(len(order), np.int64)
+    first_records = np.cumsum([0, *sizes])
     for source, size in enumerate(sizes):
         places = np.flatnonzero(order == source)
         turns = np.arange(len(places))

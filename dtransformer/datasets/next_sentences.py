@@ -8,7 +8,8 @@ from dtransformer.datasets.masked_language_model import Masking, row_generator
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 
-FOLLOWS, IS_RANDOM = 0, 1
+FOLLOWS = 0
+IS_RANDOM = 1
 _NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
 
 
@@ -72,7 +73,8 @@ class NextSentenceBatches(IndexedBatches):
                 f"{shards.folder}: Next-sentence prediction requires at least two documents with "
                 "sentences as parts. Write the shards with --sentences or from lists of sentences."
             )
-        self._cls, self._sep = first_id(shards, ("cls", "start")), first_id(shards, ("sep", "end"))
+        self._cls = first_id(shards, ("cls", "start"))
+        self._sep = first_id(shards, ("sep", "end"))
         if self._cls is None or self._sep is None:
             raise InputError(
                 f"{shards.folder}: The tokenizer has no tokens for the beginning and end of a text. Use "
@@ -86,7 +88,8 @@ class NextSentenceBatches(IndexedBatches):
             shard = shards.shard(index)
             self._chunks.append(chunks(shard.parts, shard.documents, length - _NUM_SPECIAL))
         self._first_rows = np.cumsum([0, *(len(first) for first, _ in self._chunks)])
-        num_rows, what = int(self._first_rows[-1]), f"{len(shards):,} documents"
+        num_rows = int(self._first_rows[-1])
+        what = f"{len(shards):,} documents"
         super().__init__(shards, num_rows, what, length=length, **options)
 
     def row(self, epoch: int, number: int) -> Example:
@@ -112,12 +115,17 @@ class NextSentenceBatches(IndexedBatches):
     def _pair(self, number, rng):
         """Return the ids of A, the ids of B, and whether B follows A."""
         shard_index = int(np.searchsorted(self._first_rows, number, "right")) - 1
-        shard, place = self._shards.shard(shard_index), number - self._first_rows[shard_index]
+        shard = self._shards.shard(shard_index)
+        place = number - self._first_rows[shard_index]
         start, end = (int(side[place]) for side in self._chunks[shard_index])
         count = end - start
         middle = start + (int(rng.integers(1, count)) if count > 1 else 1)
-        text = lambda a, b: self._shards.ids(shard.tokens[shard.parts[a] : shard.parts[b]])
-        first, is_next = text(start, middle), count > 1 and rng.random() < 0.5
+
+        def text(start, end):
+            return self._shards.ids(shard.tokens[shard.parts[start] : shard.parts[end]])
+
+        first = text(start, middle)
+        is_next = count > 1 and rng.random() < 0.5
         if is_next:
             return first, text(middle, end), True
         document = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
@@ -148,16 +156,20 @@ def chunks(parts: np.ndarray, documents: np.ndarray, room: int) -> tuple[np.ndar
     ([0, 1, 2, 3], [1, 2, 3, 4])
     """
     bounds = np.searchsorted(parts, documents)
-    start, last = bounds[:-1], bounds[1:]
-    firsts, ends = [], []
+    start = bounds[:-1]
+    last = bounds[1:]
+    firsts = []
+    ends = []
     while len(start):  # Each iteration adds a row of every document that has sentences left.
         end = np.searchsorted(parts, parts[start] + room, "right") - 1
         end = np.clip(end, start + 1, last)
         firsts.append(start)
         ends.append(end)
         has_more = end < last
-        start, last = end[has_more], last[has_more]
-    firsts, ends = np.concatenate(firsts), np.concatenate(ends)
+        start = end[has_more]
+        last = last[has_more]
+    firsts = np.concatenate(firsts)
+    ends = np.concatenate(ends)
     order = np.argsort(firsts, kind="stable")
     return firsts[order], ends[order]
 

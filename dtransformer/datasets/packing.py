@@ -33,7 +33,8 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     rows = np.empty(len(lengths), np.int64)
     room = [[] for _ in range(capacity + 1)]  # room[n]: rows with room for n tokens on both sides.
-    free, not_empty = [], 0  # Free tokens of each row's sides. Bit n is set if room[n] has rows.
+    free = []  # Free tokens of each row's two sides.
+    not_empty = 0  # Bit n is set if room[n] has rows.
     for pair, (source, target) in enumerate(lengths.tolist()):
         need = max(source, target)
         fitting = not_empty >> need << need
@@ -105,7 +106,8 @@ def packed_rows(
     """
     sides = lengths[order]
     by_length = np.lexsort((-sides[:, 1], -sides[:, 0], -sides.max(axis=1)))
-    order, row_ids = order[by_length], pack(sides[by_length], capacity)
+    order = order[by_length]
+    row_ids = pack(sides[by_length], capacity)
     ends = np.cumsum(np.bincount(row_ids))
     rows = np.split(order[np.argsort(row_ids, kind="stable")], ends[:-1])
     return rows if rng is None else [rows[index] for index in rng.permutation(len(rows))]

@@ -10,7 +10,8 @@ INSIDE = "##"  # Prefix of pieces inside a word.
 UNKNOWN_CHARACTER = "\ufffd"  # Replaces characters without a piece. It is not a piece.
 SPACE = "▁"  # U+2581. Marks the space before a word.
 ESCAPE = "▂"  # U+2582. In the text itself "▁" becomes "▂1", and "▂" becomes "▂2".
-ESCAPED_SPACE, ESCAPED_ESCAPE = ESCAPE + "1", ESCAPE + "2"
+ESCAPED_SPACE = ESCAPE + "1"
+ESCAPED_ESCAPE = ESCAPE + "2"
 
 _UNKNOWN_TEXT = " ⁇ "
 _WHITE_SPACE = r"[ \t\x0b\f\r\n]+"
@@ -36,7 +37,8 @@ def tokenizer_fields(
         Dict that can be saved as JSON.
     """
     unknown = "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in [*characters, SPACE]) + "]"
-    normalizers = [{"type": "Lowercase"}] * lower_case + [
+    normalizers = [{"type": "Lowercase"}] if lower_case else []
+    normalizers += [
         {"type": "NFC"},
         _replace("String", ESCAPE, ESCAPED_ESCAPE),
         _replace("String", SPACE, ESCAPED_SPACE),

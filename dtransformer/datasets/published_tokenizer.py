@@ -286,7 +286,9 @@ class PublishedTokenizer(BaseTokenizer):
     """
 
     def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
-        self._path, self.vocab_size, self._config = path, vocab_size, config
+        self._path = path
+        self.vocab_size = vocab_size
+        self._config = config
         vars(self).update(ids)
         source = path.parent
         paths = [path, *(source / name for name in (*FILES, TEMPLATE))]
@@ -325,7 +327,8 @@ class PublishedTokenizer(BaseTokenizer):
 
     def _save_stop_ids(self, path):
         """Save all end ids. Some come from the model's `config.json`, which is not copied."""
-        fields, ends = optional_fields(path), list(self.stop_ids)
+        fields = optional_fields(path)
+        ends = list(self.stop_ids)
         if ends not in ([], [self.end_id], fields.get("eos_token_id")):
             text = json.dumps({**fields, "eos_token_id": ends}, indent=2)
             path.write_text(text + "\n", encoding="utf-8")

@@ -38,13 +38,17 @@ class EncodedRecords:
         flat = [sequence for record in rows for sequence in record]
         lengths = [len(ids) for ids, _ in flat]
         self._starts = np.cumsum([0, *lengths])
-        join = lambda side: np.concatenate(
-            [np.zeros(0, np.int32), *(np.asarray(one[side], np.int32) for one in flat)]
-        )
-        self._ids, self._labels = join(0), join(1)
+
+        def join(arrays):
+            arrays = [np.asarray(array, np.int32) for array in arrays]
+            return np.concatenate([np.zeros(0, np.int32), *arrays])
+
+        self._ids = join(ids for ids, _ in flat)
+        self._labels = join(labels for _, labels in flat)
         self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
         self.targets = None if targets is None else np.array(targets, np.float32)
-        self.pad_id, self.special_ids = pad_id, {"pad": pad_id}
+        self.pad_id = pad_id
+        self.special_ids = {"pad": pad_id}
         digest = hashlib.sha256()
         for array in (self._ids, self._labels, self._starts, self.targets):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
@@ -116,9 +120,12 @@ class RecordBatches(IndexedBatches):
         training: bool = True,
         **options,
     ):
-        self._records, self._form = records, form
+        self._records = records
+        self._form = form
         self._shuffles = training if shuffle is None else shuffle
-        self._plan_seed, self._packed, self._capacity = seed, packed, length
+        self._plan_seed = seed
+        self._packed = packed
+        self._capacity = length
         self._sizes = list(sizes or [len(records)])
         self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
         self._plan = cache_plan(self._plan_rows)
@@ -137,7 +144,8 @@ class RecordBatches(IndexedBatches):
 
     def _plan_rows(self, epoch):
         """Return the rows of an epoch: arrays of record indices."""
-        num_records, seed = len(self._records), [self._plan_seed, epoch]
+        num_records = len(self._records)
+        seed = [self._plan_seed, epoch]
         if self._order is not None:
             order = mixed_records(self._order, self._sizes, seed, self._shuffles)
         else:
@@ -145,7 +153,8 @@ class RecordBatches(IndexedBatches):
             order = rng.permutation(num_records) if self._shuffles else np.arange(num_records)
         if not self._packed:
             return order[:, None]
-        rows, window = [], len(order) if self._order is None else _WINDOW
+        rows = []
+        window = len(order) if self._order is None else _WINDOW
         sides = np.repeat(self._records.lengths[:, :1], 2, axis=1)
         for start in range(0, len(order), window):
             rng = np.random.default_rng([*seed, start]) if self._shuffles else None
@@ -176,12 +185,15 @@ def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) ->
         the index of the record in the row, from 1, and 0 for padding. The last token of a record
         and padding have the label -100.
     """
-    tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
-    labels, start = np.full(length, IGNORED, np.int32), 0
+    tokens = np.full(length, records.pad_id, np.int32)
+    segments = np.zeros(length, np.int32)
+    labels = np.full(length, IGNORED, np.int32)
+    start = 0
     for segment, index in enumerate(numbers, start=1):
         ids, record_labels = (x[: length - start] for x in records.sequence(int(index)))
         end = start + len(ids)
-        tokens[start:end], segments[start:end] = ids, segment
+        tokens[start:end] = ids
+        segments[start:end] = segment
         labels[start : end - 1] = record_labels[1:]
         start = end
     return {"tokens": tokens, "segments": segments}, labels
@@ -204,13 +216,17 @@ def group_row(
     """
     k = records.num_sequences
     tokens = np.full((k, length), records.pad_id, np.int32)
-    segments, labels = np.zeros_like(tokens), np.full_like(tokens, IGNORED)
+    segments = np.zeros_like(tokens)
+    labels = np.full_like(tokens, IGNORED)
     for index in numbers:
         for side in range(k):
             ids, sequence_labels = records.sequence(int(index), side)
-            tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
+            tokens[side, : len(ids)] = ids
+            segments[side, : len(ids)] = 1
             labels[side, : len(sequence_labels[1:])] = sequence_labels[1:]
-    inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
+    inputs = {"tokens": tokens, "segments": segments}
+    if with_labels:
+        inputs["labels"] = labels
     weight = np.float32(len(numbers) > 0)
     return inputs, targets_of(records, numbers), weight
 
@@ -245,7 +261,8 @@ def prepared_lengths(
     if longer == "cut":
         lost = list(map(_has_lost_answer, rows, cut))
         warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
-        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens and are"
+        is_long = lost
+        reason = f"{what} would lose an answer if cut to {length} tokens and are"
     warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
     indices = [i for i, long in enumerate(is_long) if not long]
     return indices, [cut[i] for i in indices]

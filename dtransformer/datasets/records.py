@@ -61,7 +61,8 @@ def read_records(
     >>> list(read_records("a.jsonl", names))
     [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
     """
-    name, fields = str(path).lower(), dict(fields or {})
+    name = str(path).lower()
+    fields = dict(fields or {})
     if target is not None:
         pairs = zip(*read_pairs(path, target))
         placed = (
@@ -245,7 +246,8 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
     """
     sides = [record.get(key) for key in _SIDES]
     if all(isinstance(side, str) for side in sides):
-        prompt, sides = record.get("prompt"), [text_of(record, x, place) for x in _SIDES]
+        prompt = record.get("prompt")
+        sides = [text_of(record, x, place) for x in _SIDES]
         if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
             return messages_of(prompt, place), chosen, rejected

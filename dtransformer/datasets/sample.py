@@ -31,13 +31,16 @@ def evenly_spread(texts: Iterable[str], most: int = _MAX_CHARACTERS) -> list[str
     >>> evenly_spread(["a", "b", "c", "d", "e", "f", "g"], most=4)
     ['a', 'c', 'e', 'g']
     """
-    sample, size, step = [], 0, 1
+    sample = []
+    size = 0
+    step = 1
     for index, text in enumerate(texts):
         if index % step:
             continue
         sample.append(text)
         size += len(text)
         while size > most and len(sample) > 1:
-            sample, step = sample[::2], 2 * step
+            sample = sample[::2]
+            step = 2 * step
             size = sum(map(len, sample))
     return sample

@@ -27,8 +27,13 @@ _CLASSES = {
     "GemmaTokenizer": (True, False),
     "T5Tokenizer": (False, True),
 }
-_PIECES, _TEXT, _TYPE = 1, 1, 3  # Field numbers of `ModelProto` and its messages.
-_NORMALIZER, _PREFIXES, _REMOVES_SPACES = 3, 3, 4
+# Field numbers of `ModelProto` and its messages.
+_PIECES = 1
+_TEXT = 1
+_TYPE = 3
+_NORMALIZER = 3
+_PREFIXES = 3
+_REMOVES_SPACES = 4
 _SPACE = "▁"
 _CONTROL = 3  # Type of control pieces.
 _NO_PREFIX = b"\x1a\x02\x18\x00"  # Appended to a model, sets its `add_dummy_prefix` to false.
@@ -57,7 +62,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
         ids = {text: number for number, (text, _) in enumerate(pieces)}
         special, config = special_tokens(path.parent, ids.get, _DEFAULT_TOKENS)
         super().__init__(path, len(pieces), special, config)
-        self._data, self._ids, self._libraries = data, ids, {}
+        self._data = data
+        self._ids = ids
+        self._libraries = {}
         self._pieces = [text for text, _ in pieces]
         self._check_added(config)
         rules = dict(

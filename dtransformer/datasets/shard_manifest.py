@@ -15,9 +15,11 @@ from dtransformer.inputs.files import MEBIBYTE, FilePath, check_path, inside, op
 from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.manifest import Count, FileName
 
-MANIFEST, TOKENIZER = "shards.json", "tokenizer"
+MANIFEST = "shards.json"
+TOKENIZER = "tokenizer"
 KINDS = "tokens", "documents", "parts"
-FORMAT, VERSION = "dtransformer.TokenShards", 1
+FORMAT = "dtransformer.TokenShards"
+VERSION = 1
 _MAX_BYTES = 64 * MEBIBYTE
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -158,7 +160,8 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
     Raises:
         InputError: If a file is missing or contradicts the manifest.
     """
-    sizes, dtype = manifest["shards"][number], manifest["dtype"]
+    sizes = manifest["shards"][number]
+    dtype = manifest["dtype"]
     lengths = {"tokens": sizes["tokens"], "documents": sizes["documents"] + 1}
     if sizes["parts"] is not None:
         lengths["parts"] = sizes["parts"] + 1
@@ -178,7 +181,8 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
             )
         arrays[kind] = array
     if "parts" in arrays:
-        parts, documents = arrays["parts"], arrays["documents"]
+        parts = arrays["parts"]
+        documents = arrays["documents"]
         if (parts[np.searchsorted(parts, documents)] != documents).any():
             raise InputError(f"{path} is damaged: its parts do not match documents. Copy it again.")
     return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))

@@ -104,21 +104,27 @@ def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int
     """
     if isinstance(documents, (str, bytes)):
         raise InputError("`documents` must be a list of texts. Put the string into a list.")
-    texts, counts, size, has_parts = [], [], 0, None
+    texts = []
+    counts = []
+    size = 0
+    has_parts = None
     for number, document in enumerate(documents, start=1):
         parts = [document] if isinstance(document, str) else list(document)
         has_parts = not isinstance(document, str) if has_parts is None else has_parts
         if has_parts == isinstance(document, str):
+            problem = "has no parts" if has_parts else "has parts"
             raise InputError(
-                f"Document {number} has {'no ' * has_parts}parts, unlike earlier documents. Give parts "
-                "to all documents or to none."
+                f"Document {number} {problem}, unlike earlier documents. Give parts to all documents "
+                "or to none."
             )
         texts += parts
         counts.append(len(parts))
         size += sum(map(len, parts))
         if size > _BLOCK:
             yield texts, counts if has_parts else None
-            texts, counts, size = [], [], 0
+            texts = []
+            counts = []
+            size = 0
     if counts:
         yield texts, counts if has_parts else None
 
@@ -149,12 +155,18 @@ class ShardFiles:
     """
 
     def __init__(self, folder: pathlib.Path, dtype: str, shard_tokens: int):
-        self.shards, self.num_left_out = [], 0
-        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
+        self.shards = []
+        self.num_left_out = 0
+        self._folder = folder
+        self._dtype = dtype
+        self._limit = shard_tokens
         self._begin()
 
     def _begin(self):
-        self._tokens, self._documents, self._parts, self._size = [], [0], [0], 0
+        self._tokens = []
+        self._documents = [0]
+        self._parts = [0]
+        self._size = 0
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, counts: list[int] | None) -> None:
         """Add documents, except those without a token or with a part without a token.
@@ -165,10 +177,12 @@ class ShardFiles:
             counts: List with the number of parts of each document, or `None` if documents have no
                 parts.
         """
-        self._has_parts, ends = counts is not None, np.cumsum([0, *lengths])
+        self._has_parts = counts is not None
+        ends = np.cumsum([0, *lengths])
         bounds = np.cumsum([0, *([1] * len(lengths) if counts is None else counts)])
         for first, last in itertools.pairwise(bounds.tolist()):
-            start, end = int(ends[first]), int(ends[last])
+            start = int(ends[first])
+            end = int(ends[last])
             if first == last or not lengths[first:last].all():
                 self.num_left_out += 1
                 continue

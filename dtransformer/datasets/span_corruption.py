@@ -72,12 +72,14 @@ class SpanCorruptionBatches(PackedDocuments):
         check_int("length", length, 4)
         if not 0 < rate < 1 or mean_span < 1:
             raise InputError(f"`{rate=}` must be between 0 and 1, and `{mean_span=}` at least 1.")
-        self._spans, end_id = (rate, mean_span), first_id(shards, ("end", "sep"))
+        self._spans = (rate, mean_span)
+        end_id = first_id(shards, ("end", "sep"))
         self._end = [] if end_id is None else [end_id]
         text = text_length(length, rate, mean_span, len(self._end))
         num_replaced, num_spans = span_counts(text, *self._spans)
         more = num_spans + len(self._end)
-        self.source_length, self.target_length = text - num_replaced + more, num_replaced + more
+        self.source_length = text - num_replaced + more
+        self.target_length = num_replaced + more
         if sentinel_ids is None:
             sentinel_ids = range(shards.vocab_size, shards.vocab_size + num_spans)
         if len(sentinel_ids) < num_spans:
@@ -98,7 +100,8 @@ class SpanCorruptionBatches(PackedDocuments):
         if len(ids) < 2:  # The last row of an evaluation may be too short.
             return inputs, labels
         spans = random_spans(len(ids), *self._spans, row_generator(self._seed, epoch, number))
-        source, target = [], []
+        source = []
+        target = []
         for sentinel, (start, end, next_start) in zip(self._sentinels, spans):
             source += [[sentinel], ids[end:next_start]]
             target += [[sentinel], ids[start:end]]

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import read_object
 
-CONFIG, GENERATION, _MODEL = "tokenizer_config.json", "generation_config.json", "config.json"
+CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+_MODEL = "config.json"
 FILES = CONFIG, "special_tokens_map.json", GENERATION  # Optional files of a tokenizer.
 _NAMES = {"pad": "pad", "unk": "unk", "start": "bos", "end": "eos"}
 _NAMES |= {name: name for name in ("cls", "sep", "mask")}

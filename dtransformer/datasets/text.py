@@ -83,7 +83,8 @@ def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
         InputError: If a line has no tab or several tabs, if the file is empty, or if it is
             missing, damaged or not UTF-8. The message names the line.
     """
-    sources, targets = [], []
+    sources = []
+    targets = []
     for line_number, line in enumerate(read_text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) != 2:
@@ -132,7 +133,8 @@ def clean_pairs(
         raise InputError(
             f"Got {len(sources)} sources and {len(targets)} targets. Give two lists of equal length."
         )
-    pairs, seen = [], set()
+    pairs = []
+    seen = set()
     counts = dict.fromkeys(("kept", "empty", "uneven", "repeated"), 0)
     for pair in zip(sources, targets):
         pair = tuple(_WHITE_SPACE_RUN.sub(" ", side).strip(" ") for side in pair)

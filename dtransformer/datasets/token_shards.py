@@ -173,5 +173,6 @@ class TokenShards:
             )
         document %= len(self)
         shard_index = int(np.searchsorted(self._first_documents, document, "right")) - 1
-        shard, document = self.shard(shard_index), document - self._first_documents[shard_index]
+        shard = self.shard(shard_index)
+        document = document - self._first_documents[shard_index]
         return shard, int(shard.documents[document]), int(shard.documents[document + 1])

@@ -71,11 +71,15 @@ class SubwordTokenizer(BaseTokenizer):
     ["L'été part."]
     """
 
-    pad_id, unk_id, start_id, end_id = _PAD, _UNK, _START, _END
+    pad_id = _PAD
+    unk_id = _UNK
+    start_id = _START
+    end_id = _END
     stop_ids = (_END,)
 
     def __init__(self, vocabulary: Iterable[str], lower_case: bool = False):
-        self.vocabulary, self.lower_case = tuple(vocabulary), bool(lower_case)
+        self.vocabulary = tuple(vocabulary)
+        self.lower_case = bool(lower_case)
         self.vocab_size = len(self.vocabulary)
         check_vocabulary(self.vocabulary)
 
@@ -173,7 +177,8 @@ class SubwordTokenizer(BaseTokenizer):
 
     @functools.cached_property
     def _library(self):
-        library, (*_, start, end) = build_tokenizer(self._fields()), SPECIAL_PIECES
+        library = build_tokenizer(self._fields())
+        *_, start, end = SPECIAL_PIECES
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{start} $A {end}",
             pair=f"{start} $A {end} $B:1 {end}:1",

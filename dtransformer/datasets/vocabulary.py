@@ -42,7 +42,8 @@ def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
             f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}. Use one from "
             "`SubwordTokenizer.train`."
         )
-    characters, seen = {*characters_of(vocabulary), SPACE}, {*SPECIAL_PIECES}
+    characters = {*characters_of(vocabulary), SPACE}
+    seen = {*SPECIAL_PIECES}
     for piece in vocabulary[len(SPECIAL_PIECES) :]:
         text = piece.removeprefix(INSIDE)
         if piece in seen or not text or not characters.issuperset(text):
@@ -77,7 +78,8 @@ def learn_vocabulary(
         InputError: If there is no text, or `vocab_size` is too small for the characters or too
             large for the text.
     """
-    texts, counts = whole_texts(sentences), collections.Counter()
+    texts = whole_texts(sentences)
+    counts = collections.Counter()
     fields = tokenizer_fields(SPECIAL_PIECES, (), lower_case)
     fields["normalizer"]["normalizers"].pop()  # Remove the replacement of unknown characters.
     library = build_tokenizer(fields)

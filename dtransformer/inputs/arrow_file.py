@@ -55,7 +55,10 @@ def _parquet(file):
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(file)
-    read = lambda columns: parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=columns)
+
+    def read(columns):
+        return parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=columns)
+
     return read, parquet.schema_arrow.names
 
 

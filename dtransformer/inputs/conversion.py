@@ -22,7 +22,9 @@ _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
 _CHUNK_SIZE = 2**16
 # Size of the tiles of a transposed matrix, and the gap between the rows of their buffer. Without a
 # gap, the rows would be a power of two apart and compete for the same lines of the cache.
-_BLOCK_ROWS, _BLOCK_COLUMNS, _ROW_GAP = 512, 256, 16
+_BLOCK_ROWS = 512
+_BLOCK_COLUMNS = 256
+_ROW_GAP = 16
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -58,9 +60,11 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
 def _fill(result, value):
     """Copy a value into an array of its shape and yield the converted parts."""
     if result.ndim != 1 and value.flags.c_contiguous:
-        result, value = result.reshape(-1), value.reshape(-1)
+        result = result.reshape(-1)
+        value = value.reshape(-1)
     if not result.ndim:
-        result, value = result[None], value[None]
+        result = result[None]
+        value = value[None]
     num_rows = max(_CHUNK_SIZE // max(math.prod(result.shape[1:]), 1), 1)
     for start in range(0, len(result), num_rows):
         part = result[start : start + num_rows]
@@ -74,7 +78,8 @@ def _fill_by_tiles(result, matrix):
     Each tile is read in the file's order, converted, and written transposed. NumPy's copy takes
     five times as long.
     """
-    (size, num_rows), bits = matrix.shape, f"u{result.itemsize}"
+    size, num_rows = matrix.shape
+    bits = f"u{result.itemsize}"
     columns = result.view(bits).reshape(matrix.shape)
     buffer = np.empty((_BLOCK_ROWS, _BLOCK_COLUMNS + _ROW_GAP), result.dtype)
     for start, left in itertools.product(

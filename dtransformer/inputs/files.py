@@ -54,7 +54,9 @@ def _address_space_limit():
 
 
 FilePath = str | os.PathLike
-MAX_PATH, MAX_NAME = 4095, 255  # Linux's limits in bytes for a path and for each part of it.
+# Linux's limits in bytes for a path and for each part of it.
+MAX_PATH = 4095
+MAX_NAME = 255
 
 
 def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
@@ -215,7 +217,8 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
             to more than 16 MiB and 200 times its size.
     """
     limit = free_memory() // _MEMORY_DIVISOR if limit is None else limit
-    size, num_unpacked = os.fstat(file.fileno()).st_size, 0  # The size of a pipe is 0.
+    size = os.fstat(file.fileno()).st_size  # The size of a pipe is 0.
+    num_unpacked = 0
     try:
         if not file.peek(1):
             raise EOFError("The file is empty.")

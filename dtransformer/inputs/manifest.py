@@ -10,7 +10,8 @@ from dtransformer.errors import one_line
 from dtransformer.inputs.files import check_name
 from dtransformer.inputs.json_file import STRICT
 
-INDEX, DATA = "state.index", "state.data-{:05d}-of-{:05d}"
+INDEX = "state.index"
+DATA = "state.data-{:05d}-of-{:05d}"
 _MAX_FILES = 10**5
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),

@@ -58,7 +58,8 @@ class SafetensorsFile:
                     "again."
                 ) from None
             self._tensors = parse_json(file.read(length), path)
-        self._path, self._start = pathlib.Path(path), 8 + length
+        self._path = pathlib.Path(path)
+        self._start = 8 + length
         self._tensors.pop("__metadata__", None)
         self.shapes = {name: tuple(entry["shape"]) for name, entry in self._tensors.items()}
         for name, entry in self._tensors.items():
@@ -72,7 +73,8 @@ class SafetensorsFile:
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._tensors[name]
-        shape, kind = self.shapes[name], np.dtype(_TYPES[entry["dtype"]])
+        shape = self.shapes[name]
+        kind = np.dtype(_TYPES[entry["dtype"]])
         if not math.prod(shape):
             return np.zeros(shape, kind)
         offset = self._start + entry["data_offsets"][0]

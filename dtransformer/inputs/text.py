@@ -56,7 +56,8 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
             blocks = unpacked(file, path, limit=sys.maxsize)
         else:
             blocks = iter(lambda: file.read(MEBIBYTE), b"")
-        line_number, rest = 1, bytearray()
+        line_number = 1
+        rest = bytearray()
         for block in itertools.chain(blocks, [None]):
             rest += block or b""
             end = len(rest) if block is None else rest.rfind(b"\n", len(rest) - len(block)) + 1
@@ -90,13 +91,12 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
     if first_line == 1:
         data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        text, start, reason = (
-            data.decode("utf-8"),
-            data.find(b"\0"),
-            "text has no NUL; is it UTF-16?",
-        )
+        text = data.decode("utf-8")
+        start = data.find(b"\0")
+        reason = "text has no NUL; is it UTF-16?"
     except UnicodeDecodeError as error:
-        start, reason = error.start, error.reason
+        start = error.start
+        reason = error.reason
     if start < 0:
         return text
     line_number = data.count(b"\n", 0, start) + first_line

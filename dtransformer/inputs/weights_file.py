@@ -92,7 +92,8 @@ def _find_problem_in_file(path, size):
 
 def _find_problem(file, size):
     """Return a description of the first problem in an open file, or ""."""
-    pending, num_objects = [file], 0
+    pending = [file]
+    num_objects = 0
     while pending:
         group = pending.pop()
         for name in group:

@@ -111,7 +111,8 @@ class _Builder:
     """Builds values from the parser's events and checks each event before reading the next."""
 
     def __init__(self, events):
-        self._events, self._num_nodes = events, 0
+        self._events = events
+        self._num_nodes = 0
 
     def document(self):
         next(self._events)  # Start of the stream.
