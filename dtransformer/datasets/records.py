@@ -73,13 +73,12 @@ def read_records(
         placed = values
     elif name.endswith(_TABLES):
         raise InputError(
-            f"{path}: CSV, TSV and Excel tables are not supported. Convert it to JSON lines or Parquet."
+            f"{path}: CSV, TSV and Excel tables are not supported. Convert the file to JSON lines or "
+            "Parquet."
         )
     else:
         texts = enumerate(read_documents([path]), start=1)
-        placed = (
-            (f"{path}, document {line_number}", {"text": text}) for line_number, text in texts
-        )
+        placed = ((f"{path}, document {index}", {"text": text}) for index, text in texts)
     yield from named_records(objects(placed, fields.values()), fields)
 
 
@@ -98,7 +97,7 @@ def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Reco
     named = {*fields, *fields.values()}
     for place, value in values:
         rest = {key: x for key, x in value.items() if key not in named and x is not None}
-        renamed = {renamed: value[key] for renamed, key in fields.items() if key in value}
+        renamed = {name: value[key] for name, key in fields.items() if key in value}
         yield place, _convert_conversation({**rest, **renamed}, place)
 
 

@@ -21,7 +21,7 @@ def read_lines(path: FilePath) -> list[str]:
         empty strings.
 
     Raises:
-        InputError: If the file is missing, damaged, too large or not UTF-8. The message names the
+        InputError: If the file is missing, damaged, not UTF-8 or too large. The message names the
             line.
     """
     return [line.strip(WHITE_SPACE) for line in read_text_lines(path)]

@@ -228,8 +228,8 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
                 if num_unpacked > min(limit, max(FREE_OF_RATIO, MAX_RATIO * size)):
                     raise InputError(
                         f"{name}: {size:,} bytes of gzip decompress to more than "
-                        f"{num_unpacked - len(chunk):,} bytes, too many for text or for the free "
-                        "memory. Decompress the file with another tool."
+                        f"{num_unpacked - len(chunk):,} bytes, more than text or the free "
+                        "memory allows. Decompress the file with another tool."
                     )
                 yield chunk
     except (zlib.error, gzip.BadGzipFile, EOFError) as error:
