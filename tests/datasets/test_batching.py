@@ -1,4 +1,4 @@
-"""Batches: every pair once an epoch, ranks share one plan, epochs can be resumed."""
+"""Each epoch contains every pair once, ranks share one plan, and epochs can be resumed."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def some_lengths(count=1000, longest=40, seed=0):
 
 
 def some_ids(lengths, seed=1):
-    """Ragged ids whose first token tells the sentence's number: 10 + number."""
+    """Return ragged ids. The first token of sentence i is 10 + i."""
     row_splits = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.random.default_rng(seed).integers(4, 10, row_splits[-1], np.int32)
     ids[row_splits[:-1]] = 10 + np.arange(len(lengths))
@@ -37,7 +37,7 @@ def as_lists(dataset):
     return [tf.nest.map_structure(lambda x: x.numpy().tolist(), batch) for batch in dataset]
 
 
-# The plan.
+# Plans.
 
 PLANS = [
     {"batch_size": 32},
@@ -94,8 +94,8 @@ def test_a_plan_depends_on_seed_and_epoch_only():
     "count, sizes",
     [
         (96, [32, 32, 32]),
-        (120, [32, 32, 32, 24]),  # the rest is half a batch or more: it stands alone
-        (100, [32, 32, 18, 18]),  # less: it shares with the batch before
+        (120, [32, 32, 32, 24]),  # A remainder of at least half a batch is a separate batch.
+        (100, [32, 32, 18, 18]),  # A smaller remainder is divided with the batch before.
         (5, [5]),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_plan_that_cannot_be_is_refused(options, told):
     assert told in refused(plan_batches, some_lengths(), **options)
 
 
-# The batches.
+# Batches.
 
 
 def test_the_form_of_a_batch():
@@ -238,11 +238,11 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(done, shard):
 
     second = some_batches(**shard)
     second.restore(position)
-    second.set_epoch(3)  # as Trainer.fit does when it begins with this epoch
+    second.set_epoch(3)  # `Trainer.fit` does this when it starts with this epoch.
     dataset = second.as_dataset()
     assert as_lists(dataset) == remaining
     for batches in (first, second):
-        batches.set_epoch(4)  # the next epoch is a full one
+        batches.set_epoch(4)  # The next epoch is complete.
     assert as_lists(dataset) == as_lists(first.as_dataset())
 
 

@@ -1,4 +1,4 @@
-"""Promise: a tokenizer trained for language models gives back every character of a text."""
+"""A tokenizer trained for language models restores every character of a text."""
 
 import json
 import pathlib
@@ -25,7 +25,7 @@ def test_white_space_and_unseen_characters_come_back(tokenizer):
     assert tokenizer.decode(ids) == texts
     assert tokenizer.unk_id not in ids.flat_values.numpy()
     assert len(ids[1]) < 0.7 * len(SOURCES[0].encode())
-    # The subword tokenizer, for translation, keeps words only.
+    # The subword tokenizer for translation restores words only.
     words = SubwordTokenizer.train([CODE], vocab_size=80)
     assert words.decode(words.encode([CODE])) == [" ".join(CODE.split())]
 

@@ -1,4 +1,4 @@
-"""Promise: what of a conversation is learnt is what the template says, token by token."""
+"""The template determines the trained part of a conversation, token by token."""
 
 import json
 
@@ -13,8 +13,8 @@ from dtransformer.datasets.tokenizer_folder import JsonTokenizer
 from dtransformer.errors import InputError
 from tests.models.pretrained.published import with_transformers
 
-# What the stock templates of these families do, in few words, with the marks by which `transformers`
-# tells answers. Ours leaves the marks out.
+# Shortened templates of these families, with the marks of answers for `transformers`. This library
+# ignores the marks.
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>"
@@ -35,7 +35,7 @@ MISTRAL = (
     "{% else %}{% generation %} {{ m['content'] | trim }}{{ eos_token }}{% endgeneration %}{% endif %}"
     "{% endfor %}"
 )
-# Only the answers after the last question show, or have, thoughts.
+# Only answers after the last question have thoughts.
 QWEN_3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
@@ -68,7 +68,7 @@ SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|start_h
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Byte-pair encoding of bytes, with the marks of the templates as tokens."""
+    """Return a byte-level BPE tokenizer with the marks of the templates as tokens."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
@@ -86,7 +86,7 @@ def tokenizer(tmp_path_factory):
 
 
 def learnt(tokenizer, source, turns, train_on="assistant"):
-    """Return ids and labels of a conversation by a template."""
+    """Return the ids and labels of a rendered conversation."""
     tokenizer.template_source = source
     found = conversation(turns, tokenizer.chat_template(), train_on, "here")
     ((ids, places, _),) = tokenizer.encode_with_offsets([found.text])
@@ -164,7 +164,7 @@ def test_wrong_records_are_told_with_their_place(record, told):
 
 
 def test_an_answer_that_cannot_be_found_is_refused():
-    """The template renders what comes before an answer by how many messages there are."""
+    """This template's beginning depends on the number of messages."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(InputError, match="message 2: The template renders the messages before"):
         conversation(TURNS, ChatTemplate(source), "assistant", "here")
@@ -314,7 +314,7 @@ def test_white_space_without_characters_is_learnt():
 
 
 def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
-    """Tokens of white space alone have empty places then, at their ends."""
+    """Tokens of white space have empty places at their ends."""
     trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
     trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     for text in ("<s>  \n    if x:\n\n        y  </s>  \n", "<s>    x  </s>", "<s>x   </s>   "):

@@ -1,4 +1,4 @@
-"""Documents come from files of every kind one by one, and what is wrong is told with its line."""
+"""Documents are read one by one from all kinds of files, and errors name the line."""
 
 import gzip
 import importlib.util
@@ -38,7 +38,7 @@ def test_text_files(tmp_path, end, packed):
 
 
 def test_a_large_file_is_read_block_by_block(tmp_path):
-    """Lines that lie across the ends of blocks, and a line longer than a block."""
+    """Some lines cross block boundaries, and one line is longer than a block."""
     lines = ["é" * n for n in (1, 5, MEBIBYTE // 2, 2 * MEBIBYTE, 3, 700_000, 0, 9)]
     path = written(tmp_path / "x.txt", "\n".join(lines))
     assert documents([path], boundary="line") == lines
@@ -55,7 +55,7 @@ def test_json_lines(tmp_path, name):
 
 
 def write_table(table, path):
-    """Write a table of pyarrow as a file of its name's kind."""
+    """Write a pyarrow table in the format of the file name."""
     import pyarrow
     from pyarrow import parquet
 
@@ -82,11 +82,11 @@ def test_arrow_and_parquet(tmp_path, name):
     assert "has two columns 'text'" in refused(documents, [two])
     written(path, path.read_bytes()[:-9])
     data = path.read_bytes()
-    if name != "x.parquet":  # whose texts have their lengths beside them
+    if name != "x.parquet":  # Parquet stores the lengths of texts next to them.
         ends = np.cumsum([0, *(len(text.encode()) for text in TEXTS)]).astype("int32")[1:].tobytes()
         written(path, data.replace(ends, b"\xff" * len(ends), 1))
         assert str(path) in refused(documents, [path], field="question")
-    if name != "stream.arrow":  # whose end says nothing
+    if name != "stream.arrow":  # A stream has no checked end.
         assert str(path) in refused(documents, [path], field="question")
     written(path, path.read_bytes()[:300])
     assert str(path) in refused(documents, [path], field="question")
@@ -132,7 +132,7 @@ RECORDS = [
 )
 @pytest.mark.parametrize("indent", [None, 2])
 def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent):
-    """As of instructions with an optional input; files may be one list of records."""
+    """Instructions may have an optional input. Files may be one list of records."""
     expected = ["Add.", "Say it.\ntwo words", "Go."]
     content = json.dumps(RECORDS, indent=indent)
     if indent is None:

@@ -1,4 +1,4 @@
-"""Instructions: the loss is that of answers and their ends, documents are whole, nothing is lost."""
+"""Only answers and their end tokens have a loss, and documents stay complete."""
 
 import numpy as np
 import pytest

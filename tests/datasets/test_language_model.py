@@ -1,4 +1,4 @@
-"""Batches for language models: every token once, one order for all ranks, any place to go on."""
+"""Each epoch counts every token once, in one order for all ranks, and resumes anywhere."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def some_batches(shards, **options):
 
 
 def read(batches):
-    """Tokens, segments and labels of the batches that remain of the epoch, [batches, 3, b, s]."""
+    """Return tokens, segments and labels of the remaining batches, [batches, 3, b, s]."""
     return [
         np.stack([inputs["tokens"], inputs["segments"], labels])
         for inputs, labels in batches.as_dataset().as_numpy_iterator()
@@ -31,13 +31,13 @@ def read(batches):
 
 
 def circle(shards, start=START, end=END):
-    """The stream as it is written, token by token, and the number of each token's document."""
+    """Return the tokens of the stream and the document index of each token, computed one by one."""
     documents = [[i for i in (start, *ids, end) if i is not None] for ids in shards]
     numbers = np.repeat(np.arange(len(documents)), [len(ids) for ids in documents])
     return np.concatenate(documents), numbers
 
 
-# The stream.
+# Token stream.
 
 
 @pytest.mark.parametrize("start", [START, None])
@@ -55,7 +55,7 @@ def test_any_stretch_of_the_stream(shards, start, end):
             np.testing.assert_array_equal(of, 1 + np.cumsum([0, *is_new]))
 
 
-# The shuffle.
+# Permutations.
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000])
@@ -86,7 +86,7 @@ def test_a_permutation_of_more_than_memory_holds():
     assert len(set(some)) == 1000 and 0 <= some.min() and some.max() < 10**15
 
 
-# The batches.
+# Batches.
 
 
 def test_the_form_of_a_batch(tmp_path):
@@ -127,7 +127,7 @@ def test_an_epoch_trains_on_each_token_once(shards):
         all_counts = np.pad(all_counts, (0, 30 - len(all_counts)))
         assert (counts <= all_counts).all() and counts.sum() == len(ids) // LENGTH * LENGTH
         assert (rows[1] > 0).all()
-        # A label is what comes next, and is left out where nothing of its document does.
+        # A label is the next token of the same document. The last token of a document has none.
         same = rows[1][:, 1:] == rows[1][:, :-1]
         np.testing.assert_array_equal(rows[2][:, :-1][same], rows[0][:, 1:][same])
         assert (rows[2][:, :-1][~same] == IGNORED).all()

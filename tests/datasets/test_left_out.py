@@ -1,4 +1,4 @@
-"""Promise: what batches leave out is counted, and special tokens that texts have do not come twice."""
+"""Batches report skipped data, and special tokens of texts are not repeated."""
 
 import pytest
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tests.datasets.small_shards import END, PAD, START, Letters, some_shards
 
 
 class Marked(Letters):
-    """As `Letters`, whose texts may hold the special tokens: "<", ">", and a line's end "|"."""
+    """`Letters` whose texts may contain the special tokens "<" and ">", and a line break "|"."""
 
     def encode(self, texts):
         special = {"<": START, ">": END, "|": 29}
@@ -67,7 +67,7 @@ def test_nothing_is_said_of_none_nor_by_other_ranks(tmp_path, capsys, monkeypatc
 
 
 def test_documents_of_a_chat_template(tmp_path):
-    """Start and end come where a text has none, whatever the others have."""
+    """A text without a start or end token gets it, independent of other texts."""
     documents = [["<ab", "cd>"], ["ef", "gh"], ["<a", "b>|", "c", "d>|"], ["<a", "b", "c", "d>"]]
     shards = write_token_shards(documents, Marked(), tmp_path / "x")
     batches = InstructionBatches(shards, length=12, batch_size=1, shuffle=False)

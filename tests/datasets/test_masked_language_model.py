@@ -1,4 +1,4 @@
-"""Masked tokens, pairs of sentences and missing spans: the papers' shares, and what was there."""
+"""Masked tokens, sentence pairs and missing spans have the papers' fractions and restore the text."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def some_batches(kind, shards, **options):
 
 
 def rows_of(batches):
-    """All rows of an epoch: a dict of the inputs and labels, [rows, ...]."""
+    """Return all rows of an epoch, a dict of inputs and labels [rows, ...]."""
     batches = list(batches.as_dataset().as_numpy_iterator())
     inputs = {key: np.concatenate([x[key] for x, _ in batches]) for key in batches[0][0]}
     if isinstance(batches[0][1], dict):
@@ -54,7 +54,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-# What all of them promise.
+# Properties of all three.
 
 
 @each_kind
@@ -100,7 +100,7 @@ def test_an_evaluation_has_full_batches(kind, shards):
             assert (value[batches.num_rows :] == IGNORED).all()
 
 
-# Masked tokens.
+# Masking.
 
 
 def test_the_shares_of_masked_tokens(shards):
@@ -140,7 +140,7 @@ def test_a_mask_token_of_the_tokenizer(shards):
     assert (rows["tokens"] == FIRST).mean() > 0.6
 
 
-# Pairs of sentences.
+# Sentence pairs.
 
 
 def test_pairs_are_sentences_that_follow_each_other_or_do_not(documents, shards):
@@ -165,7 +165,7 @@ def test_pairs_are_sentences_that_follow_each_other_or_do_not(documents, shards)
             kinds.append(labels["next_sentence"])
             if labels["next_sentence"] == 0:
                 assert first in starts and second in starts and first + second in starts
-            elif first in starts:  # not truncated
+            elif first in starts:  # This sentence is not truncated.
                 assert len(second) < 5 or second not in "".join(documents[starts[first]])
     assert 0.5 <= np.mean(kinds) < 0.65, "half, and the rows of a single sentence"
 
@@ -178,7 +178,7 @@ def test_rows_have_every_sentence_once(shards):
         assert end[-1] == len(shard.parts) - 1
         sizes = shard.parts[end] - shard.parts[first]
         assert ((sizes <= 25) | (end == first + 1)).all()
-        # A row ends where its document does, or where another sentence finds no room.
+        # A row ends with its document, or if the next sentence does not fit.
         inside = ~np.isin(shard.parts[end], shard.documents)
         assert (shard.parts[end[inside] + 1] - shard.parts[first[inside]] > 25).all()
 
@@ -207,7 +207,7 @@ def test_pairs_need_sentences_and_documents(tmp_path):
 
 
 def test_counts_are_those_of_the_published_example():
-    """512 tokens, 15 % in spans of 3: 26 spans; 568 of them give 512 and 114, with the ends."""
+    """512 tokens, 15% in spans of 3: 26 spans. 568 tokens give 512 and 114, including the ends."""
     assert span_counts(512, 0.15, 3.0) == (77, 26)
     replaced, spans = span_counts(568, 0.15, 3.0)
     assert (568 - replaced + spans + 1, replaced + spans + 1) == (512, 114)

@@ -1,4 +1,4 @@
-"""Packing: every pair once an epoch, rows that are nearly full, and what a model makes of them."""
+"""Each epoch packs every pair once, rows are nearly full, and models keep sentences separate."""
 
 import functools
 
@@ -15,7 +15,7 @@ END = 3
 
 
 def some_lengths(count=2000, longest=40, seed=0):
-    """Two sides of about the same length."""
+    """Return lengths [N, 2] of two sides of similar length."""
     rng = np.random.default_rng(seed)
     source = rng.integers(1, longest + 1, count)
     return np.stack([source, np.clip(source + rng.integers(-4, 5, count), 1, longest)], axis=1)

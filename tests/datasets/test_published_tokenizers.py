@@ -1,4 +1,4 @@
-"""Promise: published tokenizers give the ids that their own libraries give, and wrong files one line."""
+"""Published tokenizers give the ids of their original libraries, and wrong files a one-line error."""
 
 import json
 
@@ -29,7 +29,7 @@ def write(folder, **files):
 
 @pytest.fixture
 def gpt2(tmp_path):
-    """Byte-pair encoding of bytes; one token starts, ends and pads."""
+    """Byte-level BPE with one token for start, end and padding."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
@@ -38,14 +38,14 @@ def gpt2(tmp_path):
         vocab_size=300, special_tokens=[END, "<extra>"], initial_alphabet=alphabet
     )
     own.train_from_iterator(TEXTS, trainer)
-    own.enable_padding(length=64)  # what some published files say, and none of our users wants
+    own.enable_padding(length=64)  # Some published files enable padding; loading disables it.
     own.save(str(tmp_path / "tokenizer.json"))
     return write(tmp_path, tokenizer_config={"bos_token": END, "eos_token": {"content": END}})
 
 
 @pytest.fixture
 def llama(tmp_path):
-    """A model of SentencePiece with bytes for what is unknown, whose texts have a start id."""
+    """SentencePiece model with bytes for unknown characters, whose texts have a start id."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 3),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -119,7 +119,7 @@ def test_ids_and_texts_of_sentencepiece(llama):
 
 
 def test_ends_of_sentencepiece(llama):
-    """As T5's and as the config says otherwise."""
+    """T5 adds an end id. The config can override this."""
     for config, add in (
         ({"tokenizer_class": "T5TokenizerFast"}, (0, 1)),
         ({"add_eos_token": True, "add_bos_token": True}, (1, 1)),

@@ -1,4 +1,4 @@
-"""Promise: mixtures are exact at every prefix, and batches of records know their rows by index."""
+"""Mixtures are exact at every prefix, and batches of records are determined by their index."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LENGTHS = RNG.integers(3, 12, 40)
 
 
 def records(lengths=LENGTHS):
-    """Records whose tokens tell which they are; the first token of each is not learnt."""
+    """Return records whose tokens identify them. The first token of each has no label."""
     rows = []
     for number, length in enumerate(lengths):
         ids = np.full(length, number + 1)
@@ -33,7 +33,7 @@ def test_shares_are_exact_at_every_prefix(mode, weights):
     counts = np.cumsum(order[:, None] == np.arange(len(sizes)), axis=0)
     places = np.arange(1, len(order) + 1)[:, None]
     first_end = len(order)
-    if mode == "once":  # until a source has ended
+    if mode == "once":  # Until one source is exhausted.
         first_end = min(np.flatnonzero(order == j)[-1] for j in range(len(sizes)))
         assert counts[-1].tolist() == sizes
     error = np.abs(counts - places * np.array(weights) / sum(weights))[: first_end + 1]
@@ -48,7 +48,7 @@ def test_each_source_is_shuffled_and_gone_through():
     order = mixture_order([5, 50], [0.5, 0.5], "repeat")
     found = mixed_records(order, [5, 50], [0, 0])
     first = found[order == 0]
-    for start in range(0, len(first) - 4, 5):  # each time all of them
+    for start in range(0, len(first) - 4, 5):  # Each repetition contains all records.
         assert sorted(first[start : start + 5]) == [0, 1, 2, 3, 4]
     assert first[:5].tolist() != first[5:10].tolist()
     assert sorted(found[order == 1][:50]) == list(range(5, 55))

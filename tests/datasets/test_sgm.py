@@ -1,4 +1,4 @@
-"""SGM files: WMT14's form is read to the letter by the sample's script, faults name their line."""
+"""The WMT14 example reads SGM files exactly, and errors name the line."""
 
 import re
 
@@ -112,7 +112,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, told):
 def test_files_that_match_are_paired(tmp_path):
     source, target = tmp_path / "a.sgm", tmp_path / "b.sgm"
     source.write_bytes(sgm(*document(["un", "deux", "trois"])))
-    target.write_bytes(sgm(*document(["one", "two", "three"]), "", ""))  # blank lines at the end
+    target.write_bytes(sgm(*document(["one", "two", "three"]), "", ""))  # Blank lines at the end.
     pairs = [("un", "one"), ("deux", "two"), ("trois", "three")]
     assert read_sgm_pairs(source, target) == pairs
 
@@ -131,7 +131,7 @@ GOOD = (
     [
         (GOOD[:3], 4, "ends before"),
         ((*GOOD, '<seg id="4">d</seg>'), 6, "ends before"),
-        ((*GOOD[:1], *GOOD[2:], "</doc>"), 2, '<seg id="2">b'),  # one segment is missing
+        ((*GOOD[:1], *GOOD[2:], "</doc>"), 2, '<seg id="2">b'),  # One segment is missing.
         ((*GOOD[:3], "</doc>", "</doc>"), 4, "</doc>"),
         ((GOOD[0], "", *GOOD[1:]), 2, "''"),
         (('<doc docid="other">', *GOOD[1:]), 1, "docid"),

@@ -1,4 +1,4 @@
-"""Text files: pairs stay aligned whatever the text holds, faults name file and line."""
+"""Pairs of text files stay aligned for every content, and errors name file and line."""
 
 import gzip
 
@@ -23,9 +23,9 @@ def text(lines, end="\n"):
     "name, content",
     [
         ("x.txt", text(LINES)),
-        ("x.fr", text(LINES)[:-1]),  # without an end of the last line
+        ("x.fr", text(LINES)[:-1]),  # No line break at the end.
         ("x.txt", text(LINES, "\r\n")),
-        ("x.txt", b"\xef\xbb\xbf" + text(LINES)),  # with a byte order mark
+        ("x.txt", b"\xef\xbb\xbf" + text(LINES)),  # A byte order mark.
         ("x.txt", text(f"  {line} \t" for line in LINES)),
         ("x.txt.gz", gzip.compress(text(LINES), mtime=0)),
     ],
@@ -83,7 +83,7 @@ def test_files_with_tabs(tmp_path):
         (("a b", "c d"), {}, "kept"),
         (("", "c"), {}, "empty"),
         (("a", " \t "), {}, "empty"),
-        (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # short sentences may differ by three
+        (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # Short sentences may differ by three words.
         (("a", "b c d e f"), {"max_ratio": 2}, "uneven"),
         (("a b c d e", "b"), {"max_ratio": 2}, "uneven"),
         (("a b c d e", "b"), {"max_ratio": 5}, "kept"),

@@ -1,4 +1,4 @@
-"""Token shards: what was written comes back; they are complete or not there; damage is told."""
+"""Token shards restore their documents, are written completely or not at all, and detect damage."""
 
 import json
 import os
@@ -174,9 +174,9 @@ def test_damage_is_one_error_that_names_the_file(tmp_path, change):
     else:
         (folder / MANIFEST).unlink()
     assert str(folder) in refused(use, folder)
-    if change in ("ids", "header"):  # as below
+    if change in ("ids", "header"):  # Reading without `verify` also detects these.
         assert str(folder) in refused(lambda: list(TokenShards(folder)))
-    if change == "ids":  # without looking at all checksums
+    if change == "ids":  # Reading without comparing checksums also detects it.
         shards = TokenShards(folder)
         assert "A token is 65535" in refused(lambda: list(shards))
 
@@ -186,7 +186,7 @@ def test_bounds_that_moved_are_told_without_checksums(tmp_path, kind):
     some_shards(tmp_path / "x", DOCUMENTS)
     path = tmp_path / "x" / f"shard-00000.{kind}.npy"
     data = bytearray(path.read_bytes())
-    data[-2 * 8] ^= 64  # the last but one, which all bounds of this shard are below
+    data[-2 * 8] ^= 64  # The second to last bound, which is then greater than the number of tokens.
     path.write_bytes(data)
     assert path.name in refused(lambda: TokenShards(tmp_path / "x").parts(0))
 

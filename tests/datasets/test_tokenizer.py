@@ -1,4 +1,4 @@
-"""The subword tokenizer: text comes back exactly, training is exact and repeatable."""
+"""The subword tokenizer restores text exactly, and its training is exact and repeatable."""
 
 import json
 import string
@@ -36,17 +36,17 @@ TRICKY = [
     "▁ ▁le le▁jardin ▂ ▂1 ▁▂2",
     "## ##le le## #",
     "[PAD] [UNK] [START] [END]",
-    "e\u0301te\u0301",  # combining accents are composed
+    "e\u0301te\u0301",  # Combining accents are composed.
     "pluie" * 400,
     " runs \t of   white\nspace \r\n",
     "one\u2028line\u0085still",
 ]
-# Characters that the tricky sentences need beside those of SENTENCES.
+# Characters of the tricky sentences that SENTENCES lack.
 ALPHABET = " ".join([*string.ascii_letters, *string.digits, *"É▂#[]\u2028\u0085"])
 
 
 def normal(text):
-    """What may differ: NFC, and runs of white space, of which no-break spaces are none."""
+    """Normalize the permitted differences: NFC, and white space except no-break spaces."""
     for space in "\t\v\f\r\n":
         text = text.replace(space, " ")
     return " ".join(filter(None, unicodedata.normalize("NFC", text).split(" ")))
@@ -74,7 +74,7 @@ def test_all_characters_come_back_at_all_places(tokenizer):
     "text, comes_back",
     [
         ("le 猫 dort", "le ⁇ dort"),
-        ("naж jardin", "na ⁇ jardin"),  # only the character is lost, not its word
+        ("naж jardin", "na ⁇ jardin"),  # Only the character is lost, not its word.
         ("猫猫", "⁇ ⁇"),
         ("a\0b", "a ⁇ b"),
         ("\ufffd", "⁇"),
@@ -112,7 +112,7 @@ def test_decoding_stops_at_the_end_and_takes_any_container(tokenizer):
     for ids in (rows, dense, tf.constant(dense, tf.int32), tf.ragged.constant(rows)):
         assert tokenizer.decode(ids) == SENTENCES[3:]
     assert tokenizer.decode([]) == [] and tokenizer.decode([[]]) == [""]
-    assert tokenizer.decode([[280], [-1], [0, 2]]) == [""] * 3  # there is no text of them
+    assert tokenizer.decode([[280], [-1], [0, 2]]) == [""] * 3  # These ids have no text.
     assert "row" in refused(tokenizer.decode, [4, 5])
     assert "list" in refused(tokenizer.encode, "one string")
 
@@ -135,7 +135,7 @@ def test_training_is_exact_and_repeatable():
     )
     here = list(SubwordTokenizer.train(SENTENCES, 150).vocabulary)
     assert len(here) == len(set(here)) == 150
-    # Another process has other hashes: the order of sets must not matter.
+    # Another process has other hashes, so this fails if the result depends on the order of sets.
     command = [sys.executable, "-c", script, json.dumps(SENTENCES)]
     there = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(there.splitlines()[-1]) == here
@@ -165,7 +165,7 @@ def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
 def test_a_folder_of_an_older_version(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    del content["decoder"]["decoders"][1]  # which they had not
+    del content["decoder"]["decoders"][1]  # Older versions lack this step.
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "subword_tokenizer.json").write_text("{}")
@@ -176,7 +176,7 @@ def test_a_folder_of_an_older_version(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("lower_case", [False, True])
 def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
-    """With the same ids and texts; a special piece in a text is one there."""
+    """The ids and texts are equal, except that special pieces in texts become special tokens."""
     sentences = [*SENTENCES, ALPHABET]
     tokenizer = SubwordTokenizer.train(sentences, vocab_size=210, lower_case=lower_case)
     tokenizer.save(tmp_path)
@@ -190,7 +190,7 @@ def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
     assert [one.ids for one in theirs.encode_batch(texts)] == ids
     assert (
         theirs.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
-    )  # what is unknown is left out
+    )  # Unknown characters are left out.
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     special = [config[f"{name}_token"] for name in ("pad", "unk", "bos", "eos")]
     assert [theirs.token_to_id(piece) for piece in special] == [0, 1, 2, 3]
@@ -240,4 +240,4 @@ def test_real_sentences_come_back(shared_data):
     ids = tokenizer.encode(lines)
     assert tokenizer.decode(ids) == [normal(line) for line in lines]
     pieces, words = len(ids.flat_values), sum(len(line.split()) for line in lines)
-    assert pieces < 2 * words  # pieces are subwords, not characters
+    assert pieces < 2 * words  # Pieces are subwords, not characters.

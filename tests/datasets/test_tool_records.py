@@ -1,4 +1,4 @@
-"""Promise: tools, tool calls and nulls of records are rendered as `transformers` renders them."""
+"""Tools, tool calls and nulls of records are rendered as in `transformers`."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_templates_are_given_the_tools(as_text):
 
 
 def chat_folder(tokenizer, folder, form):
-    """Copy a tokenizer with a default and a `tool_use` template, in one of the published forms."""
+    """Copy a tokenizer and add a default and a `tool_use` template in one of the published forms."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(tokenizer._path.read_bytes())
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}

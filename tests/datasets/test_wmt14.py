@@ -1,4 +1,4 @@
-"""The WMT14 sample: its data rules to the letter."""
+"""The WMT14 example follows the rules for its data exactly."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085ongle
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with two small files of the official names."""
+    """Folder with two small files that have the official names."""
     (tmp_path / "in").mkdir()
     for name, segments in ((preprocess.ENGLISH, ENGLISH), (preprocess.FRENCH, FRENCH)):
         (tmp_path / "in" / name).write_bytes(sgm(*document(segments)))
@@ -75,7 +75,7 @@ def test_faithful_examples_follow_the_rules(tmp_path):
         ("a\u00a0? e f", "Z"),  # 4 words: a no-break space separates words
     )
     examples = faithful_examples(path, src_len=2, tgt_len=3, vocab_size=20)
-    # b and a stand three times, b first; then all others in the order of appearance.
+    # b and a occur three times, b first. All others follow in order of appearance.
     words = ["b", "a", "c", "d", "?", "e", "f"]
     assert examples.source_vocabulary == {w: 3 + i for i, w in enumerate(words)}
     assert list(examples.target_vocabulary)[:4] == ["Z", "X", "Y", "W"]

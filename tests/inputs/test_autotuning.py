@@ -1,4 +1,4 @@
-"""Promise: what fit iterates over ends at once, unless its options ask for tuning."""
+"""Datasets of `fit` stop without delay, unless their options enable tuning."""
 
 import tensorflow as tf
 

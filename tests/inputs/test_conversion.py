@@ -1,4 +1,4 @@
-"""Promise: stored numbers come in the weight's order and type, without a needless copy, and finite."""
+"""Stored arrays are converted to the weight's order and type, checked, and copied only once."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint's manifest is believed in nothing, even where its checksum is right."""
+"""A checkpoint's manifest is checked even if its checksum is right."""
 
 import json
 import pathlib
@@ -32,13 +32,13 @@ def content():
 
 
 def write(folder, body):
-    """Write a manifest whose checksum is right."""
+    """Write a manifest with a right checksum."""
     crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     (folder / MANIFEST).write_text(json.dumps({"crc32": f"{crc:08x}", "checkpoint": body}))
 
 
 def places(value, path=()):
-    """Return the places of all values inside a value."""
+    """Return the places of all values inside a nested value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, inner in items:

@@ -1,4 +1,4 @@
-"""Promise: a text, however it is packed, is read rightly or refused, and never fills the memory."""
+"""Every text, also a compressed one, is read correctly or refused, with limited memory."""
 
 import gzip
 import json
@@ -67,10 +67,10 @@ def test_only_files_and_pipes_are_read(tmp_path):
     assert "is neither a file nor a pipe" in refusal(read_bytes, "/dev/zero")
     assert "is a folder" in refusal(read_bytes, tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert read_bytes(tmp_path / "pipe") == b""  # nobody writes: no reason to wait
+    assert read_bytes(tmp_path / "pipe") == b""  # A pipe without a writer is empty.
     writer = threading.Thread(target=lambda: (tmp_path / "named").write_bytes(b"x" * 200_000))
     os.mkfifo(tmp_path / "named")
-    held = os.open(tmp_path / "named", os.O_RDWR)  # so that it has a writer from the first
+    held = os.open(tmp_path / "named", os.O_RDWR)  # The pipe has a writer from the beginning.
     writer.start()
     threading.Timer(0.5, os.close, [held]).start()
     assert len(read_bytes(tmp_path / "named")) == 200_000
@@ -88,7 +88,7 @@ def test_a_file_may_be_too_large(tmp_path, monkeypatch):
 
 
 def bomb(size, fill=b"\0"):
-    """Return gzip that gives a number of equal bytes, made without holding them."""
+    """Return gzip that decompresses to `size` equal bytes."""
     packer = zlib.compressobj(9, wbits=31)
     chunk = fill * 2**20
     return b"".join(packer.compress(chunk) for _ in range(size // 2**20)) + packer.flush()

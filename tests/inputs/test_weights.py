@@ -1,4 +1,4 @@
-"""Promise: weights from a file are finite numbers of a known type, or nothing is loaded."""
+"""Weights from a file are finite numbers of a known type, or none are loaded."""
 
 import json
 
@@ -20,7 +20,7 @@ VALUES = np.array([[0.5, -1.0, 2.0]], "float32")
 
 
 def safetensors(tensors, data, about=None):
-    """Return the bytes of a file with {name: (dtype, shape, offsets)}."""
+    """Return the bytes of a file with the tensors {name: (dtype, shape, offsets)}."""
     keys = ("dtype", "shape", "data_offsets")
     header = {name: dict(zip(keys, fields)) for name, fields in tensors.items()}
     header |= {"__metadata__": about} if about is not None else {}
@@ -176,7 +176,9 @@ def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
         np.testing.assert_array_equal(own, other)
     model.save(path)
     data = bytearray(path.read_bytes())
-    data[data.index(before[0].tobytes())] ^= 1  # a finite value, but the archive has a checksum
+    data[data.index(before[0].tobytes())] ^= (
+        1  # The value stays finite, but the archive has a checksum.
+    )
     path.write_bytes(data)
     assert "CRC" in refusal(load_weights, model, path)
     path.write_bytes(path.read_bytes()[:200])

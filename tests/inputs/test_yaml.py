@@ -1,4 +1,4 @@
-"""Promise: YAML says what it seems to say, takes no more memory than its text, or is refused."""
+"""YAML has its obvious meaning, needs little memory, or is refused."""
 
 import pytest
 import yaml
