@@ -95,7 +95,7 @@ def learnt(tokenizer, source, turns, train_on="assistant"):
 
 @with_transformers
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_learnt_tokens_are_those_of_transformers(name, tokenizer):
+def test_trained_tokens_match_transformers(name, tokenizer):
     import transformers
 
     theirs = transformers.PreTrainedTokenizerFast(
@@ -116,7 +116,7 @@ def test_learnt_tokens_are_those_of_transformers(name, tokenizer):
         np.testing.assert_array_equal(labels[mask], ids[mask])
 
 
-def test_which_turns_are_learnt(tokenizer):
+def test_train_on_selects_the_trained_turns(tokenizer):
     text = lambda turns, on="assistant": [
         conversation(turns, ChatTemplate(CHATML), on, "here").text[a:b]
         for a, b in conversation(turns, ChatTemplate(CHATML), on, "here").spans
@@ -130,7 +130,7 @@ def test_which_turns_are_learnt(tokenizer):
         assert text([TURNS[0], {**TURNS[1], **mark}, *TURNS[2:]]) == [last]
 
 
-def test_texts_and_completions_are_learnt():
+def test_texts_and_completions_are_trained():
     assert rendered({"text": "a b"}, None, "assistant", "here").spans == [(0, 3)]
     record = {"prompt": "2+2=", "completion": "4"}
     assert rendered(record, None, "assistant", "here").spans == [(4, 5)]
@@ -138,7 +138,7 @@ def test_texts_and_completions_are_learnt():
 
 
 @pytest.mark.parametrize(
-    "record, told",
+    "record, expected_error",
     [
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
         ({"messages": []}, "Expected a list of messages with `role` and `content`"),
@@ -157,13 +157,13 @@ def test_texts_and_completions_are_learnt():
         ({"txt": "a"}, "`text` is missing; the record has 'txt'"),
     ],
 )
-def test_wrong_records_are_told_with_their_place(record, told):
+def test_error_for_a_wrong_record_names_its_place(record, expected_error):
     with pytest.raises(InputError, match="^a.jsonl, line 3") as caught:
         rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 3")
-    assert told in str(caught.value)
+    assert expected_error in str(caught.value)
 
 
-def test_an_answer_that_cannot_be_found_is_refused():
+def test_answer_that_cannot_be_located_is_refused():
     """This template's beginning depends on the number of messages."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(InputError, match="message 2: The template renders the messages before"):
@@ -171,7 +171,7 @@ def test_an_answer_that_cannot_be_found_is_refused():
 
 
 @pytest.mark.parametrize(
-    "source, told",
+    "source, expected_error",
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
         ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "template"),
@@ -209,20 +209,20 @@ def test_an_answer_that_cannot_be_found_is_refused():
         ("{% for %}", "is not a valid chat template"),
     ],
 )
-def test_a_template_may_do_little(source, told):
+def test_sandbox_limits_templates(source, expected_error):
     with pytest.raises(InputError) as caught:
         ChatTemplate(source).render([{"role": "user", "content": "a" * 1000}])
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert expected_error in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_date_of_templates_is_given():
+def test_date_of_templates_can_be_set():
     assert (
         ChatTemplate("{{ strftime_now('%d %b %Y') }}", date="2024-07-26").render([])
         == "26 Jul 2024"
     )
 
 
-def test_forms_of_records(tmp_path):
+def test_record_formats(tmp_path):
     def read(name, content, **fields):
         (tmp_path / name).write_text(content)
         return [record for _, record in read_records(tmp_path / name, fields)]
@@ -244,7 +244,7 @@ def test_forms_of_records(tmp_path):
         read("e.jsonl", '{"r": "b"}', prompt="q")
 
 
-def test_columns_of_parquet_are_records(tmp_path):
+def test_parquet_rows_are_records(tmp_path):
     parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
     rows = [{"messages": TURNS}, {"messages": TURNS[:2]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -252,7 +252,7 @@ def test_columns_of_parquet_are_records(tmp_path):
     assert [record for _, record in found] == rows and found[1][0].endswith("a.parquet, row 2")
 
 
-def test_prompts_of_preferences():
+def test_common_messages_of_preferences_are_the_prompt():
     chosen, rejected = [*TURNS[:3], TURNS[3]], [*TURNS[:3], {**TURNS[3], "content": "No."}]
     prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
     assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])
@@ -261,7 +261,7 @@ def test_prompts_of_preferences():
         preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
 
 
-def test_a_prompt_that_conversations_begin_with_is_taken_once():
+def test_repeated_prompt_of_preferences_is_used_once():
     turn = lambda role, text: {"role": role, "content": text}
     record = {
         "prompt": "Q",
@@ -279,7 +279,7 @@ def read(tmp_path, record, fields=None):
     return found
 
 
-def test_fields_that_are_named_come_before_columns_of_our_names(tmp_path):
+def test_named_fields_take_precedence_over_columns(tmp_path):
     found = read(tmp_path, {"sentiment": "POS", "text": "x", "label": 7}, {"label": "sentiment"})
     assert found == {"label": "POS", "text": "x"}
     found = read(tmp_path, {"s": "a"}, {"query": "s", "positive": "s"})
@@ -291,7 +291,7 @@ def test_fields_that_are_named_come_before_columns_of_our_names(tmp_path):
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
     {"instruction": "q", "output": "a"},
 ])  # fmt: skip
-def test_what_the_system_is_told_is_the_first_message(record, tmp_path):
+def test_system_field_becomes_the_first_message(record, tmp_path):
     found = read(tmp_path, {**record, "system": "s", "tools": []})
     assert [(x["role"], x["content"]) for x in found["messages"]] == [
         ("system", "s"), ("user", "q"), ("assistant", "a"),
@@ -302,18 +302,18 @@ def test_what_the_system_is_told_is_the_first_message(record, tmp_path):
         read(tmp_path, found)
 
 
-def test_earlier_turns_of_alpaca(tmp_path):
+def test_alpaca_history_becomes_messages(tmp_path):
     record = {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]]}
     assert [x["content"] for x in read(tmp_path, record)["messages"]] == ["p", "b", "q", "a"]
     with pytest.raises(InputError, match="`history` must be a list of pairs"):
         read(tmp_path, {**record, "history": ["p"]})
 
 
-def test_white_space_without_characters_is_learnt():
+def test_white_space_with_empty_places_is_trained():
     assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
 
 
-def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
+def test_white_space_of_answers_is_trained_despite_empty_places(tokenizer):
     """Tokens of white space have empty places at their ends."""
     trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
     trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
@@ -325,14 +325,14 @@ def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
         assert np.flatnonzero(learnt).tolist() == list(range(first + 1, last))
 
 
-def test_a_prompt_that_chosen_does_not_begin_with():
+def test_prompt_that_differs_from_chosen():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
     with pytest.raises(InputError, match="does not begin with `prompt`"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
 
 
-def test_a_column_of_tools_is_nothing_to_a_text():
+def test_tools_of_a_text_record_are_ignored():
     assert rendered({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"
 
 
@@ -358,18 +358,18 @@ def learnt_texts(source, turns, train_on="assistant"):
         (CHATML, "<|im_end|>\n", "<|im_end|>\n"),
     ],
 )
-def test_answers_without_any_part_of_the_prompt_are_learnt(source, middle_end, last_end, answer):
+def test_trained_answers_contain_no_part_of_the_prompt(source, middle_end, last_end, answer):
     turns = [TURNS[0], {"role": "assistant", "content": answer}] * 2
     assert learnt_texts(source, turns) == [answer + middle_end, answer + last_end]
     assert learnt_texts(source, turns, "last_assistant") == [answer + last_end]
 
 
-def test_an_opened_thought_that_the_answer_repeats_is_not_learnt():
+def test_opening_thought_tag_of_the_prompt_is_not_trained():
     turns = [TURNS[0], {"role": "assistant", "content": "<think>\nSum.\n</think>\nFour."}]
     assert learnt_texts(THINKING, turns) == ["Sum.\n</think>\nFour.<|im_end|>\n"]
 
 
-def test_a_template_that_closes_without_a_prompt_for_answers_is_learnt_after_the_question():
+def test_answer_after_a_template_without_generation_prompt_is_trained():
     first, second = learnt_texts(EVERY_MESSAGE_CLOSES, TURNS)
     assert first == "<|assistant|>It is four. 😀"
     assert second == "<|assistant|>Yes, it is four.</s>"
@@ -377,7 +377,7 @@ def test_a_template_that_closes_without_a_prompt_for_answers_is_learnt_after_the
 
 @with_transformers
 @pytest.mark.parametrize("strips", ["lstrip", "rstrip"])
-def test_headers_that_strip_white_space_are_not_learnt(strips, tokenizer, tmp_path):
+def test_headers_that_strip_white_space_are_not_trained(strips, tokenizer, tmp_path):
     import transformers
 
     library = tokenizers.Tokenizer.from_file(str(tokenizer._path))

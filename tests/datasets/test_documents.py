@@ -37,7 +37,7 @@ def test_text_files(tmp_path, end, packed):
     assert documents([path], sentences=True) == [["One.", "Two."], [TEXTS[1]], ["last"]]
 
 
-def test_a_large_file_is_read_block_by_block(tmp_path):
+def test_large_file_is_read_in_blocks(tmp_path):
     """Some lines cross block boundaries, and one line is longer than a block."""
     lines = ["é" * n for n in (1, 5, MEBIBYTE // 2, 2 * MEBIBYTE, 3, 700_000, 0, 9)]
     path = written(tmp_path / "x.txt", "\n".join(lines))
@@ -92,14 +92,14 @@ def test_arrow_and_parquet(tmp_path, name):
     assert str(path) in refused(documents, [path], field="question")
 
 
-def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = written(tmp_path / "x.parquet", b"")
     assert "need pyarrow: pip install pyarrow" in refused(documents, [path])
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, expected_error",
     [
         ("x.txt", None, ["does not exist"]),
         ("x.txt", b"good\n\nbad \xff\n", ["line 3", "0xff"]),
@@ -112,12 +112,12 @@ def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
         ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "repeated"]),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(tmp_path, name, content, told):
+def test_errors_name_the_line(tmp_path, name, content, expected_error):
     path = tmp_path / name
     if content is not None:
         written(path, content)
     message = refused(documents, [path])
-    assert all(part in message for part in [str(path), *told])
+    assert all(part in message for part in [str(path), *expected_error])
 
 
 RECORDS = [
@@ -131,7 +131,7 @@ RECORDS = [
     "field", [["instruction", "input", "output"], ["instruction+input", "output"]]
 )
 @pytest.mark.parametrize("indent", [None, 2])
-def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent):
+def test_joined_fields_become_lines_of_a_prompt(tmp_path, field, indent):
     """Instructions may have an optional input. Files may be one list of records."""
     expected = ["Add.", "Say it.\ntwo words", "Go."]
     content = json.dumps(RECORDS, indent=indent)
@@ -141,14 +141,14 @@ def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent)
     assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
 
 
-def test_a_list_that_is_too_large_is_to_be_lines(tmp_path, monkeypatch):
+def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("dtransformer.datasets.documents.MAX_DOCUMENT", 20)
     (tmp_path / "x.json").write_text('[{"text": "a"},\n{"text": "b"}]')
     with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON: .*JSON lines"):
         list(read_documents([tmp_path / "x.json"]))
 
 
-def test_options_that_cannot_be(tmp_path):
+def test_invalid_options_are_refused(tmp_path):
     path = written(tmp_path / "x.txt", "a")
     assert "boundary='page'" in refused(documents, [path], boundary="page")
     assert "has no fields a, b" in refused(documents, [path], field=["a", "b"])

@@ -184,7 +184,7 @@ CLAUSES = {
 
 
 @pytest.mark.parametrize("english", CLAUSES)
-def test_clauses_are_told_in_both_languages(english):
+def test_clauses_in_both_languages(english):
     pair, words = CLAUSES[english]
     assert pair == (english, words)
 
@@ -370,7 +370,7 @@ def test_sentences_are_well_formed(pairs):
         assert (re.search(r"\b(ne |n')", words) is not None) == negated, (english, words)
 
 
-def test_the_file_has_what_the_grammar_draws(pairs):
+def test_file_equals_the_sentences_of_the_grammar(pairs):
     assert pairs == corpus.drawn_pairs(MAX_PAIRS)
 
 
@@ -391,7 +391,7 @@ def test_held_out_sentences_are_never_seen(splits):
         assert len(set(texts)) == 31_000
 
 
-def test_the_sentences_of_make_train_are_never_seen_but_their_words_are(splits):
+def test_sentences_of_make_train_are_unseen_but_their_words_are_seen(splits):
     seen = {english for split in splits.values() for english, _ in split}
     words = {word for english in seen for word in english.rstrip(".?").lower().split()}
     for line in SENTENCES.read_text().splitlines():
@@ -415,7 +415,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
         assert again[key].read_bytes() == path.read_bytes()
 
 
-def test_impossible_requests_are_refused(tmp_path):
+def test_invalid_numbers_of_pairs_are_refused(tmp_path):
     for num_pairs in (-1, MAX_PAIRS + 1):
         assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
     assert "num_dev must be an integer of at least 0" in refused(write_corpus, tmp_path, num_dev=-1)

@@ -136,7 +136,7 @@ KINDS = byte_level_bpe, word_piece, unigram, byte_fallback_bpe
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_of_tokenizers(kind, tmp_path):
+def test_json_tokenizers_match_transformers(kind, tmp_path):
     """The reference is `transformers`, which returns the library's results unchanged."""
     transformers = pytest.importorskip("transformers")
     own, trainer = kind()
@@ -156,7 +156,7 @@ def test_of_tokenizers(kind, tmp_path):
 @pytest.mark.parametrize(
     "model_type, rule", [("unigram", "nmt_nfkc"), ("bpe", "identity"), ("unigram", "no_prefix")]
 )
-def test_of_sentencepiece(model_type, rule, tmp_path):
+def test_sentencepiece_tokenizers_match_the_library(model_type, rule, tmp_path):
     """The last case adds no space before a text, as Gemma does."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -178,7 +178,7 @@ def test_of_sentencepiece(model_type, rule, tmp_path):
     assert tokenizer.decode(ids) == own.decode(ids)
 
 
-def test_added_tokens_that_a_model_lacks_are_refused(tmp_path):
+def test_added_tokens_missing_in_the_model_are_refused(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(tmp_path / "tokenizer"),

@@ -5,7 +5,7 @@ import tensorflow as tf
 from dtransformer.inputs.autotuning import without_autotuning
 
 
-def test_without_autotuning():
+def test_autotuning_is_disabled_unless_options_set_it():
     data = tf.data.Dataset.range(3).map(lambda x: x, num_parallel_calls=tf.data.AUTOTUNE)
     quiet = without_autotuning(data)
     assert quiet.options().autotune.enabled is False
