@@ -85,7 +85,7 @@ def conversation(
             `weight: 0` are not trained unless `train_on` is `"all"`.
         template: Chat template. `None` raises an error.
         train_on: See `rendered`.
-        place: Origin of the messages, for error messages.
+        place: Origin of the conversation, for error messages.
         tools: List of tools; see `ChatTemplate.render`.
 
     Returns:
@@ -103,7 +103,7 @@ def conversation(
     ['two<|im_end|>\\n']
     """
     if template is None:
-        raise InputError(f"{place}: Messages require a chat template. Set `data.template`.")
+        raise InputError(f"{place}: A conversation requires a chat template. Set `data.template`.")
     template_messages = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
     render = functools.partial(template.render, tools=tools)
     full_text = render(template_messages)

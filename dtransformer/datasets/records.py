@@ -189,7 +189,7 @@ def messages_of(value: Any, place: str) -> Turns:
     Args:
         value: Nonempty list of dicts with `role` and `content`. A message with `tool_calls` may
             lack `content`. `train` (boolean) and `weight` (0 or 1) are optional.
-        place: Origin of the messages, for error messages.
+        place: Origin of the conversation, for error messages.
 
     Returns:
         List of dicts.
@@ -232,7 +232,7 @@ def _checked_message(message, place):
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
     """Return the prompt, the chosen answer and the rejected answer of a record.
 
-    Without a `prompt`, the prompt consists of the messages that both answers begin with.
+    Without a `prompt`, the prompt consists of the first messages that both answers share.
 
     Returns:
         A `(prompt, chosen, rejected)` tuple of strings, or of lists of messages. Answers do not

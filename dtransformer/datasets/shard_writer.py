@@ -150,7 +150,7 @@ class ShardFiles:
         shard_tokens: Integer. A shard ends with the document that reaches this number of tokens.
 
     Attributes:
-        shards: List of the manifest entries of the shards written so far.
+        shards: List of manifest entries, one for each shard written so far.
         num_left_out: Number of documents without a token, or with a part without a token.
     """
 

@@ -144,7 +144,7 @@ def test_joined_fields_become_lines_of_a_prompt(tmp_path, field, indent):
 def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("dtransformer.datasets.documents.MAX_DOCUMENT", 20)
     (tmp_path / "x.json").write_text('[{"text": "a"},\n{"text": "b"}]')
-    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON: .*JSON lines"):
+    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON. .*JSON lines"):
         list(read_documents([tmp_path / "x.json"]))
 
 
