@@ -30,7 +30,7 @@ HUGE = "9" * 5000
         (["train", "--config", "a" * 5000], "too long"),
         (["train", "--config", "/".join(["a"] * 4000)], "too long"),
         (["train", "--config", "a" * 256], "too long"),
-        (["train", "--config", "/dev/zero"], "device"),
+        (["train", "--config", "/dev/zero"], "neither a file nor a pipe"),
         (["train", "--config", os.sep], "folder"),
         (["train", "--config", "\udce9\n\x1b[2J"], "does not exist"),
         (["translate", "--run", "x", "--beam-size", "0"], "from 1 to 1000"),
