@@ -277,7 +277,7 @@ def test_wrong_folders(folder, tmp_path, capsys):
         assert run(path, "--prompt", "x") == 2
         return capsys.readouterr().err
 
-    assert "there is no such folder" in refused(tmp_path / "none")
+    assert "does not exist" in refused(tmp_path / "none")
     assert "Expected tokenizer.json" in refused(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     assert "config.json" in refused(tmp_path)

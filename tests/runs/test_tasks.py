@@ -214,7 +214,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("chat", "data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("chat", "data.train=null", "data.train is not given"),
         ("chat", "data.length=4", "more than data.length=4 tokens"),
-        ("chat", "data.train=pairs.jsonl", "completion: messages are None"),
+        ("chat", "data.train=pairs.jsonl", "completion: Expected a list of messages"),
         ("chat", "model.from=nowhere", "nowhere"),
         ("chat", "model.preset=gpt2_small", "from and preset"),
         ("chat", "model.adapters={targets: nothing}", "model.adapters"),
@@ -230,7 +230,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("reward", "data.packed=true", "data.packed"),
         ("preference", "training.beta=0", "training.beta should be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
-        ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
+        ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],
 )
 def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):

@@ -141,7 +141,11 @@ def test_a_config_that_does_not_fit(folder, fields, told):
             "a list of modules",
         ),
         ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], {}, "by nothing"),
-        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], [], "an object"),
+        (
+            [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}],
+            [],
+            "a JSON object",
+        ),
         ({"modules": []}, {}, "a list of modules"),
     ],
 )
