@@ -1,19 +1,21 @@
-"""Sentence pairs and documents, from files to batches.
+"""Datasets, tokenizers and batches for `Trainer.fit`.
 
-Pairs. Files: `text` reads sentences, `embedded` is a corpus that is there. Ids: `tokenizer`
-(on `vocabulary` and `published_form`), and `byte_level` for language models. Batches: `batching`
-(on `batch_plan` and `packing`).
+Sentence pairs: `text` reads files, `embedded` is a bundled corpus, and `batching` makes batches,
+using `batch_plan` and `packing`.
 
-Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `published_tokenizer` and
-`special_tokens`).
+Documents: `documents` reads files. `shard_writer` tokenizes documents and writes token shards, and
+`token_shards` reads them. Both use `shard_manifest`. `language_model`, `masked_language_model` and
+`span_corruption` make batches of packed documents. `next_sentences` and `instructions` build rows
+from the parts of documents. All of them derive from `indexed_batches`, which shuffles with
+`mixture`.
 
-Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
-(on `shard_manifest`), `token_shards` reads them. Batches are all `indexed_batches`
-(on `mixture`): of packed rows those of `language_model`,
-`masked_language_model` and `span_corruption`; of their own `next_sentences` and
-`instructions`. Where a run stands, `epochs` says for all.
+Tokenizers: `tokenizer` trains subword tokenizers, using `vocabulary` and `published_form`.
+`byte_level` trains lossless tokenizers for language models. `tokenizer_folder` loads published
+tokenizers, using `sentencepiece_tokenizer`, `published_tokenizer` and `special_tokens`.
 
-Reading files needs no TensorFlow; it is imported when a name that needs it is first asked for.
+`epochs` stores and restores the position of a run for all batches.
+
+Reading files does not import TensorFlow. The names that need it are imported on first use.
 """
 
 import importlib
@@ -57,8 +59,8 @@ __all__ = [
 ]
 
 
-# The modules of the names that need TensorFlow; tensorflow-text, which takes its time, comes last.
-_HOMES = (
+# Modules that need TensorFlow. Imports of tensorflow-text are slow and come last.
+_MODULES = (
     "batching",
     "byte_level",
     "instructions",
@@ -76,7 +78,7 @@ _HOMES = (
 def __getattr__(name):
     if name in __all__:
         importlib.import_module("dtransformer.start")
-        for home in _HOMES:
+        for home in _MODULES:
             module = importlib.import_module(f"dtransformer.datasets.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

@@ -1,7 +1,7 @@
-"""Plan of the batches of an epoch: pure functions of lengths, seed and epoch.
+"""Plans of the batches of an epoch: pure functions of lengths, seed and epoch.
 
-A plan is a list of arrays of sentence numbers. Every rank computes the same plan and takes its rows
-of each global batch, so that several ranks see the batches that one process sees.
+A plan is a list of arrays of sentence indices. Every rank computes the same plan and takes its rows
+of each global batch, so several ranks together see the same batches as a single process.
 """
 
 from collections.abc import Sequence
@@ -23,34 +23,37 @@ def plan_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[np.ndarray]:
-    """Plan an epoch: which sentences make up each batch.
+    """Assign the sentences of an epoch to batches.
 
-    Sentences of about the same length share a batch. What is left over in a bucket moves up to
-    the next longer one. What is left over in the longest bucket is the last batch; or, where it is
-    less than half a batch, it shares evenly with the batch before. So all batches have about their
-    full size, and their number depends on the lengths only, not on the seed or the epoch.
+    Sentences of similar length share a batch. The remainder of a bucket moves to the next longer
+    bucket. The remainder of the longest bucket becomes the last batch. If it is less than half a
+    batch, it is divided evenly with the batch before. All batches are therefore close to full, and
+    their number depends only on the lengths, not on the seed or the epoch.
 
     Args:
-        lengths: int [N], the length of the longer side of every pair, in tokens.
-        batch_size: number of sentences of a batch; or
-        batch_tokens: number of tokens of one side of a batch, padding included: the number of
-            its sentences times the greatest length of its bucket stays within it.
-        buckets: number of buckets of lengths, 1 for no bucketing; or the greatest length of
-            each, rising.
-        min_rows: the fewest sentences of a batch: the number of ranks that share it. It changes
-            the plan only where a batch has fewer than twice as many sentences; a remainder that
-            is too small is then left out.
-        shuffle: whether sentences are shuffled within buckets, and batches among each other.
-        drop_remainder: whether the remainder that fills no batch is left out.
-        seed, epoch: what the shuffling depends on.
+        lengths: int [N], the length in tokens of the longer side of every pair.
+        batch_size: Integer. Number of sentences of a batch. Specify either `batch_size` or
+            `batch_tokens`.
+        batch_tokens: Integer. Maximum number of tokens of one side of a batch, including padding:
+            number of sentences times the maximum length of their bucket.
+        buckets: Integer, number of length buckets (1 disables bucketing), or an increasing list of
+            the maximum length of each bucket. Defaults to 8.
+        min_rows: Integer. Minimum number of sentences of a batch, which is the number of ranks that
+            share it. It changes the plan only if a batch has fewer than twice as many sentences. A
+            smaller remainder is left out. Defaults to 1.
+        shuffle: Boolean. Whether to shuffle sentences within buckets, and the order of batches.
+            Defaults to `True`.
+        drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
+            to `False`.
+        seed, epoch: Integers that determine the shuffling.
 
     Returns:
-        A list of int64 arrays. Every sentence is in exactly one of them, except for those that
-        `drop_remainder` and `min_rows` leave out.
+        List of int64 arrays of indices. Every sentence is in exactly one of them, except for those
+        that `drop_remainder` and `min_rows` leave out.
 
     Raises:
-        InputError: the size of a batch is given twice or not at all, or is too small for the
-            longest bucket; or a length is beyond the last bucket.
+        InputError: If not exactly one of `batch_size` and `batch_tokens` is specified, if it is too
+            small for the longest bucket, or if a length is beyond the last bucket.
 
     Example:
 
@@ -62,10 +65,11 @@ def plan_batches(
     bounds = bucket_bounds(lengths, buckets)
     sizes = _rows_per_batch(bounds, batch_size, batch_tokens, min_rows)
     rng = np.random.default_rng([seed, epoch])
-    bucket_of = np.searchsorted(bounds, lengths)
-    batches, remainder = [], np.zeros(0, np.int64)
+    bucket_ids = np.searchsorted(bounds, lengths)
+    batches = []
+    remainder = np.zeros(0, np.int64)
     for bucket, size in enumerate(sizes):
-        members = np.flatnonzero(bucket_of == bucket)
+        members = np.flatnonzero(bucket_ids == bucket)
         if shuffle:
             members = rng.permutation(members)
         members = np.concatenate([remainder, members])
@@ -80,14 +84,14 @@ def plan_batches(
 
 
 def length_buckets(lengths: np.ndarray | Sequence[int], num_buckets: int) -> np.ndarray:
-    """Return the greatest length of each bucket: quantiles of the lengths.
+    """Return the maximum length of each bucket: quantiles of the lengths.
 
     Args:
         lengths: int [N].
-        num_buckets: the most buckets that there are.
+        num_buckets: Integer. Maximum number of buckets. Equal quantiles are merged.
 
     Returns:
-        A rising int array; the last one is the greatest length.
+        An increasing int array. The last element is the maximum of `lengths`.
 
     Example:
 
@@ -99,76 +103,88 @@ def length_buckets(lengths: np.ndarray | Sequence[int], num_buckets: int) -> np.
 
 
 def bucket_bounds(lengths: np.ndarray, buckets: int | Sequence[int]) -> np.ndarray:
-    """Return the greatest length of each bucket; arguments as of `plan_batches`.
+    """Return the maximum length of each bucket, an increasing int array.
+
+    Args:
+        lengths: int [N].
+        buckets: Integer, maximum number of buckets, or an increasing list of maximum lengths.
 
     Raises:
-        InputError: there is no bucket, they do not rise, or a length is beyond the last one.
+        InputError: If there is no bucket, the list does not increase, or a length is beyond the
+            last bucket.
     """
     if not len(lengths):
         return np.zeros(0, np.int64)
     if np.ndim(buckets) == 0:
         if buckets < 1:
-            raise InputError(f"{buckets} buckets are too few: give at least 1, no bucketing")
+            raise InputError(f"`{buckets=}` must be at least 1, which disables bucketing.")
         return length_buckets(lengths, int(buckets))
     bounds = np.asarray(buckets)
     if not len(bounds) or (np.diff(bounds) <= 0).any():
-        raise InputError(f"buckets={buckets}: their greatest lengths have to rise")
+        raise InputError(f"`{buckets=}` must be a list of increasing lengths.")
     if bounds[-1] < lengths.max():
         raise InputError(
-            f"a sentence has {lengths.max()} tokens, the last bucket ends at {bounds[-1]}: "
-            "add a bucket, or lower max_length"
+            f"A sentence has {lengths.max()} tokens, but the last bucket ends at {bounds[-1]}. Add a "
+            "bucket or lower `max_length`."
         )
     return bounds
 
 
 def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
-    """Check that the size of a batch is given once.
+    """Check that exactly one of `batch_size` and `batch_tokens` is specified.
 
     Raises:
-        InputError: it is given twice or not at all.
+        InputError: If both or neither are specified.
     """
     if (batch_size is None) == (batch_tokens is None):
         raise InputError(
-            f"batch_size={batch_size} and batch_tokens={batch_tokens}: give one of the two"
+            f"Specify either `batch_size` or `batch_tokens`, got {batch_size=} and {batch_tokens=}."
         )
 
 
 def check_rows(rows: int, num_shards: int, given: str) -> None:
-    """Check that a batch has a row for each data rank.
+    """Check that a batch has at least one row for each data rank.
+
+    Args:
+        rows: Integer. Number of rows of a global batch.
+        num_shards: Integer. Number of data ranks.
+        given: Description of the batch size, the beginning of the error message.
 
     Raises:
-        InputError: it has not; begins with `given`, what its size is.
+        InputError: If `rows` is less than `num_shards`.
     """
     if rows < num_shards:
         raise InputError(
-            f"{given} is less than the {num_shards} data ranks that share a batch: give at least "
-            f"{num_shards}"
+            f"{given} is less than the {num_shards} data ranks that share a batch. Use at least "
+            f"{num_shards} rows."
         )
 
 
 def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
-    """Return how many sentences a batch of each bucket has, a list of int."""
+    """Return a list with the number of sentences of a batch of each bucket."""
     check_one_size(batch_size, batch_tokens)
     if batch_size is not None:
-        check_rows(batch_size, min_rows, f"batch_size={batch_size}")
+        check_rows(batch_size, min_rows, f"`{batch_size=}`")
         return [int(batch_size)] * len(bounds)
     if len(bounds) and batch_tokens < min_rows * bounds[-1]:
         raise InputError(
-            f"batch_tokens={batch_tokens} does not hold {min_rows} of the longest sentences, "
-            f"{bounds[-1]} tokens each, one for each data rank: give at least "
-            f"{min_rows * bounds[-1]}, or lower max_length"
+            f"`{batch_tokens=}` has no room for {min_rows} sentences of {bounds[-1]} tokens, one for "
+            f"each data rank. Set it to at least {min_rows * bounds[-1]} or lower `max_length`."
         )
     return [int(batch_tokens // bound) for bound in bounds]
 
 
 def _share_remainder(batches, remainder, size, min_rows):
-    """Return the remainder as batches; takes the last of `batches` back if it shares with it."""
-    # Small batches are noisy, and one that is smaller than the number of ranks could not
-    # be shared: even shares keep the plan the same for any usual number of ranks.
+    """Return the batches of the remainder. It may be divided evenly with the last batch.
+
+    In that case the last batch is removed from `batches`.
+    """
+    # Small batches are noisy, and a batch smaller than the number of ranks cannot be divided.
+    # With even parts, the plan is the same for every common number of ranks.
     if len(remainder) < size / 2 and batches:
-        both = np.concatenate([batches[-1], remainder])
-        shares = np.array_split(both, -(-len(both) // size))
-        if len(shares[-1]) >= min_rows:
+        combined = np.concatenate([batches[-1], remainder])
+        parts = np.array_split(combined, -(-len(combined) // size))
+        if len(parts[-1]) >= min_rows:
             batches.pop()
-            return shares
+            return parts
     return [remainder] if len(remainder) >= min_rows else []

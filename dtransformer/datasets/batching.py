@@ -1,4 +1,4 @@
-"""Batches of sentence pairs for `Trainer.fit`, by a plan of each epoch."""
+"""Batches of sentence pairs for `Trainer.fit`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
-from dtransformer.datasets.epochs import Epochs, check_shard, kept
+from dtransformer.datasets.epochs import Epochs, cache_plan, check_shard
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.packing import plan_packed_batches, rows_per_batch
 from dtransformer.errors import InputError, check_int
@@ -17,50 +17,57 @@ Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 class TranslationBatches(Epochs):
     """Batches of sentence pairs for `Trainer.fit`.
 
-    Each epoch has an order of its own, chosen by `set_epoch` before it begins (as
-    PyTorch's DistributedSampler has it; `Trainer.fit` calls it). A batch is
+    Each epoch has a different order. `set_epoch` chooses it before an epoch begins, as in PyTorch's
+    DistributedSampler; `Trainer.fit` calls `set_epoch`. A batch is
 
         ({"source": int32 [b, s], "target": int32 [b, t]}, labels int32 [b, t])
 
-    where target is the start token and the translation, labels the translation and
-    the end token; all are padded to the longest of this rank's rows.
+    where target is the start token and the translation, and labels are the translation and the
+    end token. Rows are padded to the longest row of this rank.
 
     Args:
-        source_ids, target_ids: ids [N, (length)], int32, as `tf.RaggedTensor`; or as arrays
-            `(ids, row_splits)`, as `SubwordTokenizer.encode_to_numpy` returns them.
-        batch_size: number of sentences of a global batch; or
-        batch_tokens: number of tokens of one side of a global batch, padding included.
-        max_length: number of tokens; pairs with a longer side are left out in training, and cut
-            off elsewhere. The start or end token comes in addition.
-        num_buckets: number of buckets of lengths.
-        buckets: greatest length of each bucket instead, the start or end token included.
-        shuffle: whether each epoch is shuffled.
-        seed: what the shuffling depends on, besides the epoch.
-        shard_index, num_shards: this rank's share of each global batch: rows
-            shard_index, shard_index + num_shards, …
-        drop_remainder: whether the sentences that fill no batch are left out.
-        pad_to_multiple_of: lengths are padded to a multiple of this; a compiler that
-            specialises on shapes then sees fewer of them.
-        pad_rows_to_multiple_of: empty sentences are added to this rank's rows of a batch
-            until their number is a multiple of this; a pipeline's micro-batches need it.
-        pad_to_bucket: whether both sides are padded to the greatest length of their bucket,
-            so that there are no more shapes than buckets, and those of the remainder.
-        packed_length: number of tokens of a row, on each side, which sentences are put in one
-            after the other; every batch then has one shape, next to nothing is padded, and its
-            inputs have "source_segments" and "target_segments", too: the number of the sentence
-            in its row, from 1, and 0 for padding. There are no buckets, and `batch_size` is the
-            number of rows.
-        training: whether long pairs are left out, rather than cut off.
-        pad_id, start_id, end_id: ids of the special tokens.
+        source_ids, target_ids: Ids [N, (length)], int32, as `tf.RaggedTensor`, or as a tuple of
+            arrays `(ids, row_splits)` from `SubwordTokenizer.encode_to_numpy`.
+        batch_size: Integer. Number of sentences of a global batch. Specify either `batch_size` or
+            `batch_tokens`.
+        batch_tokens: Integer. Maximum number of tokens of one side of a global batch, including
+            padding.
+        max_length: Integer. Maximum number of tokens, without the start or end token. Pairs with a
+            longer side are left out in training and cut off otherwise. Defaults to 256.
+        num_buckets: Integer. Number of length buckets. Defaults to 8.
+        buckets: List of the maximum length of each bucket, including the start or end token. It
+            replaces `num_buckets`.
+        shuffle: Boolean. Whether to shuffle each epoch. Defaults to `True`.
+        seed: Integer. Shuffling depends on the seed and the epoch. Defaults to 0.
+        shard_index, num_shards: Index of this data rank and number of data ranks. This rank gets
+            the rows shard_index, shard_index + num_shards, … of each global batch.
+        drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
+            to `False`.
+        pad_to_multiple_of: Integer. Lengths are padded to a multiple of it, so that a compiler that
+            specializes on shapes sees fewer of them. Defaults to 1.
+        pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
+            their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
+            to 1.
+        pad_to_bucket: Boolean. Whether to pad both sides to the maximum length of their bucket.
+            This limits the number of shapes to one per bucket and those of the remainder. Defaults
+            to `False`.
+        packed_length: Integer. Number of tokens of a row on each side. Several sentences are packed
+            into a row, so that all batches have one shape with little padding. Inputs also contain
+            "source_segments" and "target_segments": the index of the sentence in its row, from 1,
+            and 0 for padding. Packing uses no buckets, and `batch_size` is the number of rows.
+            `None` (default) disables packing.
+        training: Boolean. Whether to leave out pairs that are too long instead of cutting them off.
+            Defaults to `True`.
+        pad_id, start_id, end_id: Ids of the special tokens.
 
     Attributes:
-        num_pairs: number of pairs that are used.
-        num_left_out: number of pairs that are too long or empty.
-        max_tokens: number of tokens of one side of the largest global batch, at most.
+        num_pairs: Number of pairs in use.
+        num_left_out: Number of pairs that are too long or empty.
+        max_tokens: Maximum number of tokens of one side of a global batch.
 
     Raises:
-        InputError: the sides differ in number, nothing is left, or the batches' size is
-            given twice or not at all, or is too small for the number of ranks.
+        InputError: If the sides differ in length, no pair remains, the batch size is not specified
+            exactly once, or it is too small for the number of ranks.
 
     Example:
 
@@ -102,46 +109,55 @@ class TranslationBatches(Epochs):
         ):
             check_int(name, value)
         check_shard(shard_index, num_shards)
-        target_ids = _without_ends(*_as_arrays(target_ids), start_id, end_id)
+        target_ids = _remove_special_ids(*_as_arrays(target_ids), start_id, end_id)
         self._ids = _as_arrays(source_ids), target_ids
         lengths = [np.diff(row_splits) for _, row_splits in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
         self.num_pairs = len(self._pairs)
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
-        self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
-        self._shard_index, self.num_shards = shard_index, num_shards
-        self._max_length, self._packed_length = max_length, packed_length
+        self._lengths = np.minimum(longer, max_length) + 1  # The start or end token.
+        self._shard_index = shard_index
+        self.num_shards = num_shards
+        self._max_length = max_length
+        self._packed_length = packed_length
         self._multiples = pad_rows_to_multiple_of, pad_to_multiple_of
-        self._special, self._bounds = (pad_id, start_id, end_id), None
+        self._special = (pad_id, start_id, end_id)
+        self._bounds = None
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
         if packed_length is None:
             bounds = num_buckets if buckets is None else buckets
             options = {**size, **common, "buckets": bounds, "min_rows": num_shards}
-            self._plan = kept(lambda epoch: plan_batches(self._lengths, epoch=epoch, **options))
+            self._plan = cache_plan(
+                lambda epoch: plan_batches(self._lengths, epoch=epoch, **options)
+            )
             self._bounds = bucket_bounds(self._lengths, bounds) if pad_to_bucket else None
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
-            both = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
-            self._plan = kept(
-                lambda epoch: plan_packed_batches(both, packed_length, rows, epoch=epoch, **common)
+            side_lengths = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
+            self._plan = cache_plan(
+                lambda epoch: plan_packed_batches(
+                    side_lengths, packed_length, rows, epoch=epoch, **common
+                )
             )
-            self._least_rows = -(-rows // num_shards)
-        self._tell_left_out(lengths, max_length, training)
+            self._local_rows = -(-rows // num_shards)
+        self._report_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)
         super().__init__(len(first_epoch), seed)
-        longest = lambda batch: packed_length or int(self._lengths[batch].max())
-        self.max_tokens = max((len(batch) * longest(batch) for batch in first_epoch), default=0)
+        self.max_tokens = 0
+        for batch in first_epoch:
+            longest = packed_length or int(self._lengths[batch].max())
+            self.max_tokens = max(self.max_tokens, len(batch) * longest)
         if not first_epoch:
             raise InputError(
-                f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "
-                "more pairs, smaller batches or fewer ranks"
+                f"{self.num_pairs} sentence pairs do not fill a batch for {num_shards} data ranks. "
+                "Use more pairs, smaller batches or fewer ranks."
             )
 
-    def _tell_left_out(self, lengths, max_length, training):
+    def _report_left_out(self, lengths, max_length, training):
         total = len(lengths[0])
-        what = f"pairs are empty or longer than max_length={max_length}, and left out"
+        what = f"pairs are empty or longer than max_length={max_length} and are left out"
         warn_left_out(self, self.num_left_out, total, what)
         if not training:
             cut = np.maximum(*lengths)[self._pairs] > max_length
@@ -150,25 +166,26 @@ class TranslationBatches(Epochs):
             )
 
     def rows(self, epoch: int, batch: int) -> list[np.ndarray]:
-        """Return the numbers of the pairs of each of this rank's rows of a batch."""
+        """Return the pair indices in each of this rank's rows of a batch, as a list of arrays."""
         rows = self._plan(epoch)[batch][self._shard_index :: self.num_shards]
         return [self._pairs[np.atleast_1d(row)] for row in rows]
 
     def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
-        multiple, least = self._multiples[0], 0
-        number = len(rows) if self._packed_length is None else self._least_rows
-        number += -number % multiple
-        if self._bounds is not None:  # the greatest length of the batch's bucket
+        multiple = self._multiples[0]
+        min_width = 0
+        num_rows = len(rows) if self._packed_length is None else self._local_rows
+        num_rows += -num_rows % multiple
+        if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
             longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
-            least = self._bounds[np.searchsorted(self._bounds, longest)]
-        inputs = {name: self._padded(name, rows, number, least) for name in self._names()}
-        return inputs, self._padded("labels", rows, number, least)
+            min_width = self._bounds[np.searchsorted(self._bounds, longest)]
+        inputs = {name: self._padded(name, rows, num_rows, min_width) for name in self._names()}
+        return inputs, self._padded("labels", rows, num_rows, min_width)
 
     def spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
         shape = [None, None]
         if self._packed_length is not None:
-            shape = self._least_rows + -self._least_rows % self._multiples[0], self._packed_length
+            shape = self._local_rows + -self._local_rows % self._multiples[0], self._packed_length
         spec = tf.TensorSpec(shape, tf.int32)
         return dict.fromkeys(self._names(), spec), spec
 
@@ -177,31 +194,32 @@ class TranslationBatches(Epochs):
         return ("source", "target", *segments)
 
     def _row(self, pairs):
-        """Return the sentences of pairs, one after the other: lists by the names of a batch's parts."""
+        """Return a dict of lists: concatenated sentences of pairs for each input and the labels."""
         _, start, end = self._special
         row = {name: [] for name in (*self._names(), "labels")}
         for segment, pair in enumerate(pairs, start=1):
             source, target = (self._sentence(*side, pair) for side in self._ids)
-            own = {"source": source, "target": [start, *target], "labels": [*target, end]}
-            own["source_segments"] = [segment] * len(source)
-            own["target_segments"] = [segment] * len(own["target"])
+            sequences = {"source": source, "target": [start, *target], "labels": [*target, end]}
+            sequences["source_segments"] = [segment] * len(source)
+            sequences["target_segments"] = [segment] * len(sequences["target"])
             for name, ids in row.items():
-                ids += own[name]
+                ids += sequences[name]
         return row
 
-    def _sentence(self, values, row_splits, number):
-        return values[row_splits[number] : row_splits[number + 1]][: self._max_length].tolist()
+    def _sentence(self, values, row_splits, pair):
+        return values[row_splits[pair] : row_splits[pair + 1]][: self._max_length].tolist()
 
-    def _padded(self, name, rows, number, least):
-        """Return a part of rows as int32 [number, length]."""
-        width, most = self._packed_length, self._max_length + (name != "source")
+    def _padded(self, name, rows, num_rows, min_width):
+        """Return an input or the labels of rows as int32 [number, length]."""
+        width = self._packed_length
+        max_width = self._max_length + (name != "source")
         if width is None:
-            longest = max(least, *(len(row[name]) for row in rows))
-            width = min(longest + -longest % self._multiples[1], most)
-        empty = 0 if name.endswith("segments") else self._special[0]
-        padded = np.full((number, width), empty, np.int32)
-        for place, row in zip(padded, rows):
-            place[: len(row[name])] = row[name]
+            longest = max(min_width, *(len(row[name]) for row in rows))
+            width = min(longest + -longest % self._multiples[1], max_width)
+        padding = 0 if name.endswith("segments") else self._special[0]
+        padded = np.full((num_rows, width), padding, np.int32)
+        for padded_row, row in zip(padded, rows):
+            padded_row[: len(row[name])] = row[name]
         return padded
 
 
@@ -211,30 +229,31 @@ def _as_arrays(ids):
     return ids
 
 
-def _without_ends(values, splits, start_id, end_id):
-    """Return targets without the start and end tokens that they have, which come to each of them."""
-    begins, ends = splits[:-1].copy(), splits[1:].copy()
-    begins += (begins < ends) & (values[np.minimum(begins, len(values) - 1)] == start_id)
-    ends -= (begins < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
-    keeps = np.zeros(len(values) + 1, np.int64)
-    np.add.at(keeps, begins, 1)
-    np.add.at(keeps, ends, -1)
-    return values[np.cumsum(keeps)[:-1] > 0], np.cumsum([0, *(ends - begins)])
+def _remove_special_ids(values, splits, start_id, end_id):
+    """Remove start and end tokens from targets, because batches add them to every target."""
+    starts = splits[:-1].copy()
+    ends = splits[1:].copy()
+    starts += (starts < ends) & (values[np.minimum(starts, len(values) - 1)] == start_id)
+    ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
+    changes = np.zeros(len(values) + 1, np.int64)
+    np.add.at(changes, starts, 1)
+    np.add.at(changes, ends, -1)
+    return values[np.cumsum(changes)[:-1] > 0], np.cumsum([0, *(ends - starts)])
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):
-    """Return the numbers of pairs without an empty or, given max_length, too long side."""
+    """Return the indices of pairs without an empty or too long side."""
     if len(source_lengths) != len(target_lengths):
         raise InputError(
-            f"{len(source_lengths)} source sentences and {len(target_lengths)} target sentences: "
-            "they have to pair up, one to one"
+            f"Got {len(source_lengths)} source sentences and {len(target_lengths)} target sentences. "
+            "Give the same number of both."
         )
-    keep = (source_lengths > 0) & (target_lengths > 0)
+    is_usable = (source_lengths > 0) & (target_lengths > 0)
     if max_length is not None:
-        keep &= np.maximum(source_lengths, target_lengths) <= max_length
-    if not keep.any():
+        is_usable &= np.maximum(source_lengths, target_lengths) <= max_length
+    if not is_usable.any():
         raise InputError(
-            f"no sentence pair is left of {len(keep)}: all are empty or longer than "
-            f"max_length={max_length} tokens; check the files, or raise max_length"
+            f"All {len(is_usable)} sentence pairs are empty or longer than `{max_length=}` tokens. "
+            "Check the files or increase `max_length`."
         )
-    return np.flatnonzero(keep)
+    return np.flatnonzero(is_usable)

@@ -1,6 +1,7 @@
-"""Byte-level byte-pair encoding, trained on text that comes back exactly: line ends, tabs and spaces.
+"""Byte-level byte-pair encoding that restores every text: line ends, tabs and spaces.
 
-Reference: Radford et al., 2019, "Language models are unsupervised multitask learners", §2.2.
+Reference:
+    Radford et al., 2019, "Language models are unsupervised multitask learners", §2.2.
 """
 
 import json
@@ -31,10 +32,15 @@ def train_byte_level(
     vocabulary too small for this has only the bytes of `texts`, and other bytes become unknown.
 
     Args:
-        texts: Texts to train on.
-        vocab_size: Number of pieces.
-        lower_case: Whether text is converted to lower case. It comes back in lower case.
-        at_most: Whether to return fewer pieces if the texts have fewer frequent pairs.
+        texts: Iterable of texts to train on.
+        vocab_size: Integer. Number of pieces.
+        lower_case: Boolean. Whether text is converted to lower case. Decoding does not restore the
+            case. Defaults to `False`.
+        at_most: Boolean. Whether to return fewer pieces if the texts have fewer pairs that occur
+            twice, instead of raising an error. Defaults to `False`.
+
+    Returns:
+        A `JsonTokenizer`.
 
     Raises:
         InputError: If there is no text, or `vocab_size` is too small or too large for the texts.
@@ -47,7 +53,7 @@ def train_byte_level(
     """
     texts = whole_texts(texts)
     if not any(map(str.strip, texts)):
-        raise InputError("the texts to train a tokenizer on are empty: give at least one word")
+        raise InputError("The texts to train a tokenizer on are empty. Give at least one word.")
     library = tokenizers.Tokenizer(models.BPE(unk_token=_SPECIAL[1]))
     if lower_case:
         library.normalizer = normalizers.Lowercase()
@@ -67,10 +73,10 @@ def train_byte_level(
     library.train_from_iterator(texts, trainer)
     size = library.get_vocab_size()
     if size > vocab_size or (size < vocab_size and not at_most):
-        limit = "need at least" if size > vocab_size else "give at most"
+        limit = "need at least" if size > vocab_size else "yield at most"
         raise InputError(
-            f"vocab_size={vocab_size} does not fit the texts, which {limit} {size} pieces: ask for "
-            f"{size}, or give other texts"
+            f"`{vocab_size=}` does not fit the texts, which {limit} {size} pieces. Set it to {size} "
+            "or use other texts."
         )
     config = config_fields() | dict(zip(_NAMES, _SPECIAL)) | BYTE_LEVEL
     with tempfile.TemporaryDirectory() as name:

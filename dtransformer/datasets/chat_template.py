@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that a model was trained on.
+"""Chat templates, which render messages to the text that a model was trained on.
 
-A template is somebody else's program in Jinja. It runs in a sandbox: nothing is written to, of what
-it is given only texts, lists and mappings have attributes, its loops and calls are counted, and what
-it multiplies or prints has a limit.
+A template is a Jinja program from an untrusted source, so it runs in a sandbox. It cannot change
+objects and can access only attributes of strings, lists, tuples, dicts and Jinja's objects. Its
+steps are counted, and its time and the size of its texts are limited.
 """
 
 import datetime
@@ -18,11 +18,28 @@ from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
-FILE, FOLDER, _FIELD = "chat_template.jinja", "additional_chat_templates", "chat_template"
-_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
-_MOST_STEPS, _MOST_SECONDS, _MOST_CHARACTERS = 10**6, 10, 2**24
-# Methods of texts that make long ones of short ones.
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+_FIELD = "chat_template"
+_DEFAULT = "default"  # Names of templates.
+_TOOL_USE = "tool_use"
+_REMOVED_FILTERS = (
+    "attr",
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "pprint",
+    "slice",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Tags around trained answers.
+_MAX_STEPS = 10**6
+_MAX_SECONDS = 10
+_MAX_TEXT = 2**24
+# Methods that can build a long string from a short one.
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
@@ -42,7 +59,7 @@ class ChatTemplate:
         tool_source: Text of the template for messages with tools. Defaults to `source`.
 
     Raises:
-        InputError: If a text is no template, or jinja2 is missing.
+        InputError: If a text is not a valid template, or jinja2 is missing.
 
     Example:
 
@@ -55,26 +72,35 @@ class ChatTemplate:
         self,
         source: str,
         tokens: Mapping[str, str] | None = None,
-        name: str = "the template",
+        name: str = "The template",
         date: str | None = None,
         tool_source: str | None = None,
     ):
         check_installed("jinja2", "chat templates")
-        self.name, self._tokens = str(name), dict(tokens or {})
+        self.name = str(name)
+        self._tokens = dict(tokens or {})
         self._steps = _Steps()
         today = datetime.date.fromisoformat(date) if date else datetime.date.today()
         environment = _sandbox(self._steps, today)
         sources = source, source if tool_source is None else tool_source
         try:
-            self._templates = [_counted(environment, _GENERATION.sub("", x)) for x in sources]
+            self._templates = [
+                _compile_template(environment, _GENERATION.sub("", x)) for x in sources
+            ]
         except Exception as error:  # A published template can fail in any way.
-            raise InputError(f"{name}: is no chat template ({_told(error)})") from None
+            raise InputError(
+                f"{name} is not a valid chat template ({_describe_error(error)})."
+            ) from None
 
     @classmethod
-    def of_tokenizer(
-        cls, folder: pathlib.Path, config: Mapping, date: str | None = None, own: str | None = None
+    def from_folder(
+        cls,
+        folder: pathlib.Path,
+        config: Mapping,
+        date: str | None = None,
+        source: str | None = None,
     ):
-        """Return the templates of a tokenizer's folder, the same as `transformers` uses.
+        """Load the templates of a tokenizer's folder, as `transformers` does.
 
         Conversations with tools use the template `tool_use`, if the folder has it.
 
@@ -83,20 +109,24 @@ class ChatTemplate:
                 `additional_chat_templates`.
             config: Fields of its `tokenizer_config.json`.
             date: See `ChatTemplate`.
-            own: Text of a template that replaces all templates of the folder.
+            source: Text of a template that replaces all templates of the folder. Defaults to `None`.
+
+        Returns:
+            A `ChatTemplate`.
 
         Raises:
             InputError: If the folder has no default template.
         """
-        sources = {_DEFAULT: own} if own is not None else _sources_in(folder, config)
+        sources = {_DEFAULT: source} if source is not None else _sources_in(folder, config)
         if not isinstance(sources.get(_DEFAULT), str):
             raise InputError(
-                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} in its "
-                "tokenizer_config.json. Set data.template, or use a chat model"
+                f"{folder} has no chat template, neither {FILE} nor {_FIELD} in its "
+                "tokenizer_config.json. Set `data.template` or use a chat model."
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
         tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
-        name, tool_source = f"{folder}: its chat template", sources.get(_TOOL_USE)
+        name = f"{folder}: The chat template"
+        tool_source = sources.get(_TOOL_USE)
         return cls(sources[_DEFAULT], tokens, name, date, tool_source)
 
     def render(
@@ -108,33 +138,36 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: Dicts of `"role"`, `"content"` and other keys of the template.
-            add_generation_prompt: Whether the beginning of an answer follows the messages.
+            messages: List of dicts with `"role"`, `"content"` and other keys of the template.
+            add_generation_prompt: Boolean. Whether to append the beginning of an answer. Defaults
+                to `False`.
             tools: Tools of the model, in the template's form. An empty list means no tools.
 
         Raises:
             InputError: If the template refuses the messages or exceeds a limit.
         """
         self._steps.begin()
-        given = {**self._tokens, "tools": tools or None, "documents": None}
-        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = {**self._tokens, "tools": tools or None, "documents": None}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            parts, size = [], 0
-            for part in self._templates[bool(tools)].generate(**given):
+            parts = []
+            size = 0
+            for part in self._templates[bool(tools)].generate(**variables):
                 size += len(part)
-                if size > _MOST_CHARACTERS:
-                    raise ValueError(f"it prints more than {_MOST_CHARACTERS:,} characters")
+                if size > _MAX_TEXT:
+                    raise ValueError(f"The text exceeds {_MAX_TEXT:,} characters.")
                 parts.append(part)
             return "".join(parts)
         except Exception as error:  # A published template can fail in any way.
             raise InputError(
-                f"{self.name} does not take {shown(messages)}: {_told(error)}"
+                f"{self.name} fails for the messages {shown(messages)}: {_describe_error(error)}"
             ) from None
 
 
 def _sources_in(folder, config):
-    """Return the texts of templates by name. Files replace the templates of the config."""
-    field, path = config.get(_FIELD), folder / FILE
+    """Return a dict of template texts by name. Files replace the templates of the config."""
+    field = config.get(_FIELD)
+    path = folder / FILE
     if path.exists():
         sources = {_DEFAULT: decode(read_bytes(path), path)}
     elif isinstance(field, list):
@@ -147,19 +180,21 @@ def _sources_in(folder, config):
 
 
 class _Steps:
-    """Counts what a template does, down to 0."""
+    """Limits the steps and the seconds of a rendering."""
 
-    left, until = _MOST_STEPS, math.inf
+    left = _MAX_STEPS
+    until = math.inf
 
     def begin(self):
-        self.left, self.until = _MOST_STEPS, time.monotonic() + _MOST_SECONDS
+        self.left = _MAX_STEPS
+        self.until = time.monotonic() + _MAX_SECONDS
 
     def take(self):
         self.left -= 1
         if self.left < 0:
-            raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+            raise ValueError(f"Rendering exceeds {_MAX_STEPS:,} steps.")
         if time.monotonic() > self.until:
-            raise ValueError(f"it takes more than {_MOST_SECONDS} s")
+            raise ValueError(f"Rendering exceeds {_MAX_SECONDS} s.")
 
     def counted(self, items):
         for item in items:
@@ -168,32 +203,40 @@ class _Steps:
 
 
 def _sandbox(steps, today):
-    """Return an environment in which a template may do little."""
+    """Return a Jinja environment that limits attributes, calls, arithmetic and text sizes."""
     import jinja2.runtime
     import jinja2.sandbox
     import jinja2.utils
 
-    open_to_all = (
-        *(str, list, tuple, dict, jinja2.runtime.LoopContext, jinja2.runtime.Macro),
-        *(jinja2.utils.Namespace, jinja2.utils.Cycler, jinja2.utils.Joiner),
+    accessible_types = (
+        str,
+        list,
+        tuple,
+        dict,
+        jinja2.runtime.LoopContext,
+        jinja2.runtime.Macro,
+        jinja2.utils.Namespace,
+        jinja2.utils.Cycler,
+        jinja2.utils.Joiner,
     )
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%", "+"))
-        counted, joined = staticmethod(steps.counted), staticmethod(_joined)
+        counted = staticmethod(steps.counted)
+        joined = staticmethod(_join)
 
         def is_safe_attribute(self, obj, attr, value):
             pads = isinstance(obj, str) and attr in _PADDING
-            is_open = isinstance(obj, open_to_all) and not pads
+            is_open = isinstance(obj, accessible_types) and not pads
             return is_open and super().is_safe_attribute(obj, attr, value)
 
         def wrap_str_format(self, value):
             if super().wrap_str_format(value) is not None:
-                raise ValueError("format, which pads texts, is not there")
+                raise ValueError("`format` is not available because it can pad texts.")
 
         def call(self, context, obj, /, *args, **kwargs):
             steps.take()
-            if isinstance(getattr(obj, "__self__", None), str):  # such as replace
+            if isinstance(getattr(obj, "__self__", None), str):  # A method such as `replace`.
                 _check_size(obj.__self__, *args)
             return super().call(context, obj, *args, **kwargs)
 
@@ -201,14 +244,14 @@ def _sandbox(steps, today):
             if operator == "+" and isinstance(right, ParsedText):
                 right = str(right)
             if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-                if len(left) + len(right) > _MOST_CHARACTERS:
-                    raise ValueError("a text that is too long")
+                if len(left) + len(right) > _MAX_TEXT:
+                    raise ValueError("A text is too long.")
                 return left + right
             kinds = {type(left), type(right)}
             if not kinds <= {int, float, bool} or max(abs(left), abs(right)) > 10**9:
-                raise ValueError(f"{operator} is for small numbers alone")
+                raise ValueError(f"`{operator}` supports only numbers up to 10**9.")
             if operator == "**" and abs(right) > 64:
-                raise ValueError("a power of more than 64")
+                raise ValueError("The exponent must be at most 64.")
             return super().call_binop(context, operator, left, right)
 
     def refuse(message):
@@ -217,58 +260,55 @@ def _sandbox(steps, today):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    for name in (
-        *("center", "indent", "format", "xmlattr", "pprint", "attr", "wordwrap", "urlize"),
-        *("slice", "batch"),
-    ):
+    for name in _REMOVED_FILTERS:
         environment.filters.pop(name)
     environment.globals.pop("lipsum")
-    environment.filters["replace"] = _replaced
-    environment.filters["indent"] = _indented
-    environment.filters["tojson"] = _as_json
+    environment.filters["replace"] = _replace
+    environment.filters["indent"] = _indent
+    environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": today.strftime}
     return environment
 
 
-def _as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     if isinstance(indent, int) and indent > 16:
-        raise ValueError("an indent of more than 16")
+        raise ValueError("`indent` must be at most 16.")
     options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _indented(text, width=4, first=False, blank=False):
+def _indent(text, width=4, first=False, blank=False):
     if not isinstance(width, int) or width > 64:
-        raise ValueError("an indent of more than 64")
+        raise ValueError("`width` must be an integer of at most 64.")
     lines = str(text).split("\n")
-    own = [" " * width + x if x or blank else x for x in lines]
-    return "\n".join(own if first else [lines[0], *own[1:]])
+    indented = [" " * width + x if x or blank else x for x in lines]
+    return "\n".join(indented if first else [lines[0], *indented[1:]])
 
 
-def _joined(*parts):
+def _join(*parts):
     texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > _MOST_CHARACTERS:
-        raise ValueError("a text that is too long")
+    if sum(map(len, texts)) > _MAX_TEXT:
+        raise ValueError("A text is too long.")
     return "".join(texts)
 
 
 def _check_size(text, *args):
-    """Refuse calls whose results may be too long: of texts that are put in for each character."""
+    """Refuse a method call that may build a too long text, by inserting an argument everywhere."""
     longest = max((len(x) for x in args if isinstance(x, str)), default=0)
-    if len(text) * (longest + 1) > 4 * _MOST_CHARACTERS:
-        raise ValueError("a text that is too long")
+    if len(text) * (longest + 1) > 4 * _MAX_TEXT:
+        raise ValueError("A text may become too long.")
 
 
-def _replaced(text, old, new, count=None):
+def _replace(text, old, new, count=None):
     text = str(text)
     _check_size(text, old, new)
     return text.replace(old, new, -1 if count is None else count)
 
 
-def _counted(environment, source):
-    """Return a template whose loops are counted, and whose texts have a limit.
+def _compile_template(environment, source):
+    """Compile a template so that its loops are counted and its joined texts are limited.
 
-    What counts are attributes of the environment, which a template cannot name.
+    The counting functions are attributes of the environment, which a template cannot access.
     """
     from jinja2 import nodes, visitor
 
@@ -292,7 +332,7 @@ def _counted(environment, source):
     return environment.from_string(tree)
 
 
-def _told(error):
+def _describe_error(error):
     return f"{type(error).__name__}: {one_line(error, 120)}"
 
 

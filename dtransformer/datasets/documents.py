@@ -1,4 +1,4 @@
-"""Documents from files of any size and number, one after the other."""
+"""Reading documents from text, JSON, Arrow and Parquet files as a stream."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,27 +21,31 @@ def read_documents(
     boundary: str = "blank_line",
     sentences: bool = False,
 ) -> Iterator[Document]:
-    """Read documents from files, one at a time: of no file more than a document is held.
+    """Yield the documents of files, with at most one text document in memory.
 
-    What a file is its name tells: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Arrow (`.arrow`,
-    `.feather`, `.ipc`) and Parquet (`.parquet`), which need pyarrow, and else UTF-8
-    text. Text and JSON lines are unpacked first where the name ends in `.gz`.
+    The format follows from the file name: JSON lines or a JSON list (`.jsonl`, `.ndjson`, `.json`),
+    Arrow (`.arrow`, `.feather`, `.ipc`) or Parquet (`.parquet`). Other files are UTF-8 text. Arrow
+    and Parquet require pyarrow. Text and JSON files are decompressed if their name ends in `.gz`. A
+    JSON list is parsed as a whole, so it is limited to the size of one document.
 
     Args:
-        paths: the files, in the order in which they are read.
-        field: the key, or the column, that the text of a document is in. Or several, for documents
-            of several parts, such as `["prompt", "answer"]`. Of `"instruction+input"` the texts that
-            are not empty are lines of one part; of an odd number, all but the last are.
-        boundary: what ends a document of a text file: `"blank_line"`, `"line"` or `"file"`.
-        sentences: whether the lines of a document are its parts, as next-sentence prediction needs
-            them; blank ones are left out.
+        paths: Paths of the files, in reading order.
+        field: Name of the key or column that contains the text of a document, or a list of names
+            for documents with several parts, such as `["prompt", "answer"]`. A name such as
+            `"instruction+input"` joins the nonempty values with line breaks to one part. If the
+            number of names is odd and greater than 1, all names except the last are joined.
+            Defaults to `"text"`.
+        boundary: End of a document in a text file: `"blank_line"` (default), `"line"` or `"file"`.
+        sentences: Boolean. Whether to split documents into a list of lines, without blank ones, as
+            next-sentence prediction requires. Defaults to `False`.
 
-    Returns:
-        An iterator of texts; or, where documents have parts, of lists of texts.
+    Yields:
+        A string for each document, or a list of strings for a document with parts.
 
     Raises:
-        InputError: a file is missing, damaged or too large a document; or several fields are asked
-            for of a text file, or together with `sentences`. Says the line or row.
+        InputError: If `boundary` is unknown, a file is missing or damaged, a document is too large,
+            a record lacks a field, or several fields are combined with a text file or with
+            `sentences`. The message names the line or row.
 
     Example:
 
@@ -51,126 +55,146 @@ def read_documents(
     [['One.', 'Two.'], ['Three.']]
     """
     if boundary not in BOUNDARIES:
-        raise InputError(f"boundary is {boundary!r}, expected one of {', '.join(BOUNDARIES)}")
+        raise InputError(f"`{boundary=}` is unknown. Expected one of {', '.join(BOUNDARIES)}.")
     fields = [field] if isinstance(field, str) else list(field)
     if len(fields) > 1 and len(fields) % 2:
         fields = ["+".join(fields[:-1]), fields[-1]]
     if sentences and len(fields) > 1:
-        raise InputError(f"{len(fields)} fields and sentences: documents have parts of one kind")
+        raise InputError(f"Cannot combine {len(fields)} fields with `sentences`. Use one of them.")
     for path in paths:
-        for document in _documents_of(path, fields, boundary):
+        for document in _read_file(path, fields, boundary):
             if sentences:
                 yield [line for line in document.split("\n") if line.strip(WHITE_SPACE)]
             else:
                 yield document
 
 
-def _documents_of(path, fields, boundary):
+def _read_file(path, fields, boundary):
     names = [name for field in fields for name in field.split("+")]
     values = placed_values(path, names)
     if values is not None:
-        return _of_fields(values, names, fields)
+        return _documents_from_fields(values, names, fields)
     if len(fields) > 1:
         raise InputError(
-            f"{path} is read as text, which has no fields {', '.join(fields)}: give .jsonl, .arrow "
-            "or .parquet files"
+            f"{path} is read as text, which has no fields {', '.join(fields)}. Give .jsonl, .arrow "
+            "or .parquet files."
         )
     return joined(iterate_lines(path), boundary, path)
 
 
 def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> Iterator[str]:
-    """Yield the documents of lines with their numbers; arguments and errors as of `read_documents`."""
-    held, size = [], 0
-    for number, line in lines:
+    """Yield the documents that consecutive lines form.
+
+    Args:
+        lines: Iterable of `(line_number, line)` tuples.
+        boundary: `"blank_line"`, `"line"` or `"file"`; see `read_documents`.
+        path: Path of the file, for error messages.
+
+    Raises:
+        InputError: If a document has more than `MAX_DOCUMENT` characters.
+    """
+    document_lines = []
+    size = 0
+    for line_number, line in lines:
         if boundary == "line":
             yield line
             continue
         if boundary == "blank_line" and not line.strip(WHITE_SPACE):
-            if held:
-                yield "\n".join(held)
-            held, size = [], 0
+            if document_lines:
+                yield "\n".join(document_lines)
+            document_lines = []
+            size = 0
             continue
-        held.append(line)
+        document_lines.append(line)
         size += len(line)
         if size > MAX_DOCUMENT:
             raise InputError(
-                f"{path}, line {number}: a document that ends at a {boundary.replace('_', ' ')} has "
-                f"more than {MAX_DOCUMENT:,} characters: let each line be one (--documents line)"
+                f"{path}, line {line_number}: A document (boundary: {boundary.replace('_', ' ')}) has "
+                f"more than {MAX_DOCUMENT:,} characters. Use one document per line (--documents line)."
             )
-    if held:
-        yield "\n".join(held)
+    if document_lines:
+        yield "\n".join(document_lines)
 
 
 def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
-    """Yield the values of a file with their places: one value on each line, or one list.
+    """Yield a `(place, value)` tuple for each value of a file with JSON lines or one JSON list.
 
-    Readers check the fields that they use; other fields may contain `NaN`.
+    The place names the file and the line or record, for error messages. Readers check the fields
+    that they use. Other fields may contain `NaN`.
 
     Raises:
-        InputError: If the file is missing or damaged; names the line.
+        InputError: If the file is missing or damaged. The message names the line.
     """
-    lines, held = iterate_lines(path), None
-    for number, line in lines:
+    lines = iterate_lines(path)
+    list_text = None
+    for line_number, line in lines:
         if not line.strip(WHITE_SPACE):
             continue
-        if line.startswith("[") and held is None:
-            held = "\n".join([line, *(line for _, line in lines)])
-            values = parse_json(held, path, MAX_DOCUMENT, checks_values=False)
+        if line.startswith("[") and list_text is None:
+            list_text = "\n".join([line, *(line for _, line in lines)])
+            values = parse_json(list_text, path, MAX_DOCUMENT, checks_values=False)
             yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, start=1))
             return
-        held, place = "", f"{path}, line {number}"
+        list_text = ""
+        place = f"{path}, line {line_number}"
         yield place, parse_json(line, place, MAX_DOCUMENT, checks_values=False)
 
 
 def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Iterator | None:
-    """Return the values of a file of JSON or of columns, each after its place; None for other files.
+    """Return the values of a JSON, Arrow or Parquet file.
 
     Args:
-        path: the file, whose name says what it is.
-        columns: as of `iterate_rows`.
+        path: Path of the file. The end of its name determines the format.
+        columns: Names of the columns to read; see `iterate_rows`. JSON files ignore it.
+
+    Returns:
+        Iterator of `(place, value)` tuples, or `None` if the name has another ending. The place
+        names the file and the line, row or record, for error messages.
 
     Raises:
-        InputError: the file is missing, damaged or SGM; says the line.
+        InputError: If the file is missing, damaged or an SGM file. The message names the line.
     """
     refuse_sgm(path)
     name = str(path).lower()
     if name.endswith(JSON_LINES):
         return json_values(path)
     if name.endswith((*PARQUET, *ARROW)):
-        return ((f"{path}, row {number}", row) for number, row in iterate_rows(path, columns))
+        return (
+            (f"{path}, row {row_number}", row) for row_number, row in iterate_rows(path, columns)
+        )
     return None
 
 
 def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
-    """Yield values after their places, which have to be objects with fields of some names.
+    """Check that each value is a dict with all `names`, and yield the `(place, value)` tuples.
 
     Raises:
-        InputError: one is none, or lacks a field; says where.
+        InputError: If a value is not a dict or lacks a field. The message names the place.
     """
     for place, value in values:
         if not isinstance(value, dict):
             raise InputError(
-                f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "
-                "object on each"
+                f"{place}: Expected a JSON object, got {shown(value)}. Write one object per line."
             )
         for name in names:
             if name not in value:
-                known = shown(", ".join(value), 100)
-                raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
+                available = shown(", ".join(value), 100)
+                raise InputError(
+                    f"{place} has no field {shown(name)}, only {available}. Set the name of the field."
+                )
         yield place, value
 
 
-def _of_fields(values, names, fields):
-    """Yield the documents of objects, by their fields of some names."""
+def _documents_from_fields(values, names, fields):
     for place, value in objects(values, names):
         yield _document({name: value[name] for name in names}, fields, place)
 
 
 def _document(values, fields, place):
-    """Return a document of the values of its fields; null is no text."""
+    """Return a string, or a list of parts if there are several fields. null is an empty text."""
     for name, value in values.items():
         if not isinstance(value, str | None):
-            raise InputError(f"{place}: {shown(name)} is {shown(value)}, expected a text")
+            raise InputError(f"{place}: {shown(name)} must be a text, got {shown(value)}.")
         check_whole(value or "", f"{place}, {shown(name)}")
     texts = ["\n".join(filter(None, map(values.get, field.split("+")))) for field in fields]
     return texts[0] if len(texts) == 1 else texts

@@ -1,7 +1,7 @@
-"""A corpus of English-French sentence pairs that needs no download.
+"""A bundled corpus of English-French sentence pairs that needs no download.
 
-`embedded.tsv.xz` has a pair a line. A grammar wrote it (`python -m harness.corpus`): correct French,
-distinct sentences, and one translation of each.
+`embedded.tsv.xz` contains one pair per line. A grammar generated it (`python -m harness.corpus`):
+the French is correct, sentences are distinct, and each has one translation.
 """
 
 import lzma
@@ -18,20 +18,26 @@ MAX_PAIRS = 40_000
 
 
 def sentence_pairs(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Return a list of at most 40,000 distinct sentence pairs (English, French).
+    """Return distinct sentence pairs of the bundled corpus.
 
-    Each seed has an order of its own; the first pairs of a longer list are those of a shorter one.
+    Args:
+        num_pairs: Integer from 0 to 40,000. Number of pairs.
+        seed: Integer. Each seed has a different order. For the same seed, a longer list begins with
+            the pairs of a shorter one. Defaults to 0, the order of the file.
+
+    Returns:
+        List of `(english, french)` tuples.
 
     Raises:
-        InputError: a number below zero or above 40,000.
+        InputError: If `num_pairs` is negative or greater than 40,000.
     """
     if not 0 <= num_pairs <= MAX_PAIRS:
         raise InputError(
-            f"num_pairs={num_pairs}: the embedded corpus has {MAX_PAIRS} sentence pairs. Ask for "
-            "fewer, or read a corpus of your own."
+            f"`{num_pairs=}` must be between 0 and {MAX_PAIRS}, the size of the embedded corpus. "
+            "Request fewer pairs or read another corpus."
         )
     lines = lzma.decompress(FILE.read_bytes()).decode().splitlines()
-    if seed:  # of `random`, only `random()` promises to be alike in every Python
+    if seed:  # Only `random()` gives the same values in every version of Python.
         draw = random.Random(seed).random
         lines.sort(key=lambda line: draw())
     return [tuple(line.split("\t")) for line in lines[:num_pairs]]
@@ -45,27 +51,32 @@ def write_corpus(
     seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, pathlib.Path]:
-    """Write a development, a test and a training set, which share no sentence, one a line.
+    """Write disjoint training, development and test sets, with one sentence per line.
 
     Args:
-        folder: where the files go; made where it is missing.
-        num_train: how many pairs to train on; the held-out ones are the same for every number.
-        num_dev: how many pairs for development; `num_test` for the test.
-        seed: an integer; another seed gives another order of the pairs.
-        overwrite: whether files that are there with other content are replaced.
+        folder: Path of the output folder. It is created if it does not exist.
+        num_train: Integer. Number of training pairs. It does not change the other sets. Defaults to
+            30,000.
+        num_dev: Integer. Number of development pairs. Defaults to 500.
+        num_test: Integer. Number of test pairs. Defaults to 500.
+        seed: Integer. Each seed gives a different order of the pairs. Defaults to 0.
+        overwrite: Boolean. Whether to replace existing files with different content. Defaults to
+            `False`.
 
     Returns:
-        A dict from "dev.en", "dev.fr", "test.en", ... to the path of `dev.en`, ....
+        Dict of file names ("dev.en", "dev.fr", "test.en", ...) and their paths.
 
     Raises:
-        InputError: a number below zero, too many pairs, a place that cannot be written, or
-            that has other files of these names.
+        InputError: If a number is negative, the numbers add up to more than 40,000, the folder
+            cannot be written, or `overwrite` is false and files with these names have different
+            content.
     """
     sizes = {"dev": num_dev, "test": num_test, "train": num_train}
     for name, size in sizes.items():
         check_int(f"num_{name}", size, 0)
     folder = check_path(folder)
-    pairs, paths = iter(sentence_pairs(sum(sizes.values()), seed)), {}
+    pairs = iter(sentence_pairs(sum(sizes.values()), seed))
+    paths = {}
     with adding_to(folder, overwrite) as fresh:
         for name, size in sizes.items():
             split = [next(pairs) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""Batches of rows that are made when they are read, each by its number alone."""
+"""Base class for batches whose rows are created on access, each from its index."""
 
 import abc
 
@@ -13,32 +13,35 @@ from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 
 Example = tuple[dict[str, np.ndarray], np.ndarray | dict[str, np.ndarray]]
-IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # Label of tokens that losses ignore.
 
 
 class IndexedBatches(Epochs):
-    """Batches of one shape for `Trainer.fit`, of rows that a subclass makes by their numbers.
+    """Base class for batches of one shape whose rows a subclass creates from their index.
 
-    An epoch's order is a permutation that needs no memory; a batch is made of its number, seed
-    and epoch. So every rank knows its rows of each global batch, and an epoch can begin anywhere.
+    The order of an epoch is a permutation that is computed without being stored. A batch depends
+    only on its index, the seed and the epoch. So every rank can create its rows of each global
+    batch, and an epoch can start at any batch.
 
     Args:
-        shards: what the rows are made of.
-        num_rows: number of rows of an epoch.
-        what: what they are counted in, for messages.
-        length: number of tokens of a row.
-        batch_size: number of rows of a global batch.
-        shuffle: whether each epoch is shuffled; by default where `training`.
-        seed: what the shuffling, and all else that is drawn, depends on, besides the epoch.
-        shard_index, num_shards: this rank's share of each global batch: rows
-            shard_index, shard_index + num_shards, …
-        pad_rows_to_multiple_of: empty rows are added to this rank's rows of a batch until their
-            number is a multiple of this; a pipeline's micro-batches need it.
-        training: whether the rows that fill no batch are left out; else empty ones fill it.
+        shards: `TokenShards` or `EncodedRecords`: an object with `special_ids` and `fingerprint`.
+        num_rows: Integer. Number of rows of an epoch.
+        what: Description of the data, such as "12 documents", for error messages.
+        length: Integer. Number of tokens of a row.
+        batch_size: Integer. Number of rows of a global batch.
+        shuffle: Boolean. Whether to shuffle each epoch. Defaults to the value of `training`.
+        seed: Integer. All random numbers depend on the seed and the epoch. Defaults to 0.
+        shard_index, num_shards: Index of this data rank and number of data ranks. This rank gets
+            the rows shard_index, shard_index + num_shards, … of each global batch.
+        pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
+            their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
+            to 1.
+        training: Boolean. Whether to leave out rows that do not fill a batch. Otherwise empty rows
+            fill it. Defaults to `True`.
 
     Raises:
-        InputError: the batch size or a multiple is less than 1 or than the number of ranks, or no
-            batch can be made.
+        InputError: If the batch size is less than the number of ranks, an integer is less than 1,
+            or the rows fill no batch.
     """
 
     ignore_id = IGNORED
@@ -59,38 +62,51 @@ class IndexedBatches(Epochs):
         training: bool = True,
     ):
         check_shard(shard_index, num_shards)
-        check_rows(batch_size, num_shards, f"batch_size={batch_size}")
+        check_rows(batch_size, num_shards, f"`{batch_size=}`")
         check_int("pad_rows_to_multiple_of", pad_rows_to_multiple_of)
         num_batches = num_rows // batch_size if training else -(-num_rows // batch_size)
         if not num_batches:
             raise InputError(
-                f"{what} make {num_rows} rows, which fill no batch of {batch_size}: give more text, "
-                "shorter rows or smaller batches"
+                f"{what} make {num_rows} rows, which do not fill a batch of {batch_size}. Use more "
+                "text, shorter rows or smaller batches."
             )
         same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
         super().__init__(num_batches, seed, **same)
-        alone = num_rows % batch_size if training else 0
+        num_left_out = num_rows % batch_size if training else 0
         warn_left_out(
-            self, alone, num_rows, f"rows fill no batch of {batch_size}, and are left out"
+            self,
+            num_left_out,
+            num_rows,
+            f"rows do not fill a batch of {batch_size} and are left out",
         )
-        self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
+        self.num_rows = num_rows
+        self.length = length
+        self.batch_size = batch_size
         self.pad_id = shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle
-        self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
-        own = -(-batch_size // num_shards)
-        self._own_rows = own + -own % pad_rows_to_multiple_of
+        self._training = training
+        self._shard_index = shard_index
+        self.num_shards = num_shards
+        local_rows = -(-batch_size // num_shards)
+        self._local_rows = local_rows + -local_rows % pad_rows_to_multiple_of
 
     @abc.abstractmethod
     def row(self, epoch: int, number: int) -> Example:
-        """Return the inputs and labels of a row, arrays without the batch's dimension."""
+        """Return the inputs and labels of a row, arrays without the batch dimension.
+
+        Args:
+            epoch: Integer. Index of the epoch, from 0.
+            number: Integer. Index of the row, from 0.
+        """
 
     @abc.abstractmethod
     def empty_row(self) -> Example:
-        """Return a row in which nothing counts."""
+        """Return a row of padding, whose labels are ignored."""
 
     def rows(self, epoch: int, batch: int) -> np.ndarray:
-        """Return the numbers of this rank's rows of a batch, int64 [n]."""
-        index, count = self._shard_index, self.num_shards
+        """Return the indices of this rank's rows of a batch, int64 [n]."""
+        index = self._shard_index
+        count = self.num_shards
         places = np.arange(
             batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows)
         )
@@ -98,10 +114,12 @@ class IndexedBatches(Epochs):
         return permuted(places, self.num_rows, [self._seed, epoch]) if self._shuffle else places
 
     def batch(self, epoch: int, batch: int) -> Example:
-        rows = [self.row(epoch, int(number)) for number in self.rows(epoch, batch)]
-        rows += [self.empty_row()] * (self._own_rows - len(rows))
+        rows = [self.row(epoch, int(index)) for index in self.rows(epoch, batch)]
+        rows += [self.empty_row()] * (self._local_rows - len(rows))
         return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
 
     def spec(self) -> Example:
-        of_rows = lambda array: tf.TensorSpec((self._own_rows, *np.shape(array)), array.dtype)
-        return tf.nest.map_structure(of_rows, self.empty_row())
+        def row_spec(array):
+            return tf.TensorSpec((self._local_rows, *np.shape(array)), array.dtype)
+
+        return tf.nest.map_structure(row_spec, self.empty_row())

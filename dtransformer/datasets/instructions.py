@@ -1,4 +1,4 @@
-"""Batches of prompts with answers, of which only the answers are learnt."""
+"""Batches of prompts with answers for supervised fine-tuning: only answers have labels."""
 
 from collections.abc import Sequence
 
@@ -17,42 +17,42 @@ from dtransformer.errors import InputError, check_int
 
 
 class InstructionBatches(RecordBatches):
-    """Batches of prompts with answers for `Trainer.fit` of a `CausalLM`; the loss is that of answers.
+    """Batches of prompts with answers for `Trainer.fit` of a `CausalLM`. Only answers are trained.
 
-    The parts of a document are a prompt and its answer, or several of these in turn. A document is
-    [start] prompt answer [end] (prompt answer [end] …). Rows hold whole documents, packed so that
-    next to nothing is padded (`packing`); what shares a row is drawn anew in each epoch. All are held
-    in memory, with their labels. A batch is
+    The parts of a document are a prompt and its answer, or several of them in turn. A document is
+    [start] prompt answer [end] (prompt answer [end] …). Rows contain complete documents, packed
+    with little padding (see `packing`), differently in each shuffled epoch. All documents are kept
+    in memory. A batch is
 
         ({"tokens": int32 [b, s], "segments": int32 [b, s]}, labels int32 [b, s])
 
-    where labels are the next tokens that belong to an answer, its end token among them, and
-    `ignore_id` elsewhere; segments number the documents of a row, from 1, 0 being padding. With
-    `prefix` inputs have `"prefix"`, too, int32 [b, s]: 1 in the first prompt of a document.
+    where labels are the next tokens that belong to an answer, including its end token, and
+    `ignore_id` elsewhere. Segments are the indices of the documents in a row, from 1, and 0 for
+    padding. With `prefix`, inputs also contain `"prefix"`, int32 [b, s]: 1 in the first prompt of a
+    document.
 
     Reference: Ouyang et al., 2022, "InstructGPT", arXiv 2203.02155, §3.5.
 
     Args:
-        shards: documents whose parts are prompts and answers in turn.
-        length: number of tokens s of a row.
-        shuffle: whether each epoch is shuffled; by default where `training`.
-        seed: what the shuffling depends on, besides the epoch.
-        training: whether documents longer than a row are left out, and rows that fill no batch.
-            Otherwise they are cut, and empty rows fill the last batch. A document is left out if the
-            cut removes all of its answers.
-        add_start, add_end: whether documents begin, and answers end, with the tokenizer's start and
-            end tokens, where it has them; those that have them by themselves, as from a chat
-            template, are left as they are.
-        prefix: whether inputs tell the first prompts, for a `CausalLM` with `prefix=True`.
-        **options: `batch_size` and others, as `LanguageModelBatches`'.
+        shards: `TokenShards` of documents whose parts are prompts and answers in turn.
+        length: Integer. Number of tokens s of a row.
+        training: Boolean. Whether to leave out documents longer than a row, and rows that do not
+            fill a batch. Otherwise documents are cut off and empty rows fill the last batch. A
+            document is also left out if the cut removes all of its answers. Defaults to `True`.
+        add_start, add_end: Boolean. Whether documents begin, and answers end, with the tokenizer's
+            start and end tokens, if it has them. They are not repeated if a text already has them,
+            for example from a chat template. Defaults to `True`.
+        prefix: Boolean. Whether inputs mark the first prompts, for a `CausalLM` with `prefix=True`.
+            Defaults to `False`.
+        **options: `batch_size` and other arguments of `LanguageModelBatches`.
 
     Attributes:
-        num_rows: number of rows of an epoch.
+        num_rows: Number of rows of an epoch.
         num_left_out: Number of documents left out because they are longer than a row.
 
     Raises:
-        InputError: a document has no answer to its last prompt, all are longer than a row, or as of
-            `LanguageModelBatches`.
+        InputError: If a document has no answer to its last prompt, all documents are longer than a
+            row, the text fills no batch, or an argument is out of range.
 
     Example:
 
@@ -79,46 +79,49 @@ class InstructionBatches(RecordBatches):
         check_int("length", length, 2)
         start = first_id(shards, ("start", "cls")) if add_start else None
         end = first_id(shards, ("end", "sep")) if add_end else None
-        rows = [[_learnt(shards, x, start, end)] for x in range(len(shards))]
+        rows = [[_encode_document(shards, x, start, end)] for x in range(len(shards))]
         longer = "leave_out" if training else "cut"
-        kept, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
-        self.num_left_out = len(shards) - len(kept)
-        if not kept:
+        indices, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
+        self.num_left_out = len(shards) - len(indices)
+        if not indices:
             raise InputError(
-                f"all {len(shards):,} documents have more than length={length} tokens: give more"
+                f"All {len(shards):,} documents have more than `{length=}` tokens. Increase `length`."
             )
         options |= {"training": training, "packed": True}
         records = EncodedRecords(rows, pad_id=shards.special_ids.get("pad", 0))
         super().__init__(
-            records, _with_prefixes if prefix else next_tokens, length=length, **options
+            records, _next_tokens_with_prefix if prefix else next_tokens, length=length, **options
         )
 
 
-def _learnt(shards, number, start, end):
-    """Return a document's ids with its special tokens, and its labels: the ids of answers."""
-    parts = shards.parts(number)
+def _encode_document(shards, document, start, end):
+    """Return a document's ids with special tokens, and its labels: ids of answers, or `IGNORED`."""
+    parts = shards.parts(document)
     if len(parts) % 2:
         raise InputError(
-            f"{shards.folder}: document {number} has {len(parts)} parts, expected prompts and answers "
-            "in turn: write the shards with --field PROMPT ANSWER; PART+PART joins fields"
+            f"{shards.folder}: Document {document} has {len(parts)} parts, expected prompts and answers "
+            "in turn. Write the shards with --field PROMPT ANSWER, where PART+PART joins fields."
         )
     has_start = start is None or start == next(x[0] for x in parts if len(x))
     pieces = [] if has_start else [([start], False)]
-    for place, part in enumerate(parts):
-        pieces.append((part, place % 2 == 1))
-        if place % 2 and end is not None and end not in part[-TOKENS_AT_END:]:
+    for index, part in enumerate(parts):
+        pieces.append((part, index % 2 == 1))
+        if index % 2 and end is not None and end not in part[-TOKENS_AT_END:]:
             pieces.append(([end], True))
     ids = np.concatenate([part for part, _ in pieces]).astype(np.int32)
-    is_answer = np.repeat([kind for _, kind in pieces], [len(part) for part, _ in pieces])
+    is_answer = np.repeat(
+        [is_trained for _, is_trained in pieces], [len(part) for part, _ in pieces]
+    )
     return ids, np.where(is_answer, ids, np.int32(IGNORED))
 
 
-def _with_prefixes(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
-    """Return a row as `next_tokens`, whose inputs tell what comes before the first answers."""
+def _next_tokens_with_prefix(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
+    """Return a row like `next_tokens`, with the input "prefix": 1 before the first answers."""
     inputs, labels = next_tokens(records, numbers, length)
-    prefix, start = np.zeros(length, np.int32), 0
-    for number in numbers:
-        _, own = records.sequence(int(number))
-        prefix[start : start + len(own)] = np.cumsum(own != IGNORED) == 0
-        start += len(own)
+    prefix = np.zeros(length, np.int32)
+    start = 0
+    for index in numbers:
+        _, record_labels = records.sequence(int(index))
+        prefix[start : start + len(record_labels)] = np.cumsum(record_labels != IGNORED) == 0
+        start += len(record_labels)
     return {**inputs, "prefix": prefix}, labels

@@ -1,4 +1,4 @@
-"""Pairs of texts for next-sentence prediction, with masked tokens: what BERT is trained on."""
+"""Pairs of texts with masked tokens for next-sentence prediction, as in BERT's pretraining."""
 
 import numpy as np
 
@@ -8,40 +8,43 @@ from dtransformer.datasets.masked_language_model import Masking, row_generator
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 
-FOLLOWS, IS_RANDOM = 0, 1
+FOLLOWS = 0
+IS_RANDOM = 1
 _NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
 
 
 class NextSentenceBatches(IndexedBatches):
     """Batches of pairs of texts for `Trainer.fit` of a `MaskedLM(next_sentence=True)`.
 
-    A row is made of sentences of one document that follow each other, as many as it holds. They
-    are divided at random into A and B; in half of the rows B is from another document instead, or
-    where there is a single sentence. A batch is
+    A row consists of the longest fitting run of sentences of one document. They are split at a
+    random point into A and B. In half of the rows, and if there is only one sentence, B is replaced
+    by text of another document. A batch is
 
         ({"tokens": int32 [b, s], "token_types": int32 [b, s]},
          {"masked_lm": int32 [b, s], "next_sentence": int32 [b]})
 
-    of `[CLS] A [SEP] B [SEP]`, padded; the types are 0 up to the first `[SEP]`, and 1 up to the
-    second. Labels are the tokens that are asked for, `ignore_id` elsewhere; and 0 where B follows, 1
-    where it is from another document. All that is random is drawn anew in each epoch, from seed,
-    epoch and row.
+    with tokens `[CLS] A [SEP] B [SEP]` and padding. Token types are 0 up to the first `[SEP]`, and
+    1 up to the second. `masked_lm` are the original ids of the masked tokens, `ignore_id`
+    elsewhere. `next_sentence` is 0 if B follows A, and 1 if it is from another document. All random
+    choices depend on seed, epoch and row, so each epoch differs.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.1 and §A.2.
 
     Args:
-        shards: documents whose parts are sentences.
-        length: number of tokens s of a row.
-        rate, mask_id: as of `MaskedLanguageModelBatches`.
-        **options: `batch_size` and others, as `LanguageModelBatches`'.
+        shards: `TokenShards` of documents whose parts are sentences.
+        length: Integer. Number of tokens s of a row.
+        rate, mask_id: See `MaskedLanguageModelBatches`.
+        **options: `batch_size` and other arguments of `LanguageModelBatches`, except `add_start`
+            and `add_end`.
 
     Attributes:
-        vocab_size: number of ids, the mask token's included: that of the network.
-        num_rows: number of rows of an epoch.
+        vocab_size: Number of ids, including the mask token, for the network.
+        num_rows: Number of rows of an epoch.
 
     Raises:
-        InputError: the shards have no sentences, or fewer than two documents; the tokenizer has no
-            tokens to begin and end a text with; or as of `LanguageModelBatches`.
+        InputError: If the shards have no sentences or fewer than two documents, if the tokenizer
+            has no tokens for the beginning and end of a text, if the text fills no batch, or if an
+            argument is out of range.
 
     Example:
 
@@ -67,76 +70,84 @@ class NextSentenceBatches(IndexedBatches):
         check_int("length", length, _NUM_SPECIAL + 2)
         if not shards.has_parts or len(shards) < 2:
             raise InputError(
-                f"{shards.folder}: next sentences need two documents or more, whose sentences are "
-                "known: write the shards with --sentences, or of lists of sentences"
+                f"{shards.folder}: Next-sentence prediction requires at least two documents with "
+                "sentences as parts. Write the shards with --sentences or from lists of sentences."
             )
-        self._cls, self._sep = first_id(shards, ("cls", "start")), first_id(shards, ("sep", "end"))
+        self._cls = first_id(shards, ("cls", "start"))
+        self._sep = first_id(shards, ("sep", "end"))
         if self._cls is None or self._sep is None:
             raise InputError(
-                f"{shards.folder}: the tokenizer has no tokens that begin and end a text: use one with "
-                "cls_id and sep_id, or start_id and end_id"
+                f"{shards.folder}: The tokenizer has no tokens for the beginning and end of a text. Use "
+                "one with `cls_id` and `sep_id`, or `start_id` and `end_id`."
             )
         self._masking = Masking.of(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         self._shards = shards
-        self._chunks = []  # of each shard: the first part, and the one after the last
-        for number in range(len(shards.shard_sizes)):
-            shard = shards.shard(number)
+        self._chunks = []  # One (starts, ends) tuple of part indices per shard.
+        for index in range(len(shards.shard_sizes)):
+            shard = shards.shard(index)
             self._chunks.append(chunks(shard.parts, shard.documents, length - _NUM_SPECIAL))
         self._first_rows = np.cumsum([0, *(len(first) for first, _ in self._chunks)])
-        num_rows, what = int(self._first_rows[-1]), f"{len(shards):,} documents"
+        num_rows = int(self._first_rows[-1])
+        what = f"{len(shards):,} documents"
         super().__init__(shards, num_rows, what, length=length, **options)
 
     def row(self, epoch: int, number: int) -> Example:
-        """Return the inputs and labels of a row, as the class says, without the batch's dimension."""
+        """Return the inputs and labels of a row, without the batch dimension."""
         rng = row_generator(self._seed, epoch, number)
         first, second, is_next = self._pair(number, rng)
-        first, second = truncated(first, second, self.length - _NUM_SPECIAL, rng)
+        first, second = truncate_pair(first, second, self.length - _NUM_SPECIAL, rng)
         ids = np.concatenate([[self._cls], first, [self._sep], second, [self._sep]])
         ids, labels = self._masking(ids.astype(np.int32), rng)
-        inputs, of_row = self.empty_row()
+        inputs, row_labels = self.empty_row()
         inputs["tokens"][: len(ids)] = ids
         inputs["token_types"][len(first) + 2 : len(ids)] = 1
-        of_row["masked_lm"][: len(ids)] = labels
-        return inputs, {**of_row, "next_sentence": np.int32(FOLLOWS if is_next else IS_RANDOM)}
+        row_labels["masked_lm"][: len(ids)] = labels
+        return inputs, {**row_labels, "next_sentence": np.int32(FOLLOWS if is_next else IS_RANDOM)}
 
     def empty_row(self) -> Example:
-        """Return a row in which nothing counts."""
+        """Return a row of padding, whose labels are ignored."""
         zeros = np.zeros(self.length, np.int32)
         labels = {"masked_lm": zeros + np.int32(self.ignore_id)}
         labels["next_sentence"] = np.int32(self.ignore_id)
         return {"tokens": zeros + np.int32(self.pad_id), "token_types": zeros}, labels
 
     def _pair(self, number, rng):
-        """Return the ids of A and B of a row, and whether B follows A."""
-        index = int(np.searchsorted(self._first_rows, number, "right")) - 1
-        shard, place = self._shards.shard(index), number - self._first_rows[index]
-        start, end = (int(side[place]) for side in self._chunks[index])
+        """Return the ids of A, the ids of B, and whether B follows A."""
+        shard_index = int(np.searchsorted(self._first_rows, number, "right")) - 1
+        shard = self._shards.shard(shard_index)
+        place = number - self._first_rows[shard_index]
+        start, end = (int(side[place]) for side in self._chunks[shard_index])
         count = end - start
         middle = start + (int(rng.integers(1, count)) if count > 1 else 1)
-        text = lambda a, b: self._shards.ids(shard.tokens[shard.parts[a] : shard.parts[b]])
-        first, is_next = text(start, middle), count > 1 and rng.random() < 0.5
+
+        def text(start, end):
+            return self._shards.ids(shard.tokens[shard.parts[start] : shard.parts[end]])
+
+        first = text(start, middle)
+        is_next = count > 1 and rng.random() < 0.5
         if is_next:
             return first, text(middle, end), True
-        own = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
-        own += self._shards.first_document(index)
+        document = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
+        document += self._shards.first_document(shard_index)
         other = int(rng.integers(len(self._shards) - 1))
-        tokens, bounds = self._shards.part_bounds(other + (other >= own))
+        tokens, bounds = self._shards.part_bounds(other + (other >= document))
         start = int(bounds[rng.integers(len(bounds) - 1)])
         end = min(int(bounds[-1]), start + self.length)
         return first, self._shards.ids(tokens[start:end]), False
 
 
 def chunks(parts: np.ndarray, documents: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sentences that make up each row: of one document, as many as there is room for.
+    """Divide documents into rows, each with the longest run of sentences that fits.
 
     Args:
-        parts: int64 [P + 1], where sentences begin and end; see `Shard`.
-        documents: int64 [D + 1], where documents begin and end.
-        room: tokens of a row. A sentence that is longer is alone.
+        parts: int64 [P + 1], token bounds of the sentences; see `Shard`.
+        documents: int64 [D + 1], token bounds of the documents.
+        room: Integer. Maximum number of tokens of a row. A longer sentence gets a row alone.
 
     Returns:
-        int64 [n] and int64 [n]: the first sentence of each row, and the one after its last.
+        A tuple of two int64 arrays [n]: the index of each row's first sentence, and the index after
+        its last.
 
     Example:
 
@@ -145,31 +156,43 @@ def chunks(parts: np.ndarray, documents: np.ndarray, room: int) -> tuple[np.ndar
     ([0, 1, 2, 3], [1, 2, 3, 4])
     """
     bounds = np.searchsorted(parts, documents)
-    start, last = bounds[:-1], bounds[1:]
-    firsts, ends = [], []
-    while len(start):  # a row of each document at a time
+    start = bounds[:-1]
+    last = bounds[1:]
+    firsts = []
+    ends = []
+    while len(start):  # Each iteration adds a row of every document that has sentences left.
         end = np.searchsorted(parts, parts[start] + room, "right") - 1
         end = np.clip(end, start + 1, last)
         firsts.append(start)
         ends.append(end)
-        goes_on = end < last
-        start, last = end[goes_on], last[goes_on]
-    firsts, ends = np.concatenate(firsts), np.concatenate(ends)
+        has_more = end < last
+        start = end[has_more]
+        last = last[has_more]
+    firsts = np.concatenate(firsts)
+    ends = np.concatenate(ends)
     order = np.argsort(firsts, kind="stable")
     return firsts[order], ends[order]
 
 
-def truncated(
+def truncate_pair(
     first: np.ndarray, second: np.ndarray, room: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two texts that together have `room` tokens at most: the longer one loses the surplus.
+    """Cut two texts so that together they have at most `room` tokens. The longer text is cut first.
 
-    Each token that goes is the first or the last one by chance, as in BERT.
+    Tokens are removed from both ends at random, as in BERT.
+
+    Args:
+        first, second: int arrays.
+        room: Integer. Maximum number of tokens of both texts.
+        rng: Random generator.
+
+    Returns:
+        A tuple of the two texts.
 
     Example:
 
     >>> rng = np.random.default_rng(0)
-    >>> [len(text) for text in truncated(np.arange(9), np.arange(3), 8, rng)]
+    >>> [len(text) for text in truncate_pair(np.arange(9), np.arange(3), 8, rng)]
     [5, 3]
     """
     half = room // 2

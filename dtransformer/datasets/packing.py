@@ -1,7 +1,10 @@
-"""Packing: sentences one after the other in rows of one length, so that nothing is padded.
+"""Packing: several sentences share a row of fixed length, so that little padding is needed.
 
-Which sentences share a row is best-fit decreasing bin packing (Johnson et al., 1974, "Worst-case
-performance bounds for simple one-dimensional packing algorithms"), here of two sides at once.
+Sentences are assigned to rows by best-fit decreasing bin packing, here for two sides together.
+
+Reference:
+    Johnson et al., 1974, "Worst-case performance bounds for simple one-dimensional packing
+    algorithms".
 """
 
 import numpy as np
@@ -11,13 +14,17 @@ from dtransformer.errors import InputError
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the number of the row that each sentence pair is put in.
+    """Assign sentence pairs to rows by best fit.
 
-    A pair is put in the row with the least room that has enough of it, or in a new one.
+    Each pair goes to the row with the least sufficient room, or to a new row. The room of a row is
+    the smaller of its two sides' rooms.
 
     Args:
-        lengths: int [N, 2], tokens of both sides; the longest first is best.
-        capacity: number of tokens of a row on each side.
+        lengths: int [N, 2], number of tokens of both sides. Descending order packs best.
+        capacity: Integer. Number of tokens of a row on each side. No length may exceed it.
+
+    Returns:
+        int64 [N], the row index of each pair.
 
     Example:
 
@@ -25,9 +32,10 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     [0, 1, 0]
     """
     rows = np.empty(len(lengths), np.int64)
-    room = [[] for _ in range(capacity + 1)]  # tokens that both sides have room for -> rows
-    free, not_empty = [], 0  # of each row, both sides; bit n is set where room[n] has a row
-    for number, (source, target) in enumerate(lengths.tolist()):
+    room = [[] for _ in range(capacity + 1)]  # room[n]: rows with room for n tokens on both sides.
+    free = []  # Free tokens of each row's two sides.
+    not_empty = 0  # Bit n is set if room[n] has rows.
+    for pair, (source, target) in enumerate(lengths.tolist()):
         need = max(source, target)
         fitting = not_empty >> need << need
         if fitting:
@@ -43,7 +51,7 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
         size = min(free[row])
         room[size].append(row)
         not_empty |= 1 << size
-        rows[number] = row
+        rows[pair] = row
     return rows
 
 
@@ -57,48 +65,52 @@ def rows_per_batch(
     """Return the number of rows of a global batch.
 
     Args:
-        packed_length: number of tokens of a row.
-        lengths: int [N], the longer side of every pair, the start or end token included.
-        num_shards: number of data ranks that share a batch.
-        batch_size: number of rows; or
-        batch_tokens: number of tokens of one side.
+        packed_length: Integer. Number of tokens of a row.
+        lengths: int [N], the longer side of every pair, including the start or end token.
+        num_shards: Integer. Number of data ranks that share a batch.
+        batch_size: Integer. Number of rows. Specify either `batch_size` or `batch_tokens`.
+        batch_tokens: Integer. Number of tokens of one side.
 
     Raises:
-        InputError: a pair does not fit into a row, the size is given twice or not at all, or there
-            is less than a row for each data rank.
+        InputError: If a pair does not fit into a row, not exactly one of `batch_size` and
+            `batch_tokens` is specified, or there are fewer rows than data ranks.
     """
     if len(lengths) and packed_length < lengths.max():
         raise InputError(
-            f"packed_length={packed_length} does not hold the longest sentence, {lengths.max()} "
-            "tokens with its start or end: give more, or lower max_length"
+            f"`{packed_length=}` is less than the longest sentence with its start or end token, "
+            f"{lengths.max()} tokens. Increase it or lower `max_length`."
         )
     check_one_size(batch_size, batch_tokens)
     rows = batch_size if batch_tokens is None else batch_tokens // packed_length
-    given = f"batch_size={batch_size}" if batch_tokens is None else f"{batch_tokens=}"
-    check_rows(rows, num_shards, f"{given} is {rows} rows of {packed_length=}, which")
+    description = f"`{batch_size=}`" if batch_tokens is None else f"`{batch_tokens=}`"
+    check_rows(rows, num_shards, f"{description} is {rows} rows of `{packed_length=}`, which")
     return rows
 
 
 def packed_rows(
     lengths: np.ndarray, order: np.ndarray, capacity: int, rng: np.random.Generator | None
 ) -> list[np.ndarray]:
-    """Return the rows that items are packed into, the longest first: arrays of their numbers.
+    """Pack items into rows, longest first.
 
-    The same lengths make the same rows, whoever has them: so the number of rows depends on the
-    lengths only.
+    The rows have the same lengths for every `order`, so their number depends only on the lengths.
 
     Args:
-        lengths: int [N, 2], tokens of both sides.
-        order: int [n], the items; of the same lengths the first one of these comes first.
-        capacity: number of tokens of a row on each side.
-        rng: what the order of the rows is drawn from; None for that in which they were made.
+        lengths: int [N, 2], number of tokens of both sides.
+        order: int [n], indices of the items to pack. Items of equal length are packed in this
+            order.
+        capacity: Integer. Number of tokens of a row on each side.
+        rng: Random generator for the order of the rows. `None` keeps the order of their creation.
+
+    Returns:
+        List of arrays of item indices, one for each row.
     """
     sides = lengths[order]
     by_length = np.lexsort((-sides[:, 1], -sides[:, 0], -sides.max(axis=1)))
-    order, row_of = order[by_length], pack(sides[by_length], capacity)
-    ends = np.cumsum(np.bincount(row_of))
-    rows = np.split(order[np.argsort(row_of, kind="stable")], ends[:-1])
-    return rows if rng is None else [rows[place] for place in rng.permutation(len(rows))]
+    order = order[by_length]
+    row_ids = pack(sides[by_length], capacity)
+    ends = np.cumsum(np.bincount(row_ids))
+    rows = np.split(order[np.argsort(row_ids, kind="stable")], ends[:-1])
+    return rows if rng is None else [rows[index] for index in rng.permutation(len(rows))]
 
 
 def plan_packed_batches(
@@ -111,12 +123,15 @@ def plan_packed_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[list[np.ndarray]]:
-    """Return the rows of each batch of an epoch: arrays of the numbers of their pairs.
+    """Assign the sentence pairs of an epoch to packed rows and batches.
 
     Args:
-        lengths, capacity: as of `packed_rows`.
-        batch_rows: number of rows of a global batch.
-        shuffle, drop_remainder, seed, epoch: as of `plan_batches`.
+        lengths, capacity: See `packed_rows`.
+        batch_rows: Integer. Number of rows of a global batch.
+        shuffle, drop_remainder, seed, epoch: See `plan_batches`.
+
+    Returns:
+        List of batches. A batch is a list of rows, and a row is an array of pair indices.
     """
     rng = np.random.default_rng([seed, epoch]) if shuffle else None
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))

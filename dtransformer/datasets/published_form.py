@@ -1,4 +1,4 @@
-"""A `SubwordTokenizer` in the form of the library `tokenizers`: what `tokenizer.json` says of it."""
+"""The `tokenizer.json` and `tokenizer_config.json` of a `SubwordTokenizer`."""
 
 import json
 from collections.abc import Sequence
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import tokenizers
 
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[START]", "[END]")
-INSIDE = "##"  # begins the pieces inside a word
-UNKNOWN_CHARACTER = "\ufffd"  # stands for characters without a piece; has none itself
-SPACE = "▁"  # U+2581, a space in front of the word
-ESCAPE = "▂"  # U+2582; in the text itself "▁" becomes "▂1" and "▂" becomes "▂2"
-ESCAPED_SPACE, ESCAPED_ESCAPE = ESCAPE + "1", ESCAPE + "2"
+INSIDE = "##"  # Prefix of pieces inside a word.
+UNKNOWN_CHARACTER = "\ufffd"  # Replaces characters without a piece. It is not a piece.
+SPACE = "▁"  # U+2581. Marks the space before a word.
+ESCAPE = "▂"  # U+2582. In the text itself "▁" becomes "▂1", and "▂" becomes "▂2".
+ESCAPED_SPACE = ESCAPE + "1"
+ESCAPED_ESCAPE = ESCAPE + "2"
 
 _UNKNOWN_TEXT = " ⁇ "
 _WHITE_SPACE = r"[ \t\x0b\f\r\n]+"
@@ -23,32 +24,36 @@ def tokenizer_fields(
 ) -> dict:
     """Return the content of a `tokenizer.json` that gives the same ids and texts.
 
-    But for texts that spell a special piece, such as "[PAD]", which is one there. Text is normalised
-    to NFC, with `SPACE` for runs of white space, and in front; marks that stand in the text itself
-    are escaped. Each step is undone by a decoder.
+    The only exceptions are texts that spell a special piece, such as "[PAD]": other libraries
+    convert them to that piece. Text is normalized to NFC, `SPACE` replaces runs of white space and
+    precedes the text, and marks in the text itself are escaped. A decoder undoes each step.
 
     Args:
-        vocabulary: the pieces in the order of their ids.
-        characters: those that are pieces themselves.
-        lower_case: whether text is lower-cased first.
+        vocabulary: List of the pieces in the order of their ids.
+        characters: List of the characters that are pieces. Others are unknown.
+        lower_case: Boolean. Whether text is converted to lower case first.
+
+    Returns:
+        Dict that can be saved as JSON.
     """
     unknown = "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in [*characters, SPACE]) + "]"
-    normalizers = [{"type": "Lowercase"}] * lower_case + [
+    normalizers = [{"type": "Lowercase"}] if lower_case else []
+    normalizers += [
         {"type": "NFC"},
-        _replaced("String", ESCAPE, ESCAPED_ESCAPE),
-        _replaced("String", SPACE, ESCAPED_SPACE),
-        _replaced("Regex", rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z", ""),
-        _replaced("Regex", _WHITE_SPACE, SPACE),
+        _replace("String", ESCAPE, ESCAPED_ESCAPE),
+        _replace("String", SPACE, ESCAPED_SPACE),
+        _replace("Regex", rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z", ""),
+        _replace("Regex", _WHITE_SPACE, SPACE),
         {"type": "Prepend", "prepend": SPACE},
-        _replaced("Regex", unknown, UNKNOWN_CHARACTER),
+        _replace("Regex", unknown, UNKNOWN_CHARACTER),
     ]
     decoders = [
-        _replaced("Regex", rf"\A{INSIDE}", ""),
-        _replaced("String", _NAMES["unk_token"], _UNKNOWN_TEXT),
+        _replace("Regex", rf"\A{INSIDE}", ""),
+        _replace("String", _NAMES["unk_token"], _UNKNOWN_TEXT),
         {"type": "Fuse"},
-        _replaced("String", SPACE, " "),
-        _replaced("String", ESCAPED_SPACE, SPACE),
-        _replaced("String", ESCAPED_ESCAPE, ESCAPE),
+        _replace("String", SPACE, " "),
+        _replace("String", ESCAPED_SPACE, SPACE),
+        _replace("String", ESCAPED_ESCAPE, ESCAPE),
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
     ]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -57,8 +62,8 @@ def tokenizer_fields(
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": piece, **special, "special": True}
-            for number, piece in enumerate(SPECIAL_PIECES)
+            {"id": token_id, "content": piece, **special, "special": True}
+            for token_id, piece in enumerate(SPECIAL_PIECES)
         ],
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": {
@@ -74,22 +79,22 @@ def tokenizer_fields(
             "unk_token": _NAMES["unk_token"],
             "continuing_subword_prefix": INSIDE,
             "max_input_chars_per_word": 10**6,
-            "vocab": {piece: number for number, piece in enumerate(vocabulary)},
+            "vocab": {piece: token_id for token_id, piece in enumerate(vocabulary)},
         },
     }
 
 
 def config_fields() -> dict:
-    """Return the content of the `tokenizer_config.json` beside it."""
+    """Return the content of `tokenizer_config.json`: tokenizer class and special tokens."""
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return kind | _NAMES
 
 
-def made(fields: dict) -> tokenizers.Tokenizer:
-    """Return a tokenizer of the library, for which a special piece in a text is none."""
+def build_tokenizer(fields: dict) -> tokenizers.Tokenizer:
+    """Build a tokenizer of `tokenizers` that treats special pieces in texts as plain text."""
     return tokenizers.Tokenizer.from_str(json.dumps({**fields, "added_tokens": []}))
 
 
-def _replaced(kind, pattern, content):
-    """Return a normalizer, or a decoder, that puts a text where a pattern is."""
+def _replace(kind, pattern, content):
+    """Return a normalizer or decoder that replaces a pattern by `content`."""
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}

@@ -1,32 +1,34 @@
-"""Batches of encoded records: packed or one a row, in an order that is known by index."""
+"""Batches of encoded records, packed or one record per row."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dtransformer.datasets.epochs import kept
+from dtransformer.datasets.epochs import cache_plan
 from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
 from dtransformer.datasets.packing import packed_rows
 
-_WINDOW = 4096  # records of a mixture that are packed together
+_WINDOW = 4096  # Number of consecutive records of a mixture that are packed together.
 
 
 class EncodedRecords:
-    """Records as tokens, in memory; each has the same number of sequences, one or a pair.
+    """Tokenized records in memory. All records have the same number of sequences, one or two.
 
     Args:
-        rows: for each record a list of its sequences, each a pair of int arrays: ids and labels,
-            of one length.
-        targets: for each record a list of floats; None for none.
-        pad_id: the id of padding.
+        rows: List with one entry for each record: the list of its sequences. A sequence is a tuple
+            of two int arrays of equal length, ids and labels.
+        targets: List with a list of floats for each record, or `None`.
+        pad_id: Integer. Id of padding. Defaults to 0.
 
     Attributes:
-        fingerprint: 16 hexadecimal digits of all of it.
-        pad_id: the id of padding.
-        num_sequences: of a record.
+        fingerprint: 16 hexadecimal digits that identify the content.
+        lengths: int64 [records, sequences], the number of tokens of each sequence.
+        targets: float32 [records, t], or `None`.
+        pad_id: Id of padding.
+        num_sequences: Number of sequences of a record.
     """
 
     def __init__(
@@ -36,53 +38,68 @@ class EncodedRecords:
         flat = [sequence for record in rows for sequence in record]
         lengths = [len(ids) for ids, _ in flat]
         self._starts = np.cumsum([0, *lengths])
-        join = lambda side: np.concatenate(
-            [np.zeros(0, np.int32), *(np.asarray(one[side], np.int32) for one in flat)]
-        )
-        self._ids, self._labels = join(0), join(1)
+
+        def join(arrays):
+            arrays = [np.asarray(array, np.int32) for array in arrays]
+            return np.concatenate([np.zeros(0, np.int32), *arrays])
+
+        self._ids = join(ids for ids, _ in flat)
+        self._labels = join(labels for _, labels in flat)
         self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
         self.targets = None if targets is None else np.array(targets, np.float32)
-        self.pad_id, self.special_ids = pad_id, {"pad": pad_id}
+        self.pad_id = pad_id
+        self.special_ids = {"pad": pad_id}
         digest = hashlib.sha256()
         for array in (self._ids, self._labels, self._starts, self.targets):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
-        """The number of records."""
+        """Return the number of records."""
         return len(self.lengths)
 
     def sequence(self, record: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels of a sequence of a record, int32 [n]."""
+        """Return the ids and the labels of a sequence, two int32 arrays [n].
+
+        Args:
+            record: Index of the record.
+            number: Index of the sequence in the record. Defaults to 0.
+        """
         place = record * self.num_sequences + number
         part = slice(self._starts[place], self._starts[place + 1])
         return self._ids[part], self._labels[part]
 
     @property
     def num_tokens(self) -> int:
-        """The number of all tokens."""
+        """The number of tokens of all records."""
         return len(self._ids)
 
     @property
     def learnt_share(self) -> float:
-        """The share of all tokens that are learnt."""
+        """The fraction of tokens with a label."""
         return float((self._labels != -100).mean()) if len(self._labels) else 0.0
 
 
 class RecordBatches(IndexedBatches):
-    """Batches of records; what a row has, `form` says.
+    """Batches of records. A function determines the content of a row.
 
     Args:
-        records: them.
-        form: a function of the records, the numbers of those of a row, and its length, that returns
-            the row's inputs, labels, and weights where these have any; of no numbers it returns an
-            empty row.
-        length: number of tokens of a row.
-        sizes: numbers of records of the sources, one after the other.
-        weights: their weights in a mixture; None for all records alike.
-        mixture: when an epoch of a mixture ends; see `mixture_order`.
-        packed: whether rows hold several records.
-        **options: as of `IndexedBatches`.
+        records: The `EncodedRecords`.
+        form: Function `form(records, indices, length)` that returns the inputs, the labels and
+            optionally the weights of a row. Without indices it returns an empty row. See
+            `next_tokens` and `group_row`.
+        length: Integer. Number of tokens of a row.
+        sizes: List with the number of records of each source. The records of a source are
+            consecutive. Defaults to a single source.
+        weights: List with the weight of each source in a mixture. `None` uses each record once, in
+            random order if shuffled.
+        mixture: End of an epoch of a mixture; see `mixture_order`. Defaults to `"once"`.
+        packed: Boolean. Whether rows contain several records. Defaults to `False`.
+        shuffle: Boolean. Whether to shuffle each epoch. Defaults to the value of `training`.
+        seed: Integer. Shuffling depends on the seed and the epoch. Defaults to 0.
+        training: Boolean. Whether to leave out rows that do not fill a batch. Otherwise empty rows
+            fill it. Defaults to `True`.
+        **options: Other arguments of `IndexedBatches`.
 
     Raises:
         InputError: If the records fill no batch.
@@ -103,12 +120,15 @@ class RecordBatches(IndexedBatches):
         training: bool = True,
         **options,
     ):
-        self._records, self._form = records, form
+        self._records = records
+        self._form = form
         self._shuffles = training if shuffle is None else shuffle
-        self._plan_seed, self._packed, self._capacity = seed, packed, length
+        self._plan_seed = seed
+        self._packed = packed
+        self._capacity = length
         self._sizes = list(sizes or [len(records)])
         self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
-        self._plan = kept(self._rows_of)
+        self._plan = cache_plan(self._plan_rows)
         first = self._plan(0)
         what = f"{len(records):,} records"
         super().__init__(
@@ -116,23 +136,25 @@ class RecordBatches(IndexedBatches):
             len(first),
             what,
             length=length,
-            shuffle=False,  # the plan has shuffled
+            shuffle=False,  # The plan shuffles.
             seed=seed,
             training=training,
             **options,
         )
 
-    def _rows_of(self, epoch):
-        """Return the records of each row of an epoch, arrays of their numbers."""
-        number, seed = len(self._records), [self._plan_seed, epoch]
+    def _plan_rows(self, epoch):
+        """Return the rows of an epoch: arrays of record indices."""
+        num_records = len(self._records)
+        seed = [self._plan_seed, epoch]
         if self._order is not None:
             order = mixed_records(self._order, self._sizes, seed, self._shuffles)
         else:
             rng = np.random.default_rng(seed)
-            order = rng.permutation(number) if self._shuffles else np.arange(number)
+            order = rng.permutation(num_records) if self._shuffles else np.arange(num_records)
         if not self._packed:
             return order[:, None]
-        rows, window = [], len(order) if self._order is None else _WINDOW
+        rows = []
+        window = len(order) if self._order is None else _WINDOW
         sides = np.repeat(self._records.lengths[:, :1], 2, axis=1)
         for start in range(0, len(order), window):
             rng = np.random.default_rng([*seed, start]) if self._shuffles else None
@@ -141,27 +163,38 @@ class RecordBatches(IndexedBatches):
 
     def row(self, epoch: int, number: int) -> Example:
         rows = self._plan(epoch)
-        # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
-        numbers = rows[number % len(rows)]
-        return self._form(self._records, numbers, self.length)
+        # An epoch of a mixture may have a few rows more or fewer than the first epoch.
+        indices = rows[number % len(rows)]
+        return self._form(self._records, indices, self.length)
 
     def empty_row(self) -> Example:
         return self._form(self._records, (), self.length)
 
 
 def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
-    """Return a row for a `CausalLM`: records one after the other, with the label of each next token.
+    """Return a row for a `CausalLM`: concatenated records with the next tokens as labels.
+
+    Args:
+        records: The `EncodedRecords`. The first sequence of each record is used.
+        numbers: Indices of the records of this row.
+        length: Integer. Number of tokens s of the row. The last record is cut off if it does not
+            fit.
 
     Returns:
-        {"tokens": int32 [s], "segments": int32 [s]}, labels int32 [s].
+        A tuple of `{"tokens": int32 [s], "segments": int32 [s]}` and labels int32 [s]. Segments are
+        the index of the record in the row, from 1, and 0 for padding. The last token of a record
+        and padding have the label -100.
     """
-    tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
-    labels, start = np.full(length, IGNORED, np.int32), 0
-    for segment, number in enumerate(numbers, start=1):
-        ids, own = (x[: length - start] for x in records.sequence(int(number)))
+    tokens = np.full(length, records.pad_id, np.int32)
+    segments = np.zeros(length, np.int32)
+    labels = np.full(length, IGNORED, np.int32)
+    start = 0
+    for segment, index in enumerate(numbers, start=1):
+        ids, record_labels = (x[: length - start] for x in records.sequence(int(index)))
         end = start + len(ids)
-        tokens[start:end], segments[start:end] = ids, segment
-        labels[start : end - 1] = own[1:]
+        tokens[start:end] = ids
+        segments[start:end] = segment
+        labels[start : end - 1] = record_labels[1:]
         start = end
     return {"tokens": tokens, "segments": segments}, labels
 
@@ -171,25 +204,35 @@ def group_row(
 ) -> tuple:
     """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
 
+    Args:
+        records: The `EncodedRecords`.
+        numbers: Index of the record, a sequence with one element, or empty for an empty row.
+        length: Integer. Number of tokens s of each sequence.
+        with_labels: Boolean. Whether inputs contain labels. Defaults to `True`.
+
     Returns:
-        {"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}, float32 [t], and
-        the weight, float32: 0 of an empty row.
+        A tuple of `{"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}`,
+        targets float32 [t], and the weight, float32: 1, or 0 for an empty row.
     """
     k = records.num_sequences
     tokens = np.full((k, length), records.pad_id, np.int32)
-    segments, labels = np.zeros_like(tokens), np.full_like(tokens, IGNORED)
-    for number in numbers:
+    segments = np.zeros_like(tokens)
+    labels = np.full_like(tokens, IGNORED)
+    for index in numbers:
         for side in range(k):
-            ids, own = records.sequence(int(number), side)
-            tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
-            labels[side, : len(own[1:])] = own[1:]
-    inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
+            ids, sequence_labels = records.sequence(int(index), side)
+            tokens[side, : len(ids)] = ids
+            segments[side, : len(ids)] = 1
+            labels[side, : len(sequence_labels[1:])] = sequence_labels[1:]
+    inputs = {"tokens": tokens, "segments": segments}
+    if with_labels:
+        inputs["labels"] = labels
     weight = np.float32(len(numbers) > 0)
     return inputs, targets_of(records, numbers), weight
 
 
 def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
-    """Return the targets of a row's record, float32 [t]; zeros of an empty row."""
+    """Return the targets of a row's record, float32 [t], or zeros for an empty row."""
     if len(numbers):
         return records.targets[int(numbers[0])]
     return np.zeros(records.targets.shape[1:], np.float32)
@@ -198,30 +241,35 @@ def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
 def prepared_lengths(
     rows: list, length: int, longer: str, owner: str, what: str = "records"
 ) -> tuple[list[int], list]:
-    """Return the indices of the records that are kept, and their sequences of at most `length` tokens.
+    """Leave out or cut off records with more than `length` tokens, and report their number.
 
     Args:
-        rows: One list per record of its sequences, pairs of ids and labels.
+        rows: List with one entry for each record: the list of its sequences, which are tuples of
+            ids and labels.
         length: Integer. Maximum number of tokens of a sequence.
         longer: `"leave_out"` or `"cut"`, for records with a longer sequence. A record is also left
-            out if a cut leaves a sequence without labels, or makes both sequences equal.
+            out if a cut leaves a sequence without labels or makes both sequences equal.
         owner: Prefix of the printed messages.
-        what: Name of the records in the messages.
+        what: Name of the records in the messages. Defaults to `"records"`.
+
+    Returns:
+        A tuple of the list of indices of the remaining records, and the list of their sequences.
     """
     is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
     cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
-    reason = f"{what} are longer than {length} tokens, and"
+    reason = f"{what} are longer than {length} tokens and are"
     if longer == "cut":
         lost = list(map(_has_lost_answer, rows, cut))
         warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
-        is_long, reason = lost, f"{what} would lose an answer if cut to {length} tokens, and are"
-    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out: give a greater data.length")
-    kept = [i for i, long in enumerate(is_long) if not long]
-    return kept, [cut[i] for i in kept]
+        is_long = lost
+        reason = f"{what} would lose an answer if cut to {length} tokens and are"
+    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
+    indices = [i for i, long in enumerate(is_long) if not long]
+    return indices, [cut[i] for i in indices]
 
 
 def _has_lost_answer(record, cut):
-    """Return whether a cut record lacks a sequence's labels, or the difference of its sequences."""
+    """Return whether the cut removed all labels of a sequence or made the sequences equal."""
     before, after = (
         [np.not_equal(labels, IGNORED).any() for _, labels in sequences]
         for sequences in (record, cut)

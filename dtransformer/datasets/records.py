@@ -1,8 +1,14 @@
-"""Records: what files hold that examples are made of, in the forms that are in use.
+"""Training examples in the common file formats: text, conversations, completions and preferences.
 
-A record is a dict. `text` alone is a text; `messages` a conversation; `prompt` and `completion` a text
-and how it goes on, or conversations; `chosen` and `rejected` two answers, with a `prompt` or without.
-ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
+A record is a dict of one of these kinds:
+
+- `text`: plain text.
+- `messages`: a conversation.
+- `prompt` and `completion`: a text and its continuation, or messages.
+- `chosen` and `rejected`: two answers, with an optional `prompt`.
+
+ShareGPT's `conversations` and Alpaca's `instruction`, `input` and `output` are converted to
+`messages`.
 """
 
 import itertools
@@ -30,17 +36,22 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 def read_records(
     path: FilePath, fields: Mapping[str, str] | None = None, target: FilePath | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield the records of a file, each with its place, for messages.
+    """Yield the records of a file.
 
     Args:
-        path: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Parquet or Arrow, which need
-            pyarrow; else text, of which each document between blank lines is a record. Text and JSON
-            may be packed, `.gz`.
-        fields: dict of our names of fields and the file's, where they differ.
-        target: a file of lines that those of `path` become: records of `prompt` and `completion`.
+        path: Path of a file with JSON lines or a JSON list (`.jsonl`, `.ndjson`, `.json`), or of a
+            Parquet or Arrow file, which require pyarrow. Any other file is text. Each of its
+            documents, separated by blank lines, becomes a record with `text`. Text and JSON files
+            are decompressed if their name ends in `.gz`.
+        fields: Dict of this library's field names and the names in the file, where they differ.
+        target: Path of a text file. Line n of `path` and line n of `target` become `prompt` and
+            `completion`. Defaults to `None`: records come from `path` only.
+
+    Yields:
+        `(place, record)` tuples. The place names the file and line, for error messages.
 
     Raises:
-        InputError: a file is missing or damaged, or a record is no object or lacks a field.
+        InputError: If a file is missing or damaged, or a record is not an object or lacks a field.
 
     Example:
 
@@ -50,62 +61,76 @@ def read_records(
     >>> list(read_records("a.jsonl", names))
     [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
     """
-    name, fields = str(path).lower(), dict(fields or {})
+    name = str(path).lower()
+    fields = dict(fields or {})
     if target is not None:
         pairs = zip(*read_pairs(path, target))
-        found = (
-            (f"{path}, line {number}", {"prompt": source, "completion": text})
-            for number, (source, text) in enumerate(pairs, start=1)
+        placed = (
+            (f"{path}, line {line_number}", {"prompt": source, "completion": text})
+            for line_number, (source, text) in enumerate(pairs, start=1)
         )
     elif (values := placed_values(path)) is not None:
-        found = values
+        placed = values
     elif name.endswith(_TABLES):
-        raise InputError(f"{path}: tables of text are not read: give JSON lines or Parquet")
+        raise InputError(
+            f"{path}: CSV, TSV and Excel tables are not supported. Convert the file to JSON lines or "
+            "Parquet."
+        )
     else:
         texts = enumerate(read_documents([path]), start=1)
-        found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
-    yield from named_records(objects(found, fields.values()), fields)
+        placed = ((f"{path}, document {index}", {"text": text}) for index, text in texts)
+    yield from named_records(objects(placed, fields.values()), fields)
 
 
 def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
-    """Yield records with this library's names of fields, each after its place.
+    """Yield `(place, record)` tuples with fields renamed to this library's names.
+
+    Conversations in ShareGPT's or Alpaca's format are converted to `messages`.
 
     Args:
-        values: Objects of a file, each after its place.
+        values: Iterable of `(place, value)` tuples; each value is a dict.
         fields: Dict of this library's names and the names in the file. Missing fields are left out.
+
+    Raises:
+        InputError: If a conversation is malformed. The message names the place.
     """
     named = {*fields, *fields.values()}
     for place, value in values:
         rest = {key: x for key, x in value.items() if key not in named and x is not None}
-        own = {own: value[key] for own, key in fields.items() if key in value}
-        yield place, _own_form({**rest, **own}, place)
+        renamed = {name: value[key] for name, key in fields.items() if key in value}
+        yield place, _convert_conversation({**rest, **renamed}, place)
 
 
-_BESIDE_MESSAGES = "conversations", "instruction", "input", "output", "history", "system"
+_REPLACED_FIELDS = "conversations", "instruction", "input", "output", "history", "system"
 
 
-def _own_form(record, place):
-    """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
+def _convert_conversation(record, place):
+    """Convert a conversation in ShareGPT's or Alpaca's format to `messages`."""
     messages = record.get("messages")
     if messages is None and isinstance(record.get("conversations"), list):
-        messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
+        messages = [_from_sharegpt(turn, place) for turn in record["conversations"]]
     elif messages is None and "instruction" in record and "output" in record:
-        messages = _of_alpaca(record, place)
+        messages = _from_alpaca(record, place)
     if not isinstance(messages, list):
         return record
     if record.get("system"):
-        if any(isinstance(one, dict) and one.get("role") == "system" for one in messages[:1]):
-            raise InputError(f"{place}: has system, and a turn of the system: leave one out")
+        if any(
+            isinstance(message, dict) and message.get("role") == "system"
+            for message in messages[:1]
+        ):
+            raise InputError(f"{place} has `system` and also a system message. Remove one of them.")
         messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
-    rest = {key: x for key, x in record.items() if key not in _BESIDE_MESSAGES}
+    rest = {key: x for key, x in record.items() if key not in _REPLACED_FIELDS}
     return {**rest, "messages": messages}
 
 
-def _of_alpaca(record, place):
-    """Return the turns of a record, after its `history` of pairs of what was asked and answered."""
+def _from_alpaca(record, place):
+    """Return the messages of an Alpaca record. Its `history` has earlier question-answer pairs."""
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
-        raise InputError(f"{place}: history is {shown(pairs)}, expected pairs of texts")
+        raise InputError(
+            f"{place}: `history` must be a list of pairs of texts, got {shown(pairs)}."
+        )
     parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
     texts = [*itertools.chain(*pairs), "\n".join(parts), text_of(record, "output", place)]
     return [
@@ -113,57 +138,68 @@ def _of_alpaca(record, place):
     ]
 
 
-def _of_sharegpt(turn, place):
+def _from_sharegpt(turn, place):
     if not isinstance(turn, dict) or str(turn.get("from")) not in _SHAREGPT:
         raise InputError(
-            f"{place}: a turn of conversations is {shown(turn)}, expected from and value, from one of "
-            f"{', '.join(_SHAREGPT)}"
+            f"{place}: A turn of `conversations` must have `value` and `from`, one of "
+            f"{', '.join(_SHAREGPT)}, got {shown(turn)}."
         )
-    others = {k: x for k, x in turn.items() if k not in ("from", "value")}
-    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **others}
+    other_fields = {k: x for k, x in turn.items() if k not in ("from", "value")}
+    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **other_fields}
 
 
 def text_of(record: Mapping, key: str, place: str) -> str:
-    """Return a text of a record, checked.
+    """Return the string `record[key]`.
 
     Raises:
-        InputError: it is missing, or no text; says where.
+        InputError: If it is missing, not a string or contains half of a surrogate pair. The message
+            names the place.
     """
     value = record.get(key)
     if not isinstance(value, str):
         keys = shown(", ".join(record), 100)
-        told = (
-            f"is {shown(value)}, expected a text" if key in record else f"is missing; it has {keys}"
+        problem = (
+            f"must be a text, got {shown(value)}"
+            if key in record
+            else f"is missing; the record has {keys}"
         )
-        raise InputError(f"{place}: {key} {told}: give it, or name it in data.fields")
+        raise InputError(f"{place}: `{key}` {problem}. Add it or set its name in `data.fields`.")
     check_whole(value, f"{place}, {key}")
     return value
 
 
 def number_of(record: Mapping, key: str, place: str) -> float:
-    """Return a finite number of a record.
+    """Return the number `record[key]` as a float.
 
     Raises:
-        InputError: If it is missing, not finite or no number; names the place.
+        InputError: If it is missing, not a number or not finite. The message names the place.
     """
     value = record.get(key)
     if type(value) not in (int, float) or not abs(value) < math.inf:
-        raise InputError(f"{place}: {key} is {shown(value)}, expected a number")
+        raise InputError(f"{place}: `{key}` must be a finite number, got {shown(value)}.")
     return float(value)
 
 
 def messages_of(value: Any, place: str) -> Turns:
-    """Return checked messages: dicts of a `role` and `content`.
+    """Check the messages of a conversation and return copies of them.
 
     Keys without a value are left out. Arguments of tool calls that are JSON text, as in OpenAI's
     format, are parsed.
 
+    Args:
+        value: Nonempty list of dicts with `role` and `content`. A message with `tool_calls` may
+            lack `content`. `train` (boolean) and `weight` (0 or 1) are optional.
+        place: Origin of the conversation, for error messages.
+
+    Returns:
+        List of dicts.
+
     Raises:
-        InputError: If they are no messages; names the place.
+        InputError: If the value is not a list of messages. The message names the place.
     """
     if not isinstance(value, list) or not value:
         raise InputError(
-            f"{place}: messages are {shown(value)}, expected a list of role and content"
+            f"{place}: Expected a list of messages with `role` and `content`, got {shown(value)}."
         )
     return [
         _checked_message(message, f"{place}, message {index}")
@@ -174,17 +210,18 @@ def messages_of(value: Any, place: str) -> Turns:
 def _checked_message(message, place):
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise InputError(
-            f"{place} is {shown(message)}, expected role and content, role one of {', '.join(ROLES)}"
+            f"{place} must have `content` and `role`, one of {', '.join(ROLES)}, got {shown(message)}."
         )
     message = {key: x for key, x in message.items() if x is not None}
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{place}: content is {shown(content)}, expected a text")
+        raise InputError(f"{place}: `content` must be a text, got {shown(content)}.")
     if message.get("train", True) not in (True, False):
-        raise InputError(f"{place}: train is {shown(message['train'])}, expected true or false")
+        raise InputError(f"{place}: `train` must be true or false, got {shown(message['train'])}.")
     if message.get("weight", 1) not in (0, 1):
         raise InputError(
-            f"{place}: weight is {shown(message['weight'])}, expected 1, or 0 to not learn it"
+            f"{place}: `weight` must be 1, or 0 to exclude the message from training, got "
+            f"{shown(message['weight'])}."
         )
     if calls := message.get("tool_calls"):
         message["tool_calls"] = parsed_calls(calls, f"{place}, tool_calls")
@@ -193,16 +230,23 @@ def _checked_message(message, place):
 
 
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
-    """Return the prompt, the chosen and the rejected answer of a record, texts or messages.
+    """Return the prompt, the chosen answer and the rejected answer of a record.
 
-    Where there is no prompt, it is the messages that both begin with.
+    Without a `prompt`, the prompt consists of the first messages that both answers share.
+
+    Returns:
+        A `(prompt, chosen, rejected)` tuple of strings, or of lists of messages. Answers do not
+        repeat the prompt.
 
     Raises:
-        InputError: one is missing or of another kind; says where.
+        InputError: If a field is missing or of another type, if the answers have no common
+            beginning and no prompt, or if an answer is empty after the prompt. The message names
+            the place.
     """
     sides = [record.get(key) for key in _SIDES]
     if all(isinstance(side, str) for side in sides):
-        prompt, sides = record.get("prompt"), [text_of(record, x, place) for x in _SIDES]
+        prompt = record.get("prompt")
+        sides = [text_of(record, x, place) for x in _SIDES]
         if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
             return messages_of(prompt, place), chosen, rejected
@@ -212,19 +256,23 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt = messages_of(prompt, f"{place}, prompt")
-        same = len(prompt)
-        if chosen[:same] != prompt or rejected[:same] != prompt:
+        common = len(prompt)
+        if chosen[:common] != prompt or rejected[:common] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
                 raise InputError(
-                    f"{place}: chosen does not begin with the prompt: leave prompt out"
+                    f"{place}: `chosen` or `rejected` does not begin with `prompt`. Remove `prompt`."
                 )
             return prompt, chosen, rejected
-        if same == min(len(chosen), len(rejected)):
-            raise InputError(f"{place}: chosen or rejected has nothing after the prompt")
-        return prompt, chosen[same:], rejected[same:]
-    same = 0
-    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
-        same += 1
-    if not same:
-        raise InputError(f"{place}: chosen and rejected have no messages in common: give a prompt")
-    return chosen[:same], chosen[same:], rejected[same:]
+        if common == min(len(chosen), len(rejected)):
+            raise InputError(
+                f"{place}: `chosen` or `rejected` ends with the prompt. Add an answer."
+            )
+        return prompt, chosen[common:], rejected[common:]
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    if not common:
+        raise InputError(
+            f"{place}: `chosen` and `rejected` begin with different messages. Add a `prompt`."
+        )
+    return chosen[:common], chosen[common:], rejected[common:]

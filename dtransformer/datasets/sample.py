@@ -1,33 +1,46 @@
-"""A sample of documents: texts spread evenly over all, to train a tokenizer on."""
+"""Samples of documents for training a tokenizer."""
 
 from collections.abc import Iterable, Iterator
 
 from dtransformer.datasets.documents import Document
 
-_TRAINED_ON = 2**26  # characters that a tokenizer is trained on, at most
+_MAX_CHARACTERS = 2**26  # Maximum number of characters.
 
 
 def texts_of(documents: Iterable[Document]) -> Iterator[str]:
-    """Return the texts of documents, each part of them one."""
+    """Yield the texts of documents. A document with parts yields each part."""
     for document in documents:
         yield from [document] if isinstance(document, str) else document
 
 
-def evenly_spread(texts: Iterable[str], most: int = _TRAINED_ON) -> list[str]:
-    """Return texts spread evenly over all, of so many characters at most, and one at least.
+def evenly_spread(texts: Iterable[str], most: int = _MAX_CHARACTERS) -> list[str]:
+    """Return a sample of texts, evenly spaced over all of them.
+
+    The sample contains every k-th text. The step k is the smallest power of 2 that limits the
+    sample to `most` characters. It always contains at least one text if there is any.
+
+    Args:
+        texts: Iterable of strings. It is read once, and only the sample is kept in memory.
+        most: Integer. Maximum number of characters of the sample. Defaults to `2**26`.
+
+    Returns:
+        List of strings, in the order of `texts`.
 
     Example:
 
     >>> evenly_spread(["a", "b", "c", "d", "e", "f", "g"], most=4)
     ['a', 'c', 'e', 'g']
     """
-    kept, size, step = [], 0, 1
+    sample = []
+    size = 0
+    step = 1
     for index, text in enumerate(texts):
         if index % step:
             continue
-        kept.append(text)
+        sample.append(text)
         size += len(text)
-        while size > most and len(kept) > 1:
-            kept, step = kept[::2], 2 * step
-            size = sum(map(len, kept))
-    return kept
+        while size > most and len(sample) > 1:
+            sample = sample[::2]
+            step = 2 * step
+            size = sum(map(len, sample))
+    return sample

@@ -1,4 +1,4 @@
-"""`shards.json`: what a folder of token shards holds, and the checksums of its files."""
+"""The files of a folder of token shards: `shards.json` and the arrays of each shard."""
 
 import hashlib
 import json
@@ -15,16 +15,18 @@ from dtransformer.inputs.files import MEBIBYTE, FilePath, check_path, inside, op
 from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.manifest import Count, FileName
 
-MANIFEST, TOKENIZER = "shards.json", "tokenizer"
+MANIFEST = "shards.json"
+TOKENIZER = "tokenizer"
 KINDS = "tokens", "documents", "parts"
-FORMAT, VERSION = "dtransformer.TokenShards", 1
+FORMAT = "dtransformer.TokenShards"
+VERSION = 1
 _MAX_BYTES = 64 * MEBIBYTE
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _File(pydantic.BaseModel):
-    """A file of the folder."""
+    """Size and checksum of a file."""
 
     model_config = STRICT
     bytes: Count
@@ -32,7 +34,7 @@ class _File(pydantic.BaseModel):
 
 
 class _Shard(pydantic.BaseModel):
-    """The numbers of what a shard holds."""
+    """Number of tokens, documents and parts of a shard."""
 
     model_config = STRICT
     tokens: Annotated[int, Field(ge=1, lt=2**53)]
@@ -41,7 +43,7 @@ class _Shard(pydantic.BaseModel):
 
 
 class Manifest(pydantic.BaseModel):
-    """What `shards.json` holds."""
+    """Schema of `shards.json`."""
 
     model_config = STRICT
     format: Literal[FORMAT]
@@ -57,9 +59,9 @@ class Manifest(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _names_all_files(self):
         expected = set()
-        for number, shard in enumerate(self.shards):
+        for index, shard in enumerate(self.shards):
             kinds = KINDS if shard.parts is not None else KINDS[:2]
-            expected |= {shard_file(number, kind) for kind in kinds}
+            expected |= {shard_file(index, kind) for kind in kinds}
         if expected - self.files.keys():
             raise ValueError(f"expected {min(expected - self.files.keys())} among the files")
         return self
@@ -69,9 +71,10 @@ class Shard(typing.NamedTuple):
     """The arrays of a shard.
 
     Args:
-        tokens: uint [T], of all documents, one after the other.
-        documents: int64 [D + 1]: document d is `tokens[documents[d]:documents[d + 1]]`.
-        parts: int64 [P + 1], the same of parts; None where documents have none.
+        tokens: uint [T], the tokens of all documents, concatenated.
+        documents: int64 [D + 1]. Document d is `tokens[documents[d]:documents[d + 1]]`.
+        parts: int64 [P + 1]. Part p is `tokens[parts[p]:parts[p + 1]]`. `None` if documents have no
+            parts.
     """
 
     tokens: np.ndarray
@@ -80,7 +83,11 @@ class Shard(typing.NamedTuple):
 
 
 def shard_file(number: int, kind: str) -> str:
-    """Return the name of a file of a shard.
+    """Return the file name of an array of a shard.
+
+    Args:
+        number: Index of the shard, from 0.
+        kind: `"tokens"`, `"documents"` or `"parts"`.
 
     Example:
 
@@ -91,22 +98,30 @@ def shard_file(number: int, kind: str) -> str:
 
 
 def read_manifest(folder: FilePath) -> dict:
-    """Return what the manifest of a folder says.
+    """Read and check the manifest of a folder of token shards.
+
+    Returns:
+        Dict with the fields of `Manifest`.
 
     Raises:
-        InputError: the folder holds no token shards, or its manifest is damaged.
+        InputError: If the folder contains no token shards, or its manifest is damaged.
     """
     path = check_path(folder) / MANIFEST
     if not path.is_file():
         raise InputError(
-            f"{folder}: holds no token shards ({MANIFEST} is missing): write them with 'dtransformer "
-            "prepare --lm'"
+            f"{folder} contains no token shards ({MANIFEST} is missing). Write them with "
+            "'dtransformer prepare --lm'."
         )
     return typed(read_json(path, _MAX_BYTES), Manifest, path)
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Write the manifest of a folder, with the sizes and checksums of all files that are there."""
+    """Write `shards.json` with the sizes and checksums of all files in the folder.
+
+    Args:
+        folder: Path of the folder, which contains the shards and the tokenizer.
+        manifest: Dict with the other fields of `Manifest`.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
         path.relative_to(folder).as_posix(): {
@@ -120,53 +135,65 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def file_digest(path: FilePath) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file, 64 hexadecimal digits."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(manifest: dict) -> str:
-    """Return 16 hexadecimal digits that other tokens, or another tokenizer, would change."""
+    """Return 16 hexadecimal digits that identify the tokens and the tokenizer of a manifest."""
     text = json.dumps(manifest, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
-    """Return the arrays of a shard, which are read from its files where they are used.
+    """Map the arrays of a shard into memory and check their types, shapes and bounds.
+
+    Args:
+        folder: Path of the folder.
+        manifest: Dict that `read_manifest` returned.
+        number: Index of the shard, from 0.
+
+    Returns:
+        A `Shard`. Its tokens are read from disk on access.
 
     Raises:
-        InputError: a file is missing, or is not as the manifest says.
+        InputError: If a file is missing or contradicts the manifest.
     """
-    says, dtype = manifest["shards"][number], manifest["dtype"]
-    lengths = {"tokens": says["tokens"], "documents": says["documents"] + 1}
-    if says["parts"] is not None:
-        lengths["parts"] = says["parts"] + 1
+    sizes = manifest["shards"][number]
+    dtype = manifest["dtype"]
+    lengths = {"tokens": sizes["tokens"], "documents": sizes["documents"] + 1}
+    if sizes["parts"] is not None:
+        lengths["parts"] = sizes["parts"] + 1
     arrays = {}
     for kind, length in lengths.items():
         path = inside(folder, shard_file(number, kind))
-        array = _mapped(path)
+        array = _map_array(path)
         if array.dtype != (dtype if kind == "tokens" else "int64") or array.shape != (length,):
             raise InputError(
-                f"{path} holds {array.dtype.name} {list(array.shape)}, expected {length} numbers as "
-                f"{MANIFEST} says: copy the folder again"
+                f"{path} contains {array.dtype.name} {list(array.shape)}, but {MANIFEST} specifies "
+                f"{length} elements. Copy the folder again."
             )
-        ends = [0, says["tokens"]]
+        ends = [0, sizes["tokens"]]
         if kind != "tokens" and (array[[0, -1]].tolist() != ends or (np.diff(array) < 1).any()):
-            raise InputError(f"{path} is damaged: its bounds are none of its tokens: copy it again")
+            raise InputError(
+                f"{path} is damaged: its bounds do not match the tokens. Copy it again."
+            )
         arrays[kind] = array
     if "parts" in arrays:
-        parts, documents = arrays["parts"], arrays["documents"]
+        parts = arrays["parts"]
+        documents = arrays["documents"]
         if (parts[np.searchsorted(parts, documents)] != documents).any():
-            raise InputError(f"{path} is damaged: its parts are none of documents: copy it again")
+            raise InputError(f"{path} is damaged: its parts do not match documents. Copy it again.")
     return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))
 
 
-def _mapped(path):
+def _map_array(path):
     try:
-        with opened(path):  # says why it cannot be
-            # A plain array over the mapping: NumPy's memmap is slow to take small parts of.
+        with opened(path):  # Raises an error with the reason if the file cannot be read.
+            # Small slices of a plain array are faster than slices of NumPy's memmap.
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except InputError:
         raise
-    except Exception:  # whatever NumPy, and Python's reader of its header, raise
-        raise InputError(f"{path} is damaged, or no array of NumPy's: copy it again") from None
+    except Exception:  # NumPy and Python's parser of the header raise many kinds of errors.
+        raise InputError(f"{path} is damaged or not a NumPy array. Copy it again.") from None

@@ -1,4 +1,4 @@
-"""Special ids of a published tokenizer, from the files in its folder."""
+"""Special token ids of a published tokenizer, read from the files in its folder."""
 
 import pathlib
 from collections.abc import Callable
@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import read_object
 
-CONFIG, GENERATION, _MODEL = "tokenizer_config.json", "generation_config.json", "config.json"
+CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+_MODEL = "config.json"
 FILES = CONFIG, "special_tokens_map.json", GENERATION  # Optional files of a tokenizer.
 _NAMES = {"pad": "pad", "unk": "unk", "start": "bos", "end": "eos"}
 _NAMES |= {name: name for name in ("cls", "sep", "mask")}
 
 
 def special_tokens(
-    folder: pathlib.Path, id_of: Callable[[str], int | None], usual: dict[str, str]
+    folder: pathlib.Path, token_to_id: Callable[[str], int | None], default_tokens: dict[str, str]
 ) -> tuple[dict, dict]:
     """Return the special ids of a published tokenizer, from the files in its folder.
 
@@ -22,8 +24,8 @@ def special_tokens(
 
     Args:
         folder: Folder. All of these files are optional.
-        id_of: Function of a token that returns its id or `None`.
-        usual: Dict of default tokens, by `"pad"`, `"unk"`, `"start"` and `"end"`.
+        token_to_id: Function of a token that returns its id or `None`.
+        default_tokens: Dict of default tokens, by `"pad"`, `"unk"`, `"start"` and `"end"`.
 
     Returns:
         A `(ids, config)` tuple: the id attributes of `PublishedTokenizer`, and the fields of
@@ -32,18 +34,18 @@ def special_tokens(
     Raises:
         InputError: If a file is damaged or names a token that the tokenizer lacks.
     """
-    config, others, _ = (optional_fields(folder / name) for name in FILES)
+    config, token_map, _ = (optional_fields(folder / name) for name in FILES)
     ids = {}
-    for ours, theirs in _NAMES.items():
-        token = config.get(f"{theirs}_token") or others.get(f"{theirs}_token")
+    for attribute, hf_name in _NAMES.items():
+        token = config.get(f"{hf_name}_token") or token_map.get(f"{hf_name}_token")
         if isinstance(token, dict):
             token = token.get("content")
-        named = token or usual.get(ours, "")
-        ids[ours] = id_of(named) if isinstance(named, str) else None
-        if token and ids[ours] is None:
+        named = token or default_tokens.get(attribute, "")
+        ids[attribute] = token_to_id(named) if isinstance(named, str) else None
+        if token and ids[attribute] is None:
             raise InputError(
-                f"{folder / CONFIG}: {theirs}_token is {shown(token)}, which the tokenizer "
-                "lacks: are the files of one model?"
+                f"{folder / CONFIG}: `{hf_name}_token` is {shown(token)}, which the tokenizer lacks. "
+                "Use the files of a single model."
             )
     ends = [*_end_ids_in(folder / GENERATION), *_end_ids_in(folder / _MODEL), ids["end"]]
     named = {f"{name}_id": token_id for name, token_id in ids.items()}
@@ -56,7 +58,9 @@ def _end_ids_in(path):
     ids = value if isinstance(value, list) else [value]
     ids = [token_id for token_id in ids if token_id is not None]
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
-        raise InputError(f"{path}: eos_token_id must be an id, or a list of ids")
+        raise InputError(
+            f"{path}: `eos_token_id` must be an id or a list of ids, got {shown(value)}."
+        )
     return ids
 
 

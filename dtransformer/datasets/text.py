@@ -1,4 +1,4 @@
-"""Sentences and sentence pairs from files, and the cleaning of pairs."""
+"""Reading sentences and sentence pairs from files, and cleaning pairs."""
 
 import re
 from collections.abc import Sequence
@@ -11,85 +11,91 @@ _WHITE_SPACE_RUN = re.compile(f"[{WHITE_SPACE}]+")
 
 
 def read_lines(path: FilePath) -> list[str]:
-    """Read sentences, one a line.
+    """Read a file with one sentence per line.
 
     Args:
-        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
+        path: Path of a UTF-8 text file. It is decompressed if its name ends in `.gz`.
 
     Returns:
-        The sentences, without white space at the ends.
+        List of sentences, one per line, without white space at the ends. Blank lines become
+        empty strings.
 
     Raises:
-        InputError: the file is missing, damaged or not UTF-8; names the line.
+        InputError: If the file is missing, damaged, not UTF-8 or too large. The message names the
+            line.
     """
     return [line.strip(WHITE_SPACE) for line in read_text_lines(path)]
 
 
 def refuse_sgm(path: FilePath) -> None:
-    """Refuse a file whose lines are sentences between tags, by its name.
+    """Refuse SGM files, whose lines contain sentences between tags.
 
     Raises:
-        InputError: the name ends in `.sgm` or `.sgm.gz`.
+        InputError: If the name ends in `.sgm` or `.sgm.gz`.
     """
     if str(path).lower().removesuffix(".gz").endswith(".sgm"):
         raise InputError(
-            f"{path}: SGM is not read: give the text of its segments, one a line; "
-            "examples/wmt14/preprocess.py makes it of WMT14's"
+            f"{path}: SGM files are not supported. Convert the file to text with one segment per "
+            "line, as examples/wmt14/preprocess.py does for WMT14."
         )
 
 
 def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]]:
-    """Read two files that translate each other line by line.
+    """Read two files with parallel lines: line n of `target` translates line n of `source`.
 
     Args:
-        source: the file of the source sentences, as `read_lines` takes it.
-        target: the file of their translations.
+        source: Path of the source sentences. See `read_lines` for the format.
+        target: Path of their translations.
 
     Returns:
-        The sentences and their translations, two lists of one length.
+        A `(sources, targets)` tuple of lists with equal length.
 
     Raises:
-        InputError: the files differ in length, are empty or SGM; and what `read_lines`
-            raises.
+        InputError: If the files have different numbers of lines, if one contains no sentence or
+            is an SGM file, or if `read_lines` fails.
     """
     for path in (source, target):
         refuse_sgm(path)
     lines = read_lines(source), read_lines(target)
     if len(lines[0]) != len(lines[1]):
         raise InputError(
-            f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}: line n of "
-            "one has to translate line n of the other"
+            f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}. Line n of one "
+            "file must translate line n of the other."
         )
     if not any(lines[0]) or not any(lines[1]):
-        empty = target if any(lines[0]) else source
-        raise InputError(f"{empty} holds no sentence: give a file with one sentence a line")
+        empty_file = target if any(lines[0]) else source
+        raise InputError(
+            f"{empty_file} contains no sentences. Give a file with one sentence per line."
+        )
     return lines
 
 
 def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
-    """Read pairs from a file with `source TAB target` on each line.
+    """Read sentence pairs from a file with `source TAB target` on each line.
 
     Args:
-        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
+        path: Path of a UTF-8 text file. It is decompressed if its name ends in `.gz`.
 
     Returns:
-        The sources and the targets, two lists of one length.
+        A `(sources, targets)` tuple of lists with equal length.
 
     Raises:
-        InputError: a line has no tab, or more than one; names it.
+        InputError: If a line has no tab or several tabs, if the file is empty, or if it is
+            missing, damaged or not UTF-8. The message names the line.
     """
-    sources, targets = [], []
-    for number, line in enumerate(read_text_lines(path), start=1):
+    sources = []
+    targets = []
+    for line_number, line in enumerate(read_text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) != 2:
             raise InputError(
-                f"{path}, line {number}: expected 'source TAB target', found {len(columns) - 1} "
-                "tabs: correct the line"
+                f"{path}, line {line_number}: Expected 'source TAB target', got {len(columns) - 1} "
+                "tabs. Separate the two sentences with one tab."
             )
         sources.append(columns[0].strip(WHITE_SPACE))
         targets.append(columns[1].strip(WHITE_SPACE))
     if not sources:
-        raise InputError(f"{path} holds no sentence pair: expected 'source TAB target' lines")
+        raise InputError(f"{path} contains no sentence pairs. Expected 'source TAB target' lines.")
     return sources, targets
 
 
@@ -99,23 +105,24 @@ def clean_pairs(
     max_ratio: float | None = None,
     distinct: bool = False,
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Leave out pairs that training is better without.
+    """Remove empty, uneven and repeated sentence pairs.
 
-    Runs of white space become one space first; no-break spaces stay.
+    Runs of white space become one space first. No-break spaces are kept.
 
     Args:
-        sources: sentences.
-        targets: their translations.
-        max_ratio: how many times more words one side may have; None for any. Sides
-            that differ by three words or fewer always pass.
-        distinct: whether a pair that came before is left out.
+        sources: List of sentences.
+        targets: List of their translations.
+        max_ratio: Float. A pair is removed if one side has more than `max_ratio` times as many
+            words as the other, unless they differ by three words or fewer. `None` disables this
+            check.
+        distinct: Boolean. Whether to remove repetitions of an earlier pair. Defaults to `False`.
 
     Returns:
-        The sources and the targets that are kept, and the number of pairs that were
-        `kept` and left out because `empty`, `uneven` or `repeated`.
+        A `(sources, targets, counts)` tuple: the remaining sentences, two lists of equal length,
+        and a dict with the number of pairs that were `kept`, `empty`, `uneven` or `repeated`.
 
     Raises:
-        InputError: the lists differ in length.
+        InputError: If the lists differ in length.
 
     Example:
 
@@ -124,10 +131,10 @@ def clean_pairs(
     """
     if len(sources) != len(targets):
         raise InputError(
-            f"{len(sources)} sources and {len(targets)} targets cannot be pairs: give lists of "
-            "one length"
+            f"Got {len(sources)} sources and {len(targets)} targets. Give two lists of equal length."
         )
-    kept, seen = [], set()
+    pairs = []
+    seen = set()
     counts = dict.fromkeys(("kept", "empty", "uneven", "repeated"), 0)
     for pair in zip(sources, targets):
         pair = tuple(_WHITE_SPACE_RUN.sub(" ", side).strip(" ") for side in pair)
@@ -136,9 +143,9 @@ def clean_pairs(
             reason = "repeated"
         counts[reason or "kept"] += 1
         if reason is None:
-            kept.append(pair)
+            pairs.append(pair)
             seen.add(pair)
-    return [source for source, _ in kept], [target for _, target in kept], counts
+    return [source for source, _ in pairs], [target for _, target in pairs], counts
 
 
 def _reason_against(pair, max_ratio):

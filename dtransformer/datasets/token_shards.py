@@ -1,11 +1,12 @@
-"""Token shards: documents as ids, in NumPy's own files, which are mapped into memory.
+"""Token shards: tokenized documents in NumPy files that are mapped into memory.
 
-Why not another format or loader: ids of one type in one array are read at any index by NumPy alone,
-as fast as memory is, and batches come by tf.data, as all others here. TFRecord has no index;
-array_record has one, of records, and rows of a fixed length begin anywhere in them. Grain (Google's,
-for Python 3.11 to 3.13, too, with array_record and five other packages) shuffles by index, and
-resumes, as is done here; but it iterates in Python, with worker processes that are sent pickles,
-beside the tf.data that `Trainer.fit` takes.
+A NumPy array of ids can be read at any index, as fast as memory, and tf.data makes batches of it.
+Other formats were considered:
+
+- TFRecord has no index.
+- array_record has an index of records, but rows of a fixed length begin anywhere in a record.
+- Grain also shuffles by index and resumes. It requires array_record and five other packages and
+  iterates in Python with worker processes, next to the tf.data that `Trainer.fit` takes.
 """
 
 import functools
@@ -19,29 +20,31 @@ from dtransformer.datasets import shard_manifest
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import FilePath, check_path, inside
 
-_OPEN = 128  # shards of which the files are kept open
+_MAX_OPEN_SHARDS = 128  # Maximum number of shards whose files stay open.
 
 
 class TokenShards:
-    """The documents of a folder that `write_token_shards` wrote, by their numbers.
+    """The documents of a folder that `write_token_shards` wrote, as a sequence of arrays of ids.
 
-    Nothing but the manifest is held in memory.
+    Only the manifest is kept in memory. Documents are read from disk on access.
 
     Args:
-        folder: the folder.
+        folder: Path of the folder.
 
     Attributes:
-        folder: its path.
-        num_documents, num_tokens: of all shards.
-        shard_sizes: list of the numbers of documents and of tokens of each shard.
-        has_parts: whether documents have parts, such as sentences, or prompts and answers.
-        num_left_out: number of documents without a token, or with a part that has none.
-        vocab_size: number of ids of the tokenizer.
-        special_ids: dict of the ids of its special tokens, such as `{"pad": 0, "start": 2}`.
-        fingerprint: 16 hexadecimal digits of the tokens and the tokenizer.
+        folder: Path of the folder.
+        num_documents, num_tokens: Number of documents and tokens of all shards.
+        shard_sizes: List of `(num_documents, num_tokens)` tuples, one for each shard.
+        has_parts: Whether documents have parts, such as sentences, or prompts and answers.
+        num_left_out: Number of documents without a token, or with a part without a token, that were
+            not written.
+        vocab_size: Number of ids of the tokenizer.
+        special_ids: Dict of the ids of its special tokens, such as `{"pad": 0, "start": 2}`.
+        fingerprint: 16 hexadecimal digits that identify the tokens and the tokenizer.
 
     Raises:
-        InputError: the folder holds no token shards, or a file of them is missing or of another size.
+        InputError: If the folder contains no token shards, or a file is missing or has another size
+            than the manifest states.
 
     Example:
 
@@ -56,14 +59,14 @@ class TokenShards:
     def __init__(self, folder: FilePath):
         self.folder = check_path(folder)
         self._manifest = shard_manifest.read_manifest(folder)
-        for name, says in self._manifest["files"].items():
+        for name, expected in self._manifest["files"].items():
             path = inside(folder, name)
             size = path.stat().st_size if path.is_file() else None
-            if size != says["bytes"]:
-                found = "is missing" if size is None else f"has {size:,} bytes"
+            if size != expected["bytes"]:
+                problem = "is missing" if size is None else f"has {size:,} bytes"
                 raise InputError(
-                    f"{path} {found}, {shard_manifest.MANIFEST} says {says['bytes']:,}: copy the "
-                    "folder again"
+                    f"{path} {problem}, but {shard_manifest.MANIFEST} specifies {expected['bytes']:,} "
+                    "bytes. Copy the folder again."
                 )
         shards = self._manifest["shards"]
         self._first_documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
@@ -76,89 +79,100 @@ class TokenShards:
         self.special_ids = dict(self._manifest["special_ids"])
         self.fingerprint = shard_manifest.fingerprint(self._manifest)
         open_shard = functools.partial(shard_manifest.open_shard, self.folder, self._manifest)
-        self.shard = functools.lru_cache(_OPEN)(open_shard)
+        self.shard = functools.lru_cache(_MAX_OPEN_SHARDS)(open_shard)
 
     @property
     def tokenizer_folder(self) -> pathlib.Path:
-        """The folder with a copy of the tokenizer, where it can be saved."""
+        """The folder of the tokenizer's copy. It exists if the tokenizer has a `save` method."""
         return self.folder / shard_manifest.TOKENIZER
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return self.num_documents
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Return the ids of a document, int32 [n].
 
+        Args:
+            number: Index of the document. Negative indices count from the end.
+
         Raises:
-            IndexError: there is no such document.
-            InputError: the shard is damaged.
+            IndexError: If the index is out of range.
+            InputError: If the shard is damaged.
         """
-        shard, start, end = self._place(number)
+        shard, start, end = self._locate(number)
         return self.ids(shard.tokens[start:end])
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def parts(self, number: int) -> list[np.ndarray]:
-        """Return the ids of each part of a document, a list of int32 arrays."""
+        """Return the ids of each part of a document, a list of int32 arrays.
+
+        A document without parts has one part.
+        """
         tokens, bounds = self.part_bounds(number)
         return [self.ids(tokens[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def part_bounds(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a document's shard, and where its parts begin and end there.
+        """Return the tokens of a document's shard and the bounds of the document's parts in them.
 
         Args:
-            number: of the document, which has n parts; one where documents have none.
+            number: Index of the document, which has n parts. A document without parts counts as one
+                part.
 
         Returns:
-            uint [T], of which nothing is read yet, and int64 [n + 1].
+            A `(tokens, bounds)` tuple: uint [T], not yet read from disk, and int64 [n + 1]. Part i
+            is `tokens[bounds[i]:bounds[i + 1]]`.
         """
-        shard, start, end = self._place(number)
+        shard, start, end = self._locate(number)
         if shard.parts is None:
             return shard.tokens, np.array([start, end])
         return shard.tokens, shard.parts[slice(*np.searchsorted(shard.parts, [start, end + 1]))]
 
     def first_document(self, shard: int) -> int:
-        """Return the number of the first document of a shard."""
+        """Return the index of the first document of a shard."""
         return int(self._first_documents[shard])
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, int64 [len(self)]."""
         return np.concatenate(
-            [np.diff(self.shard(number).documents) for number in range(len(self.shard_sizes))]
+            [np.diff(self.shard(index).documents) for index in range(len(self.shard_sizes))]
         )
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:
-        """Return tokens of a shard as int32 ids.
+        """Convert tokens of a shard to int32 ids and check that they are in the vocabulary.
 
         Raises:
-            InputError: one is outside of the vocabulary: the shard is damaged.
+            InputError: If a token is outside of the vocabulary, so that the shard is damaged.
         """
         ids = tokens.astype(np.int32)
         if ids.size and (ids.max() >= self.vocab_size or ids.min() < 0):
             raise InputError(
-                f"{self.folder}: a token is {ids.max()}, and the vocabulary has {self.vocab_size}: a "
-                "shard is damaged; copy the folder again"
+                f"{self.folder}: A token is {ids.max()}, but the vocabulary has {self.vocab_size} ids. "
+                "A shard is damaged; copy the folder again."
             )
         return ids
 
     def verify(self) -> None:
-        """Compare all files with their checksums, which reads them.
+        """Read all files and compare their checksums with the manifest.
 
         Raises:
-            InputError: a file is damaged.
+            InputError: If a file is damaged.
         """
-        for name, says in self._manifest["files"].items():
+        for name, expected in self._manifest["files"].items():
             path = inside(self.folder, name)
-            if shard_manifest.file_digest(path) != says["sha256"]:
-                raise InputError(f"{path} is damaged: its checksum is another: copy it again")
+            if shard_manifest.file_digest(path) != expected["sha256"]:
+                raise InputError(f"{path} is damaged: its checksum differs. Copy it again.")
 
-    def _place(self, number):
-        """Return a document's shard, and where its tokens begin and end there."""
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"document {number} of {len(self)}")
-        number %= len(self)
-        index = int(np.searchsorted(self._first_documents, number, "right")) - 1
-        shard, number = self.shard(index), number - self._first_documents[index]
-        return shard, int(shard.documents[number]), int(shard.documents[number + 1])
+    def _locate(self, document):
+        """Return a document's shard, and the start and end of its tokens in the shard."""
+        if not -len(self) <= document < len(self):
+            raise IndexError(
+                f"Document {document} does not exist. There are {len(self)} documents."
+            )
+        document %= len(self)
+        shard_index = int(np.searchsorted(self._first_documents, document, "right")) - 1
+        shard = self.shard(shard_index)
+        document = document - self._first_documents[shard_index]
+        return shard, int(shard.documents[document]), int(shard.documents[document + 1])

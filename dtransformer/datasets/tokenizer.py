@@ -1,21 +1,22 @@
-"""A subword tokenizer whose text comes back exactly.
+"""A lossless subword tokenizer.
 
-Text is divided in three steps, each of which can be undone:
+Encoding has three steps. Each one can be undone:
 
-1. Normalise: Unicode NFC; runs of white space become one space, none at the ends.
-   A no-break space is a character like any other.
-2. Words: every space becomes the mark `▁` in front of the next word. A word is a run of letters,
-   or one character of any other kind, so that digits and punctuation stand alone. A mark that
-   stands in the text itself is escaped.
-3. Pieces of the vocabulary (WordPiece): the longest piece first, pieces inside a word begin
-   with `##`.
+1. Normalize: apply Unicode NFC, replace runs of white space by one space, and strip the ends.
+   A no-break space is an ordinary character.
+2. Split into words: the mark `▁` replaces the space before each word. A word is a run of letters
+   or a single other character, so digits and punctuation are separate words. A `▁` in the text
+   itself is escaped.
+3. Split words into pieces of the vocabulary (WordPiece), longest piece first. Pieces inside a word
+   begin with `##`.
 
-So `L'été dure 30 s ?` becomes `▁L ' été ▁dure ▁3 0 ▁s ▁?`, and joining the pieces and
-turning marks into spaces gives the text again. Every character of the training text is
-a piece of its own, so only characters never seen there are unknown.
+For example, `L'été dure 30 s ?` becomes `▁L ' été ▁dure ▁3 0 ▁s ▁?`. Joining the pieces and
+turning marks into spaces restores the text. Every character of the training text is a piece, so
+only characters that it lacks are unknown.
 
-Reference: Wu et al., Google's Neural Machine Translation System, 2016, section 4.1;
-Song et al., Fast WordPiece Tokenization, EMNLP 2021.
+Reference:
+    Wu et al., Google's Neural Machine Translation System, 2016, section 4.1;
+    Song et al., Fast WordPiece Tokenization, EMNLP 2021.
 """
 
 import functools
@@ -27,8 +28,8 @@ import tokenizers
 
 from dtransformer.datasets.published_form import (
     SPECIAL_PIECES,
+    build_tokenizer,
     config_fields,
-    made,
     tokenizer_fields,
 )
 from dtransformer.datasets.published_tokenizer import BaseTokenizer
@@ -40,23 +41,27 @@ from dtransformer.inputs.files import MEBIBYTE, check_path
 from dtransformer.inputs.json_file import read_json
 
 FILE = "tokenizer.json"
-_KIND = {"trained_by": "dtransformer.SubwordTokenizer"}  # of `tokenizer_config.json`
-_OLDER = "subword_tokenizer.json"  # beside the other files, of older versions
+_CONFIG_MARK = {"trained_by": "dtransformer.SubwordTokenizer"}  # Marks the config.
+_LEGACY_FILE = "subword_tokenizer.json"  # An additional file of older versions.
 _MAX_BYTES = 128 * MEBIBYTE
 _PAD, _UNK, _START, _END = range(4)
 
 
 class SubwordTokenizer(BaseTokenizer):
-    """Turns sentences into ids of subword pieces and back, without loss.
+    """Lossless tokenizer that splits sentences into subword pieces.
 
-    `decode(encode(text))` gives the text again, up to Unicode NFC, runs of white space
-    (one space remains) and characters that the training text lacked (`⁇`). Make one
+    `decode(encode(text))` restores the text, except that it is in Unicode NFC, runs of white space
+    are single spaces, and characters that the training text lacked are `⁇`. Create a tokenizer
     with `SubwordTokenizer.train` or `SubwordTokenizer.load`.
 
     Args:
-        vocabulary: the pieces in the order of their ids: `[PAD]`, `[UNK]`, `[START]`,
+        vocabulary: Iterable of the pieces in the order of their ids: `[PAD]`, `[UNK]`, `[START]`,
             `[END]`, then the pieces of text.
-        lower_case: whether text is lower-cased first; it comes back in lower case.
+        lower_case: Boolean. Whether text is converted to lower case. Decoding does not restore the
+            case. Defaults to `False`.
+
+    Raises:
+        InputError: If a special piece is missing, or a piece is repeated or damaged.
 
     Example:
 
@@ -66,11 +71,15 @@ class SubwordTokenizer(BaseTokenizer):
     ["L'été part."]
     """
 
-    pad_id, unk_id, start_id, end_id = _PAD, _UNK, _START, _END
+    pad_id = _PAD
+    unk_id = _UNK
+    start_id = _START
+    end_id = _END
     stop_ids = (_END,)
 
     def __init__(self, vocabulary: Iterable[str], lower_case: bool = False):
-        self.vocabulary, self.lower_case = tuple(vocabulary), bool(lower_case)
+        self.vocabulary = tuple(vocabulary)
+        self.lower_case = bool(lower_case)
         self.vocab_size = len(self.vocabulary)
         check_vocabulary(self.vocabulary)
 
@@ -85,81 +94,91 @@ class SubwordTokenizer(BaseTokenizer):
     ) -> "SubwordTokenizer":
         """Learn a vocabulary of exactly `vocab_size` pieces from text.
 
-        The result depends on the sentences only, not on chance.
+        The result is deterministic.
 
         Args:
-            sentences: sentences of all languages that share the vocabulary.
-            vocab_size: number of pieces, the four special ones included.
-            lower_case: whether text is lower-cased.
-            max_characters: number of distinct characters, the most frequent ones, that become
-                pieces (two each: at the beginning of a word and inside); others are
-                unknown.
-            at_most: whether a text that has fewer pieces gives those that it has.
+            sentences: Iterable of sentences, in all languages that share the vocabulary.
+            vocab_size: Integer. Number of pieces, including the four special pieces.
+            lower_case: Boolean. Whether text is converted to lower case. Defaults to `False`.
+            max_characters: Integer. Maximum number of distinct characters, the most frequent ones,
+                that become pieces (two each: at the beginning of a word and inside). Other
+                characters are unknown. Defaults to 1000.
+            at_most: Boolean. Whether to return a smaller vocabulary if the text has fewer pieces,
+                instead of raising an error. Defaults to `False`.
+
+        Returns:
+            A `SubwordTokenizer`.
 
         Raises:
-            InputError: there is no text, or the vocabulary is smaller than its characters need,
-                or larger than it can fill; the message has the size that it can.
+            InputError: If there is no text, or `vocab_size` is too small for the characters or too
+                large for the text. The message contains a possible size.
         """
-        learnt = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
-        return cls(learnt, lower_case)
+        vocabulary = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
+        return cls(vocabulary, lower_case)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` into a folder.
 
-        By them the libraries `tokenizers` and `transformers` give the same ids and texts.
+        The libraries `tokenizers` and `transformers` load these files and return the same ids and
+        texts. A custom chat template is also saved.
 
         Args:
-            folder: where to write; it is made where it is missing.
+            folder: Path of the folder. It is created if it does not exist.
 
         Raises:
-            InputError: the folder cannot be written, or has another tokenizer.
+            InputError: If the folder cannot be written or contains another tokenizer.
         """
         with adding_to(folder) as fresh:
-            for name, content in ((FILE, self._fields()), (CONFIG, config_fields() | _KIND)):
+            for name, content in ((FILE, self._fields()), (CONFIG, config_fields() | _CONFIG_MARK)):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (fresh / name).write_text(text + "\n", encoding="utf-8", newline="")
             self.save_template(fresh)
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "SubwordTokenizer":
-        """Read what `save` wrote; the ids are the same.
+        """Load a tokenizer that `save` wrote, with the same ids.
+
+        Args:
+            folder: Path of the folder.
 
         Raises:
-            InputError: a file is missing or damaged, or of another tokenizer.
+            InputError: If a file is missing, damaged or belongs to another kind of tokenizer.
         """
         folder = check_path(folder)
         content = read_json(folder / FILE, _MAX_BYTES)
         try:
-            numbers = content["model"]["vocab"]
-            first = content["normalizer"]["normalizers"][0]
-            found = cls(sorted(numbers, key=numbers.get), first == {"type": "Lowercase"})
-            own = found._fields() | {"decoder": content["decoder"]}  # older ones have fewer steps
-            why = "" if own == content else "its fields are others"
+            ids = content["model"]["vocab"]
+            normalizer = content["normalizer"]["normalizers"][0]
+            tokenizer = cls(sorted(ids, key=ids.get), normalizer == {"type": "Lowercase"})
+            # Decoders of older versions have fewer steps.
+            expected = tokenizer._fields() | {"decoder": content["decoder"]}
+            problem = "" if expected == content else "its fields differ"
         except (AttributeError, TypeError):
-            why = "its fields are others"
+            problem = "its fields differ"
         except (LookupError, InputError) as error:
-            why = str(error)
-        if why:
+            problem = str(error)
+        if problem:
             raise InputError(
-                f"{folder / FILE}: is no tokenizer that SubwordTokenizer.save wrote, or is damaged "
-                f"({why}): copy the folder again, or train again"
+                f"{folder / FILE} was not written by `SubwordTokenizer.save` or is damaged ({problem}). "
+                "Copy the folder again or train a new tokenizer."
             )
-        found.load_template(folder)
-        return found
+        tokenizer.load_template(folder)
+        return tokenizer
 
     @staticmethod
     def is_in(folder: str | os.PathLike) -> bool:
-        """Return whether the files of a folder are those of a `SubwordTokenizer`."""
+        """Return whether a folder contains the files of a `SubwordTokenizer`."""
         folder = check_path(folder)
-        is_marked = _KIND.items() <= optional_fields(folder / CONFIG).items()
-        return is_marked or (folder / _OLDER).is_file()
+        is_marked = _CONFIG_MARK.items() <= optional_fields(folder / CONFIG).items()
+        return is_marked or (folder / _LEGACY_FILE).is_file()
 
     def _fields(self):
         return tokenizer_fields(self.vocabulary, characters_of(self.vocabulary), self.lower_case)
 
     @functools.cached_property
     def _library(self):
-        library, (*_, start, end) = made(self._fields()), SPECIAL_PIECES
+        library = build_tokenizer(self._fields())
+        *_, start, end = SPECIAL_PIECES
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{start} $A {end}",
             pair=f"{start} $A {end} $B:1 {end}:1",
@@ -167,10 +186,12 @@ class SubwordTokenizer(BaseTokenizer):
         )
         return library
 
-    def _id_of(self, token):
-        return None  # a word has the piece with its space: that which a text is encoded to
+    def _token_to_id(self, token):
+        return None  # The piece of a word includes its space, so a stop text is encoded instead.
 
     def _texts(self, rows):
-        rows = [[one for one in row if one not in (_PAD, _START, _END)] for row in rows]
+        rows = [
+            [token_id for token_id in row if token_id not in (_PAD, _START, _END)] for row in rows
+        ]
         texts = self._library.decode_batch(rows, skip_special_tokens=False)
         return [" ".join(filter(None, text.split(" "))) for text in texts]

@@ -1,4 +1,4 @@
-"""Tokenizers from folders, published ones and our own."""
+"""Loading published tokenizers and tokenizers of this library from folders."""
 
 import os
 import pathlib
@@ -14,25 +14,29 @@ from dtransformer.inputs.files import MEBIBYTE, check_path, read_bytes
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode
 
-BYTE_LEVEL = {"trained_by": "dtransformer.train_byte_level"}  # In `tokenizer_config.json`.
+BYTE_LEVEL = {"trained_by": "dtransformer.train_byte_level"}  # Marks the config.
 _MAX_BYTES = 128 * MEBIBYTE
-_MAX_IDS = 2**31 - 1  # so that their number is an int32, too
+_MAX_IDS = 2**31 - 1  # The vocabulary size must also fit int32.
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.model")
 
 
 def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTokenizer:
-    """Return the tokenizer of a folder.
+    """Load the tokenizer of a folder.
 
-    It has a `tokenizer.json` of the library `tokenizers`, the files of a `SubwordTokenizer`, or a
-    `tokenizer.model`, `spiece.model` or `sentencepiece.model` of SentencePiece. Files beside it
-    say which ids are special: `tokenizer_config.json`, `special_tokens_map.json` and
-    `generation_config.json`.
+    The folder contains the files of a `SubwordTokenizer`, a `tokenizer.json` of the library
+    `tokenizers`, or a SentencePiece model (`tokenizer.model`, `spiece.model` or
+    `sentencepiece.model`). The first of these that exists is loaded. The optional files
+    `tokenizer_config.json`, `special_tokens_map.json` and `generation_config.json` name the special
+    tokens.
 
     Args:
-        folder: its path.
+        folder: Path of the folder.
+
+    Returns:
+        A `SubwordTokenizer`, `JsonTokenizer` or `SentencePieceTokenizer`.
 
     Raises:
-        InputError: the folder or its file is missing, or damaged.
+        InputError: If the folder or its tokenizer is missing or damaged.
 
     Example:
 
@@ -43,7 +47,7 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
     """
     folder = check_path(folder)
     if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder: give a published model's")
+        raise InputError(f"{folder} does not exist. Give the folder of a published model.")
     if SubwordTokenizer.is_in(folder):
         return SubwordTokenizer.load(folder)
     if (folder / FILE).exists():
@@ -52,19 +56,19 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
         if path.exists():
             return SentencePieceTokenizer(path, read_bytes(path, _MAX_BYTES))
     raise InputError(
-        f"{folder}: expected {FILE} or {', '.join(_MODELS)}: a tokenizer in other files, such as "
-        "vocab.json and merges.txt, is not read: save it again with its tokenizer.json"
+        f"{folder}: Expected {FILE} or {', '.join(_MODELS)}. Other files, such as vocab.json and "
+        f"merges.txt, are not supported. Save the tokenizer again as {FILE}."
     )
 
 
 class JsonTokenizer(PublishedTokenizer):
-    """A tokenizer of the library `tokenizers`: byte-pair encoding, WordPiece, Unigram, and others.
+    """Tokenizer of the library `tokenizers`: byte-pair encoding, WordPiece, Unigram and others.
 
     Args:
-        path: the file, whose folder may have files that name special tokens.
+        path: Path of its `tokenizer.json`. Files in the same folder may name special tokens.
 
     Raises:
-        InputError: it is no such file, or the files beside it do not fit.
+        InputError: If the file is damaged, or the files in its folder do not fit.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -72,16 +76,17 @@ class JsonTokenizer(PublishedTokenizer):
         parse_json(data, path, _MAX_BYTES)
         try:
             self._library = tokenizers.Tokenizer.from_str(decode(data, path))
-        except Exception as error:  # the library raises no other kind
+        except Exception as error:  # The library raises plain exceptions.
             raise InputError(
-                f"{path}: is no tokenizer of the library `tokenizers` ({one_line(error, 160)})"
+                f"{path} is not a valid file of the library `tokenizers` ({one_line(error, 160)}). "
+                "Copy it again."
             ) from None
         self._library.no_padding()
         self._library.no_truncation()
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         if size > _MAX_IDS:
-            raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
+            raise InputError(f"{path}: Expected ids of at most {_MAX_IDS - 1:,}, got {size - 1:,}.")
         super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
     def _rows(self, texts):
@@ -91,7 +96,7 @@ class JsonTokenizer(PublishedTokenizer):
         self._library.encode_special_tokens = False
         return rows
 
-    def _prompt_rows(self, texts):
+    def _encode_prompt_rows(self, texts):
         return super()._rows(texts)
 
     def _texts(self, rows):

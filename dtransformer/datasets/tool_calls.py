@@ -1,4 +1,4 @@
-"""Tools and tool calls of records. Parts that are JSON text, as in OpenAI's format, are parsed."""
+"""Tools and tool calls of records. JSON text in them, as in OpenAI's format, is parsed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +14,17 @@ class ParsedText(dict):
     Templates that print arguments and templates that convert them to JSON both work.
 
     Args:
-        text: JSON text of an object.
+        text: JSON text of an object. Blank text is an empty object.
         place: Origin of the text, for error messages.
 
     Raises:
-        InputError: If the text is no JSON object.
+        InputError: If the text is not a JSON object.
     """
 
     def __init__(self, text: str, place: str):
         fields = parse_json(text, place) if text.strip() else {}
         if not isinstance(fields, dict):
-            raise InputError(f"{place} is {shown(text)}, expected the JSON text of an object")
+            raise InputError(f"{place} must be the JSON text of an object, got {shown(text)}.")
         super().__init__(fields)
         self._text = text
 
@@ -33,28 +33,30 @@ class ParsedText(dict):
 
 
 def tools_of(record: Mapping, place: str) -> list:
-    """Return the tools of a record, in the form that its template expects.
+    """Return the list of tools of a record. A record without tools gives an empty list.
 
     Raises:
-        InputError: If they are no list of objects, or JSON text of one; names the place.
+        InputError: If the tools are neither a list of objects nor the JSON text of one. The message
+            names the place.
     """
     return _objects(record.get("tools"), f"{place}, tools")
 
 
 def tools_in(path: FilePath | None) -> list:
-    """Return the tools of a JSON file. `None` means no tools.
+    """Return the list of tools in a JSON file. `None` gives an empty list.
 
     Raises:
-        InputError: If the file is missing, damaged or no list of objects.
+        InputError: If the file is missing, damaged or not a list of objects.
     """
     return [] if path is None else _objects(read_json(path), str(path))
 
 
 def parsed_calls(calls: Any, place: str) -> list:
-    """Return tool calls with arguments as dicts.
+    """Return a list of tool calls with their arguments as dicts.
 
     Raises:
-        InputError: If they are no list of objects, or arguments are no JSON; names the place.
+        InputError: If the calls are not a list of objects, or arguments are not valid JSON. The
+            message names the place.
     """
     return [_parsed_call(call, place) for call in _objects(calls, place)]
 
@@ -72,6 +74,6 @@ def _objects(value, place):
     if isinstance(value, str):
         value = parse_json(value, place) or []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise InputError(f"{place} are {shown(value)}, expected a list of objects")
+        raise InputError(f"{place} must be a list of objects, got {shown(value)}.")
     check_json(value, place)
     return value

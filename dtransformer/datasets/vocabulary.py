@@ -1,7 +1,7 @@
-"""Vocabularies of subword pieces: what they consist of, and how one is learnt from text.
+"""Vocabularies of subword pieces and their training.
 
-The pieces are the four special ones, every character of the text, alone and inside a word, and those
-that the trainer of the library `tokenizers` merges, the most frequent first.
+A vocabulary consists of the four special pieces, each character of the text twice (at the beginning
+of a word and inside), and the most frequent merges that the library `tokenizers` finds.
 """
 
 import collections
@@ -16,7 +16,7 @@ from dtransformer.datasets.published_form import (
     SPACE,
     SPECIAL_PIECES,
     UNKNOWN_CHARACTER,
-    made,
+    build_tokenizer,
     tokenizer_fields,
 )
 from dtransformer.errors import InputError, shown
@@ -24,29 +24,32 @@ from dtransformer.inputs.text import whole_texts
 
 
 def characters_of(vocabulary: Sequence[str]) -> list[str]:
-    """Return the characters that are pieces of a vocabulary, sorted."""
+    """Return a sorted list of the characters that are pieces of a vocabulary."""
     pieces = vocabulary[len(SPECIAL_PIECES) :]
     return sorted(piece for piece in pieces if len(piece) == 1 and piece != SPACE)
 
 
 def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
-    """Refuse pieces that cannot have been learnt, and would not come back as text.
+    """Check that a vocabulary can restore text: special pieces first, and all others valid.
 
     Raises:
-        InputError: a special piece is missing, or a piece is repeated or damaged.
+        InputError: If a special piece is missing, or a piece is repeated, empty or contains a
+            character that is not a piece.
     """
     if vocabulary[: len(SPECIAL_PIECES)] != SPECIAL_PIECES:
         raise InputError(
-            f"a vocabulary begins with {' '.join(SPECIAL_PIECES)}, this one with "
-            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}: use one that train made"
+            f"A vocabulary must begin with {' '.join(SPECIAL_PIECES)}, got "
+            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}. Use one from "
+            "`SubwordTokenizer.train`."
         )
-    characters, seen = {*characters_of(vocabulary), SPACE}, {*SPECIAL_PIECES}
+    characters = {*characters_of(vocabulary), SPACE}
+    seen = {*SPECIAL_PIECES}
     for piece in vocabulary[len(SPECIAL_PIECES) :]:
         text = piece.removeprefix(INSIDE)
         if piece in seen or not text or not characters.issuperset(text):
             raise InputError(
-                f"piece {shown(piece)} is there twice, or has characters that are not pieces "
-                "themselves: the vocabulary is damaged; copy it again"
+                f"Piece {shown(piece)} is repeated, empty or contains characters that are not pieces. "
+                "The vocabulary is damaged; copy it again."
             )
         seen.add(piece)
 
@@ -58,53 +61,57 @@ def learn_vocabulary(
     lower_case: bool = False,
     at_most: bool = False,
 ) -> list[str]:
-    """Return exactly `vocab_size` pieces: the special ones, characters, and learnt ones.
+    """Return exactly `vocab_size` pieces: special pieces, characters and learnt pieces.
 
     Args:
-        sentences: text of all languages that share the vocabulary.
-        vocab_size: number of pieces.
-        max_characters: number of distinct characters, the most frequent ones, that become
-            pieces.
-        lower_case: whether the text is lower-cased first.
-        at_most: whether a text that has fewer pieces gives those that it has.
+        sentences: Iterable of sentences, in all languages that share the vocabulary.
+        vocab_size: Integer. Number of pieces.
+        max_characters: Integer. Maximum number of distinct characters, the most frequent ones,
+            that become pieces.
+        lower_case: Boolean. Whether the text is converted to lower case first. Defaults to `False`.
+        at_most: Boolean. Whether to return fewer pieces if the text has fewer. Defaults to `False`.
+
+    Returns:
+        List of pieces in the order of their ids.
 
     Raises:
-        InputError: there is no text, or the vocabulary is smaller than its characters need or
-            larger than it can fill.
+        InputError: If there is no text, or `vocab_size` is too small for the characters or too
+            large for the text.
     """
-    texts, counts = whole_texts(sentences), collections.Counter()
+    texts = whole_texts(sentences)
+    counts = collections.Counter()
     fields = tokenizer_fields(SPECIAL_PIECES, (), lower_case)
-    fields["normalizer"]["normalizers"].pop()  # no character is unknown yet
-    library = made(fields)
+    fields["normalizer"]["normalizers"].pop()  # Remove the replacement of unknown characters.
+    library = build_tokenizer(fields)
     for text in texts:
         counts.update(library.normalizer.normalize_str(text))
     for character in (SPACE, UNKNOWN_CHARACTER, "\0"):
         counts.pop(character, None)
     if not counts:
         raise InputError(
-            "the sentences to train a tokenizer hold no text at all: give at least one line of text"
+            "The sentences to train a tokenizer on contain no text. Give at least one line of text."
         )
     frequent = sorted(counts, key=lambda c: (-counts[c], c))[:max_characters]
     characters = sorted({*frequent, *ESCAPED_SPACE, *ESCAPED_ESCAPE})
-    base = [*SPECIAL_PIECES, SPACE, *characters, *(INSIDE + c for c in characters)]
-    if vocab_size < len(base):
+    required = [*SPECIAL_PIECES, SPACE, *characters, *(INSIDE + c for c in characters)]
+    if vocab_size < len(required):
         raise InputError(
-            f"vocab_size={vocab_size} is too small: {len(characters)} characters of the text need "
-            f"{len(base)} pieces; ask for more pieces or lower max_characters ({max_characters})"
+            f"`{vocab_size=}` is too small: {len(characters)} characters of the text need "
+            f"{len(required)} pieces. Increase it or lower `{max_characters=}`."
         )
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=base,  # in this order, whatever words come first
+        special_tokens=required,  # They keep this order.
         initial_alphabet=[SPACE, *characters],
         limit_alphabet=1 + len(characters),
         continuing_subword_prefix=INSIDE,
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    numbers = library.get_vocab()
-    if len(numbers) < vocab_size and not at_most:
+    ids = library.get_vocab()
+    if len(ids) < vocab_size and not at_most:
         raise InputError(
-            f"vocab_size={vocab_size} is too large for the text, which gives at most {len(numbers)} "
-            f"pieces: ask for at most {len(numbers)} or give more text"
+            f"`{vocab_size=}` is too large for the text, which yields at most {len(ids)} pieces. "
+            f"Set it to at most {len(ids)} or use more text."
         )
-    return sorted(numbers, key=numbers.get)
+    return sorted(ids, key=ids.get)

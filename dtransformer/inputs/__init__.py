@@ -1,10 +1,10 @@
-"""The boundary: whatever is read from outside is checked here, and nowhere else.
+"""Readers of external data, which check everything that the library reads.
 
-Files, archives, YAML, JSON and weights may be damaged, careless or hostile. Each reader here has
-limits on size, depth and number, checked before memory is taken, and gives values of known types or
-an `InputError` of one line. The rest of the code sees checked values only.
+Files, archives, YAML, JSON and weights may be damaged or malicious. Each reader limits size, depth
+and number of values before it allocates memory. It returns values of known types or raises a
+one-line `InputError`. The rest of the code handles checked values only.
 
-`files` opens, reads and unpacks, and keeps names inside of a folder; `text` gives lines;
-`yaml_file` and `json_file` give plain values, or those of typed fields; `safetensors_file` and
-`weights_file` look at tensors before they are loaded.
+`files` opens, reads and decompresses files and checks paths. `text` reads lines. `yaml_file` and
+`json_file` return plain or typed values. `safetensors_file` and `weights_file` check tensors before
+they are loaded.
 """

@@ -1,4 +1,4 @@
-"""Rows of Arrow and Parquet files, a block of rows at a time, by pyarrow."""
+"""Reading rows of Arrow and Parquet files in blocks, with pyarrow."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ from dtransformer.inputs.files import FilePath, opened
 
 PARQUET = (".parquet",)
 ARROW = (".arrow", ".feather", ".ipc")
-_ROWS = 1024  # that are read at once
-_STREAM_MAGIC = b"\xff\xff\xff\xff"  # files begin with ARROW1
+_BLOCK_ROWS = 1024  # Number of rows of a block.
+_STREAM_MAGIC = b"\xff\xff\xff\xff"  # Files that are not streams begin with ARROW1.
 
 
 def iterate_rows(
     path: FilePath, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[int, dict]]:
-    """Yield the rows of a file with their numbers, from 1, as dicts of columns.
+    """Yield `(row_number, row)` tuples of a file, with dicts of columns, counted from 1.
 
-    Structs and maps are dicts. A file gives each struct the keys of all rows, with nulls. These keys
-    are left out, as a JSON Lines file would leave them out.
+    Structs and maps are dicts. A file gives each struct the keys of all rows, with nulls. These
+    keys are left out, as a JSON Lines file would leave them out.
 
     Args:
         path: A Parquet file if its name ends in `.parquet`, otherwise an Arrow file or stream.
@@ -28,17 +28,17 @@ def iterate_rows(
         InputError: If pyarrow or the file is missing, or the file is damaged or repeats a name.
     """
     check_installed("pyarrow", f"{path}: Arrow and Parquet files")
-    with opened(path) as file, _told(path):
+    with opened(path) as file, _raise_as_input_error(path):
         is_parquet = str(path).lower().endswith(PARQUET)
         batches, names = _parquet(file) if is_parquet else _arrow(file)
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"{path} has two columns {shown(twice[0])}: rename one of them")
-        known = columns if set(columns or ()) <= set(names) else None
-        number = 1
-        for batch in batches(known):
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"{path} has two columns {shown(repeated[0])}. Rename one of them.")
+        available = columns if set(columns or ()) <= set(names) else None
+        row_number = 1
+        for batch in batches(available):
             for row in batch.to_pylist(maps_as_pydicts="strict"):
-                yield number, {name: _without_nulls(value) for name, value in row.items()}
-                number += 1
+                yield row_number, {name: _without_nulls(value) for name, value in row.items()}
+                row_number += 1
 
 
 def _without_nulls(value):
@@ -51,11 +51,14 @@ def _without_nulls(value):
 
 
 def _parquet(file):
-    """Return a function of names of columns, which gives blocks of rows; and all names."""
+    """Return a function that reads columns in blocks of rows, and the names of all columns."""
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(file)
-    read = lambda columns: parquet.iter_batches(batch_size=_ROWS, columns=columns)
+
+    def read(columns):
+        return parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=columns)
+
     return read, parquet.schema_arrow.names
 
 
@@ -66,25 +69,27 @@ def _arrow(file):
         reader = batches = pyarrow.ipc.open_stream(file)
     else:
         reader = pyarrow.ipc.open_file(file)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
 
     def read(columns):
         for batch in batches:
-            batch.validate(full=True)  # offsets of texts, which are followed without a look
+            batch.validate(full=True)  # pyarrow reads texts at their offsets without a check.
             batch = batch if columns is None else batch.select(columns)
-            for start in range(0, batch.num_rows, _ROWS):
-                yield batch.slice(start, _ROWS)
+            for start in range(0, batch.num_rows, _BLOCK_ROWS):
+                yield batch.slice(start, _BLOCK_ROWS)
 
     return read, reader.schema.names
 
 
 @contextlib.contextmanager
-def _told(path):
-    """Inside the `with` block what pyarrow refuses is an InputError."""
+def _raise_as_input_error(path):
+    """Raise errors of pyarrow inside the `with` block as `InputError`."""
     import pyarrow
 
     try:
         yield
     except (pyarrow.ArrowException, UnicodeDecodeError, ArithmeticError, KeyError) as error:
         reason = one_line(error, 100)
-        raise InputError(f"{path} is damaged, or no such file ({reason}): copy it again") from None
+        raise InputError(
+            f"{path} is damaged or not an Arrow or Parquet file ({reason}). Copy it again."
+        ) from None

@@ -1,15 +1,15 @@
-"""Datasets whose iterators end at once."""
+"""Datasets whose iterators stop without delay."""
 
 import tensorflow as tf
 
 
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset whose iterators end at once, unless it says itself what to tune.
+    """Disable autotuning of a dataset, unless its options already enable or disable it.
 
-    Where the parallelism of a dataset is tuned, the end of an iterator may wait for the tuner's
-    next turn: as long as the iteration has taken so far, up to a minute, in each epoch.
-    `tf.data.AUTOTUNE` is the number of cores then. Unnecessary if the tuner's thread woke up when
-    its iterator is cancelled.
+    With autotuning, destroying an iterator may wait for the next turn of the tuner's thread: as
+    long as the iteration has taken so far, up to a minute in each epoch. Without it,
+    `tf.data.AUTOTUNE` means the number of cores. This function is unnecessary once TensorFlow wakes
+    the thread when its iterator is cancelled.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset

@@ -1,4 +1,4 @@
-"""Stored numbers as weights have them: in C order, of the weight's type, finite; in little memory."""
+"""Conversion of stored arrays to the type of a weight, in C order and with little memory."""
 
 import itertools
 import math
@@ -18,78 +18,87 @@ FLOATS = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
-# Elements that are converted and looked at together, so that they stay in a core's cache.
-_TOGETHER = 2**16
-# Of a matrix that is stored transposed a tile is converted at once; and the elements between two
-# rows of it in a buffer: where rows are some power of two apart, they would take the same places in
-# the cache.
-_ROWS, _COLUMNS, _APART = 512, 256, 16
+# Number of elements that are converted and checked together, so that they stay in a core's cache.
+_CHUNK_SIZE = 2**16
+# Size of the tiles of a transposed matrix, and the gap between the rows of their buffer. Without a
+# gap, the rows would be a power of two apart and compete for the same lines of the cache.
+_BLOCK_ROWS = 512
+_BLOCK_COLUMNS = 256
+_ROW_GAP = 16
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
-    """Return a stored value in the type of the weight that it is for, in C order.
+    """Convert a stored array to the type of a weight, in C order.
 
-    A floating-point type becomes another one, rounded; any other type stays what it is.
+    Floating-point types are rounded to each other. Other types must already match.
 
     Args:
-        value: the value, or a view of it, transposed and indexed.
-        kind: the weight's type.
-        name: what it is, for messages.
+        value: Array, or a transposed or indexed view of it.
+        kind: Type of the weight.
+        name: Name of the weight, for error messages.
+
+    Returns:
+        Array of type `kind` in C order.
 
     Raises:
-        InputError: it has another kind of type; or values that are not finite in the new type.
+        InputError: If the types are incompatible, or a value is not finite in the new type.
     """
     kind = np.dtype(kind)
     if value.dtype != kind and not {value.dtype, kind} <= _FLOAT_TYPES:
-        raise InputError(f"{name} is {value.dtype}, expected {kind}: convert it first")
+        raise InputError(f"{name} has type {value.dtype}, expected {kind}. Convert it first.")
     result = empty(value.shape, kind)
     matrix = _transposed_matrix(value)
-    parts = _filled(result, value) if matrix is None else _filled_by_tiles(result, matrix)
+    parts = _fill(result, value) if matrix is None else _fill_by_tiles(result, matrix)
     if not all(map(_is_finite, parts)):
         raise InputError(
-            f"{name} has values that are not finite in {kind} (NaN, infinity, or too large): take "
-            "other weights, or a wider type"
+            f"{name} has values that are not finite in {kind} (NaN, infinity or too large). Use other "
+            "weights or a wider type."
         )
     return result
 
 
-def _filled(result, value):
-    """Write a value into an array of its shape; yield what was written, part by part."""
+def _fill(result, value):
+    """Copy a value into an array of its shape and yield the converted parts."""
     if result.ndim != 1 and value.flags.c_contiguous:
-        result, value = result.reshape(-1), value.reshape(-1)
+        result = result.reshape(-1)
+        value = value.reshape(-1)
     if not result.ndim:
-        result, value = result[None], value[None]
-    each = max(_TOGETHER // max(math.prod(result.shape[1:]), 1), 1)
-    for start in range(0, len(result), each):
-        part = result[start : start + each]
-        _cast(value[start : start + each], part)
+        result = result[None]
+        value = value[None]
+    num_rows = max(_CHUNK_SIZE // max(math.prod(result.shape[1:]), 1), 1)
+    for start in range(0, len(result), num_rows):
+        part = result[start : start + num_rows]
+        _cast(value[start : start + num_rows], part)
         yield part
 
 
-def _filled_by_tiles(result, matrix):
-    """Write a matrix of which columns lie one after the other into an array in C order.
+def _fill_by_tiles(result, matrix):
+    """Copy a matrix in column-major order into an array in C order and yield the converted tiles.
 
-    Each tile is read as it lies in the file, converted, and written transposed: NumPy's own copy
-    takes five times as long. Yields the converted tiles.
+    Each tile is read in the file's order, converted, and written transposed. NumPy's copy takes
+    five times as long.
     """
-    (size, number), bits = matrix.shape, f"u{result.itemsize}"
+    size, num_rows = matrix.shape
+    bits = f"u{result.itemsize}"
     columns = result.view(bits).reshape(matrix.shape)
-    buffer = np.empty((_ROWS, _COLUMNS + _APART), result.dtype)
-    for start, left in itertools.product(range(0, number, _ROWS), range(0, size, _COLUMNS)):
-        rows = matrix[left : left + _COLUMNS, start : start + _ROWS].T
+    buffer = np.empty((_BLOCK_ROWS, _BLOCK_COLUMNS + _ROW_GAP), result.dtype)
+    for start, left in itertools.product(
+        range(0, num_rows, _BLOCK_ROWS), range(0, size, _BLOCK_COLUMNS)
+    ):
+        rows = matrix[left : left + _BLOCK_COLUMNS, start : start + _BLOCK_ROWS].T
         part = buffer[: rows.shape[0], : rows.shape[1]]
         _cast(rows, part)
         yield part
-        columns[left : left + _COLUMNS, start : start + _ROWS] = part.view(bits).T
+        columns[left : left + _BLOCK_COLUMNS, start : start + _BLOCK_ROWS] = part.view(bits).T
 
 
 def _transposed_matrix(value):
-    """Return a value as a matrix of which columns lie one after the other; None if it is none."""
+    """Return a view of the value as a column-major matrix, or `None` if it has another order."""
     if value.dtype.itemsize not in (1, 2, 4, 8):
         return None
     raw = np.asarray(value)
-    for number in range(1, raw.ndim):
-        shape = math.prod(raw.shape[:number]), math.prod(raw.shape[number:])
+    for axis in range(1, raw.ndim):
+        shape = math.prod(raw.shape[:axis]), math.prod(raw.shape[axis:])
         try:
             matrix = raw.reshape(shape, copy=False)
         except ValueError:
@@ -100,13 +109,12 @@ def _transposed_matrix(value):
 
 
 def _cast(value, result):
-    """Write a value into an array of the same or another floating-point type."""
     with np.errstate(over="ignore", invalid="ignore"):
         result[...] = value
 
 
 def _is_finite(part):
-    """Return whether all of an array are finite, which a type that has no infinity always is."""
+    """Return whether all elements are finite. Types other than floating point are always finite."""
     if part.dtype not in _FLOAT_TYPES:
         return True
     return bool(np.isfinite(part if part.itemsize >= 4 else part.astype("f4")).all())

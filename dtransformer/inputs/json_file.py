@@ -1,7 +1,4 @@
-"""JSON of limited size and depth, put into typed fields.
-
-pydantic checks values from outside, and one line says what is wrong.
-"""
+"""Reading JSON of limited size and depth, and checking its fields with pydantic."""
 
 import json
 
@@ -9,9 +6,9 @@ import pydantic
 
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import MEBIBYTE, FilePath, read_bytes
-from dtransformer.inputs.text import decode, half_told
+from dtransformer.inputs.text import decode, describe_invalid_character
 
-# Nothing is converted silently: "1" is no integer, 1 is no truth value.
+# Values are not converted silently: "1" is not an integer, and 1 is not a boolean.
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 _EXPECTED = {
@@ -21,14 +18,14 @@ _EXPECTED = {
 
 
 def problem(error: pydantic.ValidationError) -> tuple[str, str]:
-    """Return where the first wrong value stands, and what is wrong with it.
+    """Describe the first wrong value of a pydantic error.
 
     Args:
-        error: what pydantic raised.
+        error: The `pydantic.ValidationError`.
 
     Returns:
-        Names joined with dots, "" for the value itself; and a text such as
-        "should be greater than or equal to 1, got 0".
+        A `(place, text)` tuple: the value's field names joined with dots, or "" for the value
+        itself, and a text such as "should be greater than or equal to 1, got 0".
     """
     first = error.errors(include_url=False)[0]
     place = ".".join(shown(part).strip("'") for part in first["loc"])
@@ -37,8 +34,8 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
     if first["type"] == "value_error":
         expected = str(first["ctx"]["error"])
     else:
-        told = first["msg"].removeprefix("Input ")
-        expected = _EXPECTED.get(first["type"], told[:1].lower() + told[1:])
+        message = first["msg"].removeprefix("Input ")
+        expected = _EXPECTED.get(first["type"], message[:1].lower() + message[1:])
     return place, f"{expected}, got {shown(first['input'])}"
 
 
@@ -47,19 +44,19 @@ MAX_DEPTH = 100
 
 
 def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
-    """Return the content of a JSON file; arguments and errors as of `parse_json`."""
+    """Return the content of a JSON file. See `parse_json` for `limit` and errors."""
     return parse_json(read_bytes(path, limit), path, limit)
 
 
 def read_object(path: FilePath) -> dict:
-    """Return the fields of a JSON file.
+    """Return the content of a JSON file that contains an object, a dict.
 
     Raises:
-        InputError: as of `parse_json`, or it holds something else.
+        InputError: If the file is missing, damaged or contains another type.
     """
     content = read_json(path)
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected an object of JSON")
+        raise InputError(f"{path} must contain a JSON object, got {shown(content)}.")
     return content
 
 
@@ -71,13 +68,13 @@ def parse_json(
     Args:
         data: Text, or its bytes in UTF-8.
         name: Origin of the text, for error messages.
-        limit: Maximum number of bytes or characters.
-        checks_values: Whether `check_json` checks all values. If false, callers check the values
-            that they use.
+        limit: Maximum number of bytes or characters. Defaults to 16 MiB.
+        checks_values: Whether to apply `check_json` to the content. If false, callers check the
+            values that they use. Defaults to `True`.
 
     Raises:
-        InputError: If the text is too large, too deep or no JSON, or repeats a key, or if
-            `check_json` refuses a value.
+        InputError: If the text is too large, too deep or not valid JSON, or repeats a key, or if
+            `check_json` fails.
 
     Example:
 
@@ -86,16 +83,16 @@ def parse_json(
     """
     if len(data) > limit:
         raise InputError(
-            f"{name} has more than {limit:,} bytes of JSON: write records as JSON lines"
+            f"{name} has more than {limit:,} bytes of JSON. Write records as JSON lines."
         )
     text = decode(data, name) if isinstance(data, bytes) else data
     try:
         value = json.loads(text, object_pairs_hook=_object)
         _check_depth(value)
     except RecursionError:
-        raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
+        raise InputError(f"{name} is damaged: its brackets are nested too deeply.") from None
     except ValueError as error:
-        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+        raise InputError(f"{name} is damaged or not valid JSON ({error}).") from None
     if checks_values:
         check_json(value, name)
     return value
@@ -110,36 +107,36 @@ def check_json(value: object, name: FilePath) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{name}: {half_told(error)}") from None
+        raise InputError(f"{name}: {describe_invalid_character(error)}") from None
     except ValueError as error:
-        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+        raise InputError(f"{name} is damaged or not valid JSON ({error}).") from None
 
 
 def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict:
-    """Return a value from JSON that has the fields of a model.
+    """Check a JSON value against a pydantic model and return the value unchanged.
 
     Args:
-        value: the value.
-        kind: the model, by which all its fields are checked.
-        name: where it comes from, for messages.
+        value: Content of a JSON file.
+        kind: Class of the model.
+        name: Origin of the value, for error messages.
 
     Returns:
-        The value itself, a dict.
+        `value` itself, a dict.
 
     Raises:
-        InputError: a field is missing or wrong; names it.
+        InputError: If a field is missing or wrong. The message names it.
     """
     try:
         kind.model_validate(value)
     except pydantic.ValidationError as error:
-        raise InputError(f"{name} is damaged: {' '.join(problem(error)).strip()}") from None
+        raise InputError(f"{name} is damaged: {' '.join(problem(error)).strip()}.") from None
     return value
 
 
 def _object(pairs):
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return value
 
 
@@ -150,4 +147,4 @@ def _check_depth(value):
             return
         children = (item.values() if isinstance(item, dict) else item for item in level)
         level = [child for group in children for child in group if isinstance(child, (dict, list))]
-    raise ValueError(f"more than {MAX_DEPTH} levels of brackets")
+    raise ValueError(f"more than {MAX_DEPTH} nested levels")

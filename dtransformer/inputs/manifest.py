@@ -1,4 +1,4 @@
-"""The fields of `checkpoint.json`, of which nothing is believed that was not checked."""
+"""Schema of `checkpoint.json`. All fields are checked before use."""
 
 import math
 from typing import Annotated, Literal
@@ -10,7 +10,8 @@ from dtransformer.errors import one_line
 from dtransformer.inputs.files import check_name
 from dtransformer.inputs.json_file import STRICT
 
-INDEX, DATA = "state.index", "state.data-{:05d}-of-{:05d}"
+INDEX = "state.index"
+DATA = "state.data-{:05d}-of-{:05d}"
 _MAX_FILES = 10**5
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -35,7 +36,7 @@ Tensor = Annotated[tuple[list[Count], Literal[tuple(_ITEM_BYTES)]], Strict(False
 
 
 class File(pydantic.BaseModel):
-    """A file of a checkpoint."""
+    """Size, checksum and writing rank of a file of a checkpoint."""
 
     model_config = STRICT
     bytes: Count
@@ -44,7 +45,7 @@ class File(pydantic.BaseModel):
 
 
 class Position(pydantic.BaseModel):
-    """The batch that comes next."""
+    """Epoch and batch that come next."""
 
     model_config = STRICT
     epoch: Count
@@ -52,13 +53,13 @@ class Position(pydantic.BaseModel):
 
 
 class Manifest(pydantic.BaseModel):
-    """What a checkpoint holds; fields that are not named here may be there, too."""
+    """Content of a checkpoint. Additional fields are allowed."""
 
     model_config = STRICT
     version: Literal[1]
     step: Count
     seed: Count
-    saved_at: Annotated[float, Field(ge=0, lt=253402300800)]  # until the year 9999
+    saved_at: Annotated[float, Field(ge=0, lt=253402300800)]  # Up to the year 9999.
     position: Position | None = None
     metrics: dict[Name, float | None]
     ranks: Degree
@@ -71,12 +72,12 @@ class Manifest(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _sizes_agree(self):
-        """Before memory is taken for the tensors: the files have as many bytes."""
+        """Check that the files have the size of all tensors before memory is allocated."""
         data = [name for name in self.files if name.startswith(DATA.partition("{")[0])]
-        expected = {DATA.format(number, len(data)) for number in range(len(data))}
+        expected = {DATA.format(index, len(data)) for index in range(len(data))}
         if INDEX not in self.files or set(data) != expected:
-            raise ValueError(f"expected all of TensorFlow's files, {INDEX} among them")
+            raise ValueError(f"expected all of TensorFlow's files, including {INDEX}")
         needed = sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in self.tensors.values())
         if needed != sum(self.files[name].bytes for name in data):
-            raise ValueError("expected files of the tensors' size")
+            raise ValueError("expected files with the size of the tensors")
         return self

@@ -1,7 +1,10 @@
-"""Reading safetensors files, of which the library checks the header before a tensor is touched.
+"""Reading safetensors files. The library checks the header before any tensor is read.
 
-The format: eight bytes with the length of the header, a JSON header, and the tensors' bytes.
-Reference: https://huggingface.co/docs/safetensors, "Format".
+The format consists of eight bytes with the length of the header, a JSON header, and the bytes of
+the tensors.
+
+Reference:
+    https://huggingface.co/docs/safetensors, "Format".
 """
 
 import math
@@ -21,54 +24,58 @@ _TYPES = FLOATS | {
     **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BOOL": np.bool_,
 }
-_MAX_DIMENSIONS = 32  # that NumPy takes
-_OF_ALL_ERRORS = "Error while deserializing header: "
+_MAX_DIMENSIONS = 32  # Limit of NumPy.
+_ERROR_PREFIX = "Error while deserializing header: "
 
 
 class SafetensorsFile:
-    """A file of tensors: `file[name]` is one, an array that is read where it is used.
+    """A safetensors file. `file[name]` is a tensor as a NumPy array, read from disk on access.
 
     Args:
-        path: the file.
+        path: Path of the file.
 
     Attributes:
-        shapes: dict of the tensors' names and shapes.
+        shapes: Dict of the names and shapes of the tensors.
 
     Raises:
-        InputError: it cannot be read, is damaged, or has types that are no weights'.
+        InputError: If the file cannot be read or is damaged, or a tensor has an unsupported type or
+            size.
     """
 
     def __init__(self, path: FilePath):
         with opened(path) as file:
             try:
-                if not os.fstat(file.fileno()).st_size:  # a pipe, which the library would wait for
+                # The library would wait for a pipe, whose size is 0.
+                if not os.fstat(file.fileno()).st_size:
                     raise OSError("header too small")
-                with safetensors.safe_open(
-                    path, "np"
-                ):  # that tensors follow each other, and fill it
+                # The library checks that the tensors are contiguous and fill the file.
+                with safetensors.safe_open(path, "np"):
                     length = int.from_bytes(file.read(8), "little")
             except (safetensors.SafetensorError, OSError) as error:
-                reason = one_line(str(error).removeprefix(_OF_ALL_ERRORS), 100)
+                reason = one_line(str(error).removeprefix(_ERROR_PREFIX), 100)
                 raise InputError(
-                    f"{path}: is not a safetensors file, or damaged: its header: {reason}"
+                    f"{path} is not a safetensors file, or its header is damaged ({reason}). Copy it "
+                    "again."
                 ) from None
             self._tensors = parse_json(file.read(length), path)
-        self._path, self._start = pathlib.Path(path), 8 + length
+        self._path = pathlib.Path(path)
+        self._start = 8 + length
         self._tensors.pop("__metadata__", None)
-        self.shapes = {name: tuple(about["shape"]) for name, about in self._tensors.items()}
-        for name, about in self._tensors.items():
-            is_array = len(about["shape"]) <= _MAX_DIMENSIONS and max([0, *about["shape"]]) < 2**48
-            if about["dtype"] not in _TYPES or not is_array:
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self._tensors.items()}
+        for name, entry in self._tensors.items():
+            is_array = len(entry["shape"]) <= _MAX_DIMENSIONS and max([0, *entry["shape"]]) < 2**48
+            if entry["dtype"] not in _TYPES or not is_array:
                 raise InputError(
-                    f"{path}: {shown(name)} is {shown(about['dtype'])} of {len(about['shape'])} "
-                    f"dimensions, expected {', '.join(_TYPES)} of at most {_MAX_DIMENSIONS}, of a size "
-                    "that memory may have"
+                    f"{path}: {shown(name)} is {shown(entry['dtype'])} with {len(entry['shape'])} "
+                    f"dimensions, expected {', '.join(_TYPES)} with at most {_MAX_DIMENSIONS} "
+                    "dimensions that fit into memory."
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:
-        about = self._tensors[name]
-        shape, kind = self.shapes[name], np.dtype(_TYPES[about["dtype"]])
+        entry = self._tensors[name]
+        shape = self.shapes[name]
+        kind = np.dtype(_TYPES[entry["dtype"]])
         if not math.prod(shape):
             return np.zeros(shape, kind)
-        offset = self._start + about["data_offsets"][0]
+        offset = self._start + entry["data_offsets"][0]
         return np.memmap(self._path, kind, "r", offset, shape)

@@ -1,4 +1,4 @@
-"""Looking at a file of weights, `.weights.h5` or `.keras`, before Keras loads it, and loading it."""
+"""Checking a `.weights.h5` or `.keras` file of weights before Keras loads it."""
 
 import os
 import zipfile
@@ -10,90 +10,92 @@ from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.files import MEBIBYTE, FilePath, opened
 from dtransformer.inputs.json_file import MAX_BYTES, parse_json
 
-_ENDING = ".weights.h5"
+_SUFFIX = ".weights.h5"
 _ARCHIVE = ".keras"
-_MEMBER = "model.weights.h5"  # of an archive of Keras
+_MEMBER = "model.weights.h5"  # File in a `.keras` archive.
 _MAX_OBJECTS = 10**5
-_NUMBERS = "biuf"  # NumPy's kinds; bfloat16 is kept as numbers of two bytes
+_NUMBERS = "biuf"  # NumPy's kinds of numbers. bfloat16 is stored as void of two bytes.
 
 
 def load_weights(network, path: FilePath, **options) -> None:
-    """Load weights as Keras does, from a file that was looked at first.
+    """Check a file of weights, then load it as Keras does.
 
     Args:
-        network: a built `keras.Model`.
-        path: a `.weights.h5` or `.keras` file, or another one that Keras takes, which Keras alone
-            looks at.
-        **options: as in `keras.Model.load_weights`.
+        network: A built `keras.Model`.
+        path: Path of a `.weights.h5` or `.keras` file. Other formats of Keras are loaded without a
+            check.
+        **options: Other arguments of `keras.Model.load_weights`.
 
     Raises:
-        InputError: the file is missing, damaged or hostile, has values that are not finite, or is of
-            another network.
+        InputError: If the file is missing, damaged or malicious, has values that are not finite, or
+            belongs to another network.
     """
-    if str(path).endswith((_ENDING, _ARCHIVE)):
+    if str(path).endswith((_SUFFIX, _ARCHIVE)):
         check_weights(path)
     try:
         network.load_weights(path, **options)
     except InputError:
         raise
-    except Exception as error:  # whatever HDF5, Keras and TensorFlow raise
+    except Exception as error:  # HDF5, Keras and TensorFlow raise many kinds of errors.
         raise InputError(
-            f"{path}: these weights are damaged, or of another model ({one_line(error, 160)})"
+            f"{path}: These weights are damaged or belong to another model ({one_line(error, 160)})."
         ) from None
 
 
 def class_of(path: FilePath) -> str | None:
-    """Return the name of the class of the model of a `.keras` archive; None where it says none."""
+    """Return the class name of the model in a `.keras` archive, or `None` if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("config.json") as member:
             return parse_json(member.read(MAX_BYTES), path)["class_name"]
-    except Exception:  # what is wrong with it `check_weights` tells
+    except Exception:  # `check_weights` reports damaged files.
         return None
 
 
 def check_weights(path: FilePath) -> None:
-    """Check that a file of weights holds finite numbers, as many as it has bytes for.
+    """Check that a file of weights contains only finite numbers, stored in the file itself.
 
     Args:
-        path: a `.weights.h5` file, or a `.keras` archive, which has one inside.
+        path: Path of a `.weights.h5` file, or of a `.keras` archive, which contains one.
 
     Raises:
-        InputError: it does not; says what it holds instead.
+        InputError: If it contains links, other data or too many objects, or is damaged. The message
+            names the problem.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     try:
-        problem = _problem_of_file(path, size)
+        problem = _find_problem_in_file(path, size)
     except InputError:
         raise
-    except Exception as error:  # whatever HDF5 and zipfile raise
+    except Exception as error:  # HDF5 and zipfile raise many kinds of errors.
         problem = one_line(error, 160)
     if problem:
         raise InputError(
-            f"{path}: these weights are damaged, or of another model ({problem}): train again, or "
-            "give another file"
+            f"{path}: These weights are damaged or belong to another model ({problem}). Train again "
+            "or use another file."
         )
 
 
-def _problem_of_file(path, size):
+def _find_problem_in_file(path, size):
     if not str(path).endswith(_ARCHIVE):
         with h5py.File(path, "r") as weights:
-            return _problem(weights, size)
+            return _find_problem(weights, size)
     with zipfile.ZipFile(path) as archive:
         if archive.getinfo(_MEMBER).compress_type != zipfile.ZIP_STORED:
-            return f"{_MEMBER} is compressed, which Keras does not do"
+            return f"{_MEMBER} is compressed, but Keras does not compress it"
         with archive.open(_MEMBER) as member:
-            while member.read(MEBIBYTE):  # to its end, where its checksum is compared
+            while member.read(MEBIBYTE):  # zipfile compares the checksum at the end.
                 pass
         with archive.open(_MEMBER) as member, h5py.File(member, "r") as weights:
-            return _problem(weights, size)
+            return _find_problem(weights, size)
 
 
-def _problem(file, size):
-    """Return what is wrong with an open file; "" where nothing is."""
-    todo, num_objects = [file], 0
-    while todo:
-        group = todo.pop()
+def _find_problem(file, size):
+    """Return a description of the first problem in an open file, or ""."""
+    pending = [file]
+    num_objects = 0
+    while pending:
+        group = pending.pop()
         for name in group:
             num_objects += 1
             if num_objects > _MAX_OBJECTS:
@@ -102,11 +104,11 @@ def _problem(file, size):
                 return f"{name} is a link"
             item = group[name]
             if isinstance(item, h5py.Group):
-                todo.append(item)
+                pending.append(item)
                 continue
             size -= item.nbytes if item.dtype.kind in _NUMBERS + "V" else size + 1
             if item.external or item.is_virtual or item.chunks or size < 0:
-                return f"{item.name} is no array of numbers that the file holds"
+                return f"{item.name} is not an array of numbers stored in the file"
             if item.dtype.kind == "f" and not np.isfinite(item[...]).all():
                 return f"{item.name} has values that are not finite"
     return ""

@@ -1,8 +1,8 @@
-"""A strict reading of YAML: the part of it that configs need, and nothing that grows or surprises.
+"""Strict reading of YAML: the subset that configs need.
 
-Sections of keys and values, and lists. Not taken: anchors and aliases (ten lines of them make
-gigabytes), merges, tags, repeated keys, several documents. Plain scalars are as in YAML 1.2's core
-schema: true, false, null, numbers; all else is text, such as yes, 1:30 and 2014-05-01.
+It supports mappings and lists. It refuses anchors and aliases, whose nesting can fill the memory,
+merges, tags, repeated keys and several documents. Plain scalars follow YAML 1.2's core schema:
+true, false, null and numbers. All others are text, such as yes, 1:30 and 2014-05-01.
 """
 
 import re
@@ -25,10 +25,10 @@ _NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
 def read_yaml(path: FilePath) -> object:
-    """Return the content of a YAML file; None where it has none.
+    """Return the content of a YAML file, or `None` for an empty file. See `parse_yaml`.
 
     Raises:
-        InputError: it cannot be read, or is no YAML of the kind that is taken; says the line.
+        InputError: If the file cannot be read or is not supported YAML. The message names the line.
     """
     return parse_yaml(decode(read_bytes(path, MAX_BYTES), path), path)
 
@@ -37,11 +37,11 @@ def parse_yaml(text: str, name: FilePath) -> object:
     """Return the content of a YAML text: dicts with str keys, lists, str, int, float, bool, None.
 
     Args:
-        text: the text.
-        name: where it comes from, for messages.
+        text: The text.
+        name: Origin of the text, for error messages.
 
     Raises:
-        InputError: see `read_yaml`.
+        InputError: If the text is too large or not supported YAML. The message names the line.
 
     Example:
 
@@ -49,27 +49,29 @@ def parse_yaml(text: str, name: FilePath) -> object:
     {'training': {'epochs': 3, 'learning_rate': 0.001}}
     """
     if len(text) > MAX_BYTES:
-        raise InputError(f"{name}: expected YAML of at most {MAX_BYTES:,} characters")
+        raise InputError(f"{name} has more than {MAX_BYTES:,} characters. Use a shorter file.")
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
-    except (yaml.YAMLError, _Refused, UnicodeError) as error:
-        raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
+    except (yaml.YAMLError, _Unsupported, UnicodeError) as error:
+        raise InputError(
+            f"{name} is invalid or unsupported YAML ({one_line(error, 160)})."
+        ) from None
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that this reading takes for something else, such as 1e5."""
+    """Dumper that quotes texts which `parse_yaml` would read as numbers, such as 1e5."""
 
 
-def _quoted(dumper, text):
+def _represent_text(dumper, text):
     style = '"' if _NUMBER.fullmatch(text) or _NOT_FINITE.fullmatch(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _quoted)
+_Dumper.add_representer(str, _represent_text)
 
 
 def yaml_text(content: object) -> str:
-    """Return YAML that `parse_yaml` makes the same content of; tuples become lists.
+    """Return content as YAML text for `parse_yaml`. Tuples become lists.
 
     Example:
 
@@ -82,51 +84,55 @@ def yaml_text(content: object) -> str:
 
 
 def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
-    """Return key and value of a text such as "section.key=value".
+    """Split a text such as "section.key=value" into the key and the parsed value.
 
     Args:
-        text: the text.
-        option: the option that it is given by, for messages.
-        form: what it should be like.
+        text: The text.
+        option: Name of its command-line option, for error messages.
+        form: Expected form, such as "section.key=value", for error messages.
+
+    Returns:
+        A `(key, value)` tuple. The value is parsed as YAML.
 
     Raises:
-        InputError: it has no "=", or its value is no YAML.
+        InputError: If the text has no "=", or its value is not supported YAML.
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise InputError(f"{option} {shown(text)}: expected {form}")
+        raise InputError(f"{option} {shown(text)} must have the form {form}.")
     return key.strip(), parse_yaml(value, f"{option} {shown(key)}")
 
 
-class _Refused(Exception):
-    """What is YAML, and not taken."""
+class _Unsupported(Exception):
+    """Valid YAML that `parse_yaml` does not support."""
 
 
 class _Builder:
-    """Makes values of the parser's events, of which each is looked at before more is read."""
+    """Builds values from the parser's events and checks each event before reading the next."""
 
     def __init__(self, events):
-        self._events, self._num_nodes = events, 0
+        self._events = events
+        self._num_nodes = 0
 
     def document(self):
-        next(self._events)  # the stream's start
+        next(self._events)  # Start of the stream.
         if isinstance(next(self._events), yaml.StreamEndEvent):
             return None
         value = self._value(next(self._events), 0)
-        next(self._events)  # the document's end
+        next(self._events)  # End of the document.
         if not isinstance(next(self._events), yaml.StreamEndEvent):
-            raise _Refused("several documents: give one")
+            raise _Unsupported("several documents, expected one")
         return value
 
     def _value(self, event, depth):
         where = f"line {event.start_mark.line + 1}"
         self._num_nodes += 1
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            raise _Refused(f"{where}: an anchor or alias: write the value out")
+            raise _Unsupported(f"{where}: write out the value of the anchor or alias")
         if event.tag:
-            raise _Refused(f"{where}: the tag {shown(event.tag)}: leave it out")
+            raise _Unsupported(f"{where}: remove the tag {shown(event.tag)}")
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
-            raise _Refused(f"{where}: more than {MAX_DEPTH} levels, or {MAX_NODES} values")
+            raise _Unsupported(f"{where}: more than {MAX_DEPTH} levels or {MAX_NODES} values")
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value, where) if event.implicit[0] else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -136,9 +142,9 @@ class _Builder:
             where = f"line {key_event.start_mark.line + 1}"
             key = self._value(key_event, depth + 1)
             if not isinstance(key, str) or key == "<<":
-                raise _Refused(f"{where}: the key {shown(key)}: keys are texts, and none merges")
+                raise _Unsupported(f"{where}: the key {shown(key)} must be a text and not a merge")
             if key in values:
-                raise _Refused(f"{where}: the key {shown(key)} is there twice: remove one")
+                raise _Unsupported(f"{where}: the key {shown(key)} is repeated; remove one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
 
@@ -148,20 +154,20 @@ class _Builder:
 
 
 def _scalar(text, where):
-    """Return what a plain scalar stands for."""
+    """Return the value of a plain scalar."""
     if text.lower() in _WORDS and text in (text.lower(), text.capitalize(), text.upper()):
         return _WORDS[text.lower()]
     if _NOT_FINITE.fullmatch(text):
-        raise _Refused(f"{where}: {text}: expected a finite number")
+        raise _Unsupported(f"{where}: expected a finite number, got {text}")
     if _NUMBER.fullmatch(text):
         is_integer = _INTEGER.fullmatch(text)
         if is_integer and len(text) > _MAX_DIGITS:
-            raise _Refused(f"{where}: {shown(text)}: expected at most {_MAX_DIGITS} digits")
+            raise _Unsupported(f"{where}: expected at most {_MAX_DIGITS} digits, got {shown(text)}")
         if is_integer:
             return int(text)
-        if text.isdigit():  # 010 is ten to some, eight to others
+        if text.isdigit():  # Leading zeros: some readers take 010 as ten, others as eight.
             return text
         if abs(value := float(text)) == float("inf"):
-            raise _Refused(f"{where}: {shown(text)}: expected a finite number")
+            raise _Unsupported(f"{where}: expected a finite number, got {shown(text)}")
         return value
     return text

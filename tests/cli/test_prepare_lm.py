@@ -52,7 +52,7 @@ def test_from_files_to_shards(files, tmp_path, capsys):
         (["--lm", "--input", "some.txt", "--seed", "0"], "--seed goes with --embedded only"),
         (["--lm", "--input", "some.txt", "--num-train", "3"], "--num-train goes with --embedded"),
         (["--lm", "--input", "none.txt", "--train-tokenizer", "26"], "none.txt does not exist"),
-        (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none: there is no such folder"),
+        (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none does not exist"),
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),
     ],
 )

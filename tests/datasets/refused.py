@@ -1,4 +1,4 @@
-"""What the tests of wrong input have in common."""
+"""Helper for tests of invalid input."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dtransformer.errors import InputError
 
 
 def refused(function, *args, **kwargs):
-    """The message of the InputError that a call raises, which is one line."""
+    """Return the one-line message of the InputError that a call raises."""
     with pytest.raises(InputError) as caught:
         function(*args, **kwargs)
     message = str(caught.value)

@@ -1,15 +1,15 @@
-"""Small documents as token shards, by a tokenizer that anyone can follow."""
+"""Small documents as token shards, with a tokenizer of letters."""
 
 import numpy as np
 
 from dtransformer.datasets import write_token_shards
 
 PAD, START, END = 0, 2, 3
-FIRST = 4  # the id of "a"
+FIRST = 4  # Id of "a".
 
 
 class Letters:
-    """A tokenizer of the letters a to z; other characters are none."""
+    """Tokenizer with one token for each letter from a to z. Other characters have no token."""
 
     vocab_size, pad_id, unk_id, start_id, end_id = 30, PAD, 1, START, END
 
@@ -21,7 +21,7 @@ class Letters:
 
 
 def some_documents(count=40, longest=30, seed=0, parts=0):
-    """Random texts, or lists of up to `parts` of them."""
+    """Return random texts, or lists of up to `parts` texts."""
     rng = np.random.default_rng(seed)
 
     def text():

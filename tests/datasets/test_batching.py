@@ -1,4 +1,4 @@
-"""Batches: every pair once an epoch, ranks share one plan, epochs can be resumed."""
+"""Each epoch contains every pair once, ranks share one plan, and epochs can be resumed."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def some_lengths(count=1000, longest=40, seed=0):
 
 
 def some_ids(lengths, seed=1):
-    """Ragged ids whose first token tells the sentence's number: 10 + number."""
+    """Return ragged ids. The first token of sentence i is 10 + i."""
     row_splits = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.random.default_rng(seed).integers(4, 10, row_splits[-1], np.int32)
     ids[row_splits[:-1]] = 10 + np.arange(len(lengths))
@@ -37,7 +37,7 @@ def as_lists(dataset):
     return [tf.nest.map_structure(lambda x: x.numpy().tolist(), batch) for batch in dataset]
 
 
-# The plan.
+# Plans.
 
 PLANS = [
     {"batch_size": 32},
@@ -53,7 +53,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("options", PLANS)
-def test_every_sentence_is_in_one_batch_that_keeps_its_limit(options):
+def test_every_sentence_is_in_one_batch_within_the_limit(options):
     lengths = some_lengths()
     for epoch in range(3):
         plan = plan_batches(lengths, epoch=epoch, **options)
@@ -66,7 +66,7 @@ def test_every_sentence_is_in_one_batch_that_keeps_its_limit(options):
 
 @pytest.mark.parametrize("options", PLANS)
 @pytest.mark.parametrize("drop_remainder", [False, True])
-def test_the_number_of_batches_is_that_of_every_epoch_and_seed(options, drop_remainder):
+def test_number_of_batches_is_equal_for_every_epoch_and_seed(options, drop_remainder):
     lengths = some_lengths()
     plans = [
         plan_batches(lengths, epoch=epoch, seed=seed, drop_remainder=drop_remainder, **options)
@@ -78,7 +78,7 @@ def test_the_number_of_batches_is_that_of_every_epoch_and_seed(options, drop_rem
     assert len(sizes) == 1
 
 
-def test_a_plan_depends_on_seed_and_epoch_only():
+def test_plan_depends_only_on_seed_and_epoch():
     lengths = some_lengths()
 
     def plan(**options):
@@ -94,12 +94,12 @@ def test_a_plan_depends_on_seed_and_epoch_only():
     "count, sizes",
     [
         (96, [32, 32, 32]),
-        (120, [32, 32, 32, 24]),  # the rest is half a batch or more: it stands alone
-        (100, [32, 32, 18, 18]),  # less: it shares with the batch before
+        (120, [32, 32, 32, 24]),  # A remainder of at least half a batch is a separate batch.
+        (100, [32, 32, 18, 18]),  # A smaller remainder is divided with the batch before.
         (5, [5]),
     ],
 )
-def test_the_rest_of_the_sentences(count, sizes):
+def test_remainder_is_a_batch_or_is_divided_with_the_last_batch(count, sizes):
     options = {"batch_size": 32, "shuffle": False, "buckets": 1}
     assert [len(batch) for batch in plan_batches(np.ones(count), **options)] == sizes
     dropped = plan_batches(np.ones(count), drop_remainder=True, **options)
@@ -118,30 +118,30 @@ def test_buckets_save_padding():
     assert length_buckets(np.array([3, 3, 3, 9]), 4).tolist() == [3, 9]
 
 
-def test_no_plan_for_no_sentences():
+def test_plan_without_sentences_is_empty():
     assert plan_batches([], batch_size=4) == []
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, expected_error",
     [
-        ({}, "give one"),
-        ({"batch_size": 8, "batch_tokens": 80}, "give one"),
+        ({}, "Specify either"),
+        ({"batch_size": 8, "batch_tokens": 80}, "Specify either"),
         ({"batch_size": 3, "min_rows": 4}, "4 data ranks"),
         ({"batch_tokens": 159, "min_rows": 4}, "at least 160"),
         ({"batch_size": 8, "buckets": 0}, "buckets"),
-        ({"batch_size": 8, "buckets": [20, 10, 40]}, "rise"),
+        ({"batch_size": 8, "buckets": [20, 10, 40]}, "increasing"),
         ({"batch_size": 8, "buckets": [10, 20]}, "40 tokens"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(options, told):
-    assert told in refused(plan_batches, some_lengths(), **options)
+def test_invalid_plan_options_are_refused(options, expected_error):
+    assert expected_error in refused(plan_batches, some_lengths(), **options)
 
 
-# The batches.
+# Batches.
 
 
-def test_the_form_of_a_batch():
+def test_structure_of_a_batch():
     ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
     batches = TranslationBatches(
         ids, ids[::-1], batch_size=2, num_buckets=1, shuffle=False, pad_id=0, start_id=2, end_id=3
@@ -156,7 +156,7 @@ def test_the_form_of_a_batch():
     assert dataset.cardinality() == len(batches) == 1
 
 
-def test_ids_may_come_as_arrays_and_lengths_in_multiples():
+def test_accepts_arrays_and_pads_to_multiples():
     ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
     flat = ids.flat_values.numpy(), ids.row_splits.numpy()
     options = {"batch_size": 2, "num_buckets": 1, "shuffle": False, "pad_to_multiple_of": 4}
@@ -166,7 +166,7 @@ def test_ids_may_come_as_arrays_and_lengths_in_multiples():
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 16}, {"batch_tokens": 100, "batch_size": None}])
-def test_an_epoch_holds_every_pair_once_with_its_translation(size):
+def test_epoch_contains_every_pair_once(size):
     batches = some_batches(**size)
     dataset = batches.as_dataset()
     seen = []
@@ -181,7 +181,7 @@ def test_an_epoch_holds_every_pair_once_with_its_translation(size):
     assert sorted(seen) == list(range(200))
 
 
-def test_each_epoch_has_its_order_and_keras_gets_it():
+def test_each_epoch_has_a_different_order_in_keras_fit():
     batches = some_batches()
     dataset = batches.as_dataset()
     epochs = []
@@ -194,7 +194,7 @@ def test_each_epoch_has_its_order_and_keras_gets_it():
 
 @pytest.mark.parametrize("num_shards", [2, 3, 5])
 @pytest.mark.parametrize("size", [{}, {"batch_size": None, "batch_tokens": 150}])
-def test_ranks_share_the_batches_of_one_process(num_shards, size):
+def test_ranks_divide_the_batches_of_one_process(num_shards, size):
     unsharded = some_batches(**size)
     shards = [some_batches(**size, shard_index=i, num_shards=num_shards) for i in range(num_shards)]
     assert {len(shard) for shard in shards} == {len(unsharded)}
@@ -206,7 +206,7 @@ def test_ranks_share_the_batches_of_one_process(num_shards, size):
             assert sorted(np.concatenate(sum(shares, []))) == sorted(everything)
 
 
-def test_a_rank_reads_the_rows_that_it_plans():
+def test_rank_reads_its_planned_rows():
     batches = some_batches(shard_index=1, num_shards=2)
     for number, (inputs, _) in enumerate(batches.as_dataset()):
         planned = np.concatenate(batches.rows(0, number))
@@ -214,7 +214,7 @@ def test_a_rank_reads_the_rows_that_it_plans():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_long_pairs_are_left_out_in_training_and_cut_off_elsewhere(training):
+def test_long_pairs_are_left_out_in_training_and_cut_off_otherwise(training):
     source = tf.ragged.constant([[4], [4] * 5, [4] * 3, [4], []], tf.int32)
     target = tf.ragged.constant([[5], [5], [5] * 4, [], [5]], tf.int32)
     options = {"batch_size": 9, "num_buckets": 1, "max_length": 3, "shuffle": False}
@@ -230,7 +230,7 @@ def test_long_pairs_are_left_out_in_training_and_cut_off_elsewhere(training):
 
 
 @pytest.mark.parametrize("done, shard", [(0, {}), (5, {"shard_index": 1, "num_shards": 2})])
-def test_a_resumed_epoch_goes_on_where_it_stopped(done, shard):
+def test_epoch_resumes_at_the_next_batch(done, shard):
     first = some_batches(**shard)
     first.set_epoch(3)
     remaining = as_lists(first.as_dataset())[done:]
@@ -238,15 +238,15 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(done, shard):
 
     second = some_batches(**shard)
     second.restore(position)
-    second.set_epoch(3)  # as Trainer.fit does when it begins with this epoch
+    second.set_epoch(3)  # `Trainer.fit` does this when it starts with this epoch.
     dataset = second.as_dataset()
     assert as_lists(dataset) == remaining
     for batches in (first, second):
-        batches.set_epoch(4)  # the next epoch is a full one
+        batches.set_epoch(4)  # The next epoch is complete.
     assert as_lists(dataset) == as_lists(first.as_dataset())
 
 
-def test_positions():
+def test_position_and_restore():
     batches = some_batches()
     assert batches.position() == {"epoch": 0, "batch": 0, "num_batches": len(batches), "seed": 7}
     batches.set_epoch(2, start=3)
@@ -255,11 +255,11 @@ def test_positions():
     assert (end["epoch"], end["batch"]) == (3, 0)
     assert "num_batches" in refused(some_batches(batch_size=8).restore, end)
     assert "seed" in refused(some_batches(seed=8).restore, end)
-    assert "no position" in refused(batches.set_epoch, 1, start=len(batches) + 1)
+    assert "does not exist" in refused(batches.set_epoch, 1, start=len(batches) + 1)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_fit_goes_through_each_epoch_and_on_from_a_position():
+def test_fit_runs_all_epochs_and_resumes_from_a_position():
     seen = []
 
     class Reader(keras.Model):
@@ -288,29 +288,29 @@ def test_fit_goes_through_each_epoch_and_on_from_a_position():
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, expected_error",
     [
-        ({"batch_size": None}, "give one"),
-        ({"batch_size": 16, "batch_tokens": 100}, "give one"),
+        ({"batch_size": None}, "Specify either"),
+        ({"batch_size": 16, "batch_tokens": 100}, "Specify either"),
         ({"num_shards": 17}, "17 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
         ({"max_length": 0}, "max_length must be an integer"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer"),
-        ({"count": 3, "num_shards": 4}, "make no batch"),
+        ({"count": 3, "num_shards": 4}, "do not fill a batch"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, told):
-    assert told in refused(some_batches, **options)
+def test_invalid_options_are_refused(options, expected_error):
+    assert expected_error in refused(some_batches, **options)
 
 
-def test_sides_that_do_not_pair_up_are_refused():
+def test_sides_of_different_length_are_refused():
     ids = some_ids([3, 4, 5])
     assert "3 source" in refused(TranslationBatches, ids, ids[:2], batch_size=2)
     message = refused(TranslationBatches, ids, ids, batch_size=2, max_length=2)
     assert "max_length=2" in message
 
 
-def test_padding_to_buckets_leaves_no_more_shapes_than_buckets():
+def test_padding_to_buckets_limits_the_number_of_shapes():
     rng = np.random.default_rng(0)
     rows = lambda: tf.ragged.constant([[5] * n for n in rng.integers(1, 21, 200)], "int32")
     batches = TranslationBatches(

@@ -1,4 +1,4 @@
-"""Promise: a tokenizer trained for language models gives back every character of a text."""
+"""A tokenizer trained for language models restores every character of a text."""
 
 import json
 import pathlib
@@ -19,13 +19,13 @@ def tokenizer():
     return train_byte_level(SOURCES, vocab_size=600)
 
 
-def test_white_space_and_unseen_characters_come_back(tokenizer):
+def test_white_space_and_unseen_characters_are_restored(tokenizer):
     texts = [CODE, *SOURCES, " ", "\n", "", "\u2028\x00\ufffd", " a", "a ", "<|end|>"]
     ids = tokenizer.encode(texts)
     assert tokenizer.decode(ids) == texts
     assert tokenizer.unk_id not in ids.flat_values.numpy()
     assert len(ids[1]) < 0.7 * len(SOURCES[0].encode())
-    # The subword tokenizer, for translation, keeps words only.
+    # The subword tokenizer for translation restores words only.
     words = SubwordTokenizer.train([CODE], vocab_size=80)
     assert words.decode(words.encode([CODE])) == [" ".join(CODE.split())]
 
@@ -39,22 +39,22 @@ def test_sizes_and_special_ids(tokenizer):
     assert train_byte_level(["A\n B"], 260, lower_case=True).decode([[]]) == [""]
 
 
-def test_a_vocabulary_without_room_for_all_bytes_has_the_bytes_of_the_texts():
+def test_small_vocabulary_contains_only_the_bytes_of_the_texts():
     tokenizer = train_byte_level(["one\n\ttwo", "two  one"], vocab_size=17)
     texts = ["two\n\n\tone  two", "wet"]
     assert tokenizer.decode(tokenizer.encode(texts)) == texts
     assert tokenizer.encode(["z"]).to_list() == [[tokenizer.unk_id]]
 
 
-def test_a_size_that_does_not_fit_is_refused_with_one_that_does():
+def test_error_for_a_wrong_size_contains_a_valid_size():
     for text, wrong in (("one two", 9), ("one two", 500)):
-        told = refused(train_byte_level, [text], wrong)
-        size = int(told.split(" pieces")[0].split()[-1])
+        expected_error = refused(train_byte_level, [text], wrong)
+        size = int(expected_error.split(" pieces")[0].split()[-1])
         assert train_byte_level([text], size).vocab_size == size
     assert "empty" in refused(train_byte_level, ["", " \n"], 300)
 
 
-def test_training_depends_on_texts_only(tokenizer, tmp_path):
+def test_training_is_deterministic(tokenizer, tmp_path):
     script = (
         "import sys, json; from dtransformer.datasets import train_byte_level;"
         "train_byte_level(json.load(sys.stdin), 600).save(sys.argv[1])"
@@ -66,7 +66,7 @@ def test_training_depends_on_texts_only(tokenizer, tmp_path):
         assert (tmp_path / "own" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
-def test_a_saved_tokenizer_gives_the_ids_and_texts_of_transformers(tokenizer, tmp_path):
+def test_saved_tokenizer_matches_transformers(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer.save(tmp_path)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Promise: what of a conversation is learnt is what the template says, token by token."""
+"""The template determines the trained part of a conversation, token by token."""
 
 import json
 
@@ -13,8 +13,8 @@ from dtransformer.datasets.tokenizer_folder import JsonTokenizer
 from dtransformer.errors import InputError
 from tests.models.pretrained.published import with_transformers
 
-# What the stock templates of these families do, in few words, with the marks by which `transformers`
-# tells answers. Ours leaves the marks out.
+# Shortened templates of these families, with the marks of answers for `transformers`. This library
+# ignores the marks.
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>"
@@ -35,7 +35,7 @@ MISTRAL = (
     "{% else %}{% generation %} {{ m['content'] | trim }}{{ eos_token }}{% endgeneration %}{% endif %}"
     "{% endfor %}"
 )
-# Only the answers after the last question show, or have, thoughts.
+# Only answers after the last question have thoughts.
 QWEN_3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
@@ -68,7 +68,7 @@ SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|start_h
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Byte-pair encoding of bytes, with the marks of the templates as tokens."""
+    """Return a byte-level BPE tokenizer with the marks of the templates as tokens."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
@@ -86,7 +86,7 @@ def tokenizer(tmp_path_factory):
 
 
 def learnt(tokenizer, source, turns, train_on="assistant"):
-    """Return ids and labels of a conversation by a template."""
+    """Return the ids and labels of a rendered conversation."""
     tokenizer.template_source = source
     found = conversation(turns, tokenizer.chat_template(), train_on, "here")
     ((ids, places, _),) = tokenizer.encode_with_offsets([found.text])
@@ -95,7 +95,7 @@ def learnt(tokenizer, source, turns, train_on="assistant"):
 
 @with_transformers
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_learnt_tokens_are_those_of_transformers(name, tokenizer):
+def test_trained_tokens_match_transformers(name, tokenizer):
     import transformers
 
     theirs = transformers.PreTrainedTokenizerFast(
@@ -116,7 +116,7 @@ def test_learnt_tokens_are_those_of_transformers(name, tokenizer):
         np.testing.assert_array_equal(labels[mask], ids[mask])
 
 
-def test_which_turns_are_learnt(tokenizer):
+def test_train_on_selects_the_trained_turns(tokenizer):
     text = lambda turns, on="assistant": [
         conversation(turns, ChatTemplate(CHATML), on, "here").text[a:b]
         for a, b in conversation(turns, ChatTemplate(CHATML), on, "here").spans
@@ -130,7 +130,7 @@ def test_which_turns_are_learnt(tokenizer):
         assert text([TURNS[0], {**TURNS[1], **mark}, *TURNS[2:]]) == [last]
 
 
-def test_texts_and_completions_are_learnt():
+def test_texts_and_completions_are_trained():
     assert rendered({"text": "a b"}, None, "assistant", "here").spans == [(0, 3)]
     record = {"prompt": "2+2=", "completion": "4"}
     assert rendered(record, None, "assistant", "here").spans == [(4, 5)]
@@ -138,42 +138,48 @@ def test_texts_and_completions_are_learnt():
 
 
 @pytest.mark.parametrize(
-    "record, told",
+    "record, expected_error",
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message of an assistant"),
-        ({"messages": []}, "expected a list of role and content"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 is"),
-        ({"messages": [{"role": "user", "content": 3}]}, "message 1: content is 3"),
-        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "weight 0"),
-        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "weight is 0.5, expected 1, or 0"),
-        ({"prompt": "a", "completion": ""}, "completion is empty"),
-        ({"text": ""}, "text is empty"),
-        ({"txt": "a"}, "text is missing; it has 'txt'"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
+        ({"messages": []}, "Expected a list of messages with `role` and `content`"),
+        (
+            {"messages": [{"role": "bot", "content": "a"}]},
+            "message 1 must have `content` and `role`",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "message 1: `content` must be a text, got 3",
+        ),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "excludes all answers"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "`weight` must be 1, or 0"),
+        ({"prompt": "a", "completion": ""}, "`completion` is empty"),
+        ({"text": ""}, "`text` is empty"),
+        ({"txt": "a"}, "`text` is missing; the record has 'txt'"),
     ],
 )
-def test_wrong_records_are_told_with_their_place(record, told):
+def test_error_for_a_wrong_record_names_its_place(record, expected_error):
     with pytest.raises(InputError, match="^a.jsonl, line 3") as caught:
         rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 3")
-    assert told in str(caught.value)
+    assert expected_error in str(caught.value)
 
 
-def test_an_answer_that_cannot_be_found_is_refused():
-    """The template renders what comes before an answer by how many messages there are."""
+def test_answer_that_cannot_be_located_is_refused():
+    """This template's beginning depends on the number of messages."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(InputError, match="message 2: the template renders the messages before"):
+    with pytest.raises(InputError, match="message 2: The template renders the messages before"):
         conversation(TURNS, ChatTemplate(source), "assistant", "here")
 
 
 @pytest.mark.parametrize(
-    "source, told",
+    "source, expected_error",
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
         ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "template"),
         ("{{ messages.__class__.__mro__ }}", "template"),
         ("{{ strftime_now.__self__.replace }}", "template"),
-        ("{{ 'x' * 999999999 }}", "small numbers"),
-        ("{{ '%999999999d' % 1 }}", "small numbers"),
-        ("{{ 2 ** 99999999 }}", "power"),
+        ("{{ 'x' * 999999999 }}", "supports only numbers up to"),
+        ("{{ '%999999999d' % 1 }}", "supports only numbers up to"),
+        ("{{ 2 ** 99999999 }}", "exponent"),
         ("{{ 'x' | center(999999999) }}", "center"),
         ("{% set x = messages.append(3) %}", "template"),
         (
@@ -200,23 +206,23 @@ def test_an_answer_that_cannot_be_found_is_refused():
             "",
         ),
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{% for %}", "is no chat template"),
+        ("{% for %}", "is not a valid chat template"),
     ],
 )
-def test_a_template_may_do_little(source, told):
+def test_sandbox_limits_templates(source, expected_error):
     with pytest.raises(InputError) as caught:
         ChatTemplate(source).render([{"role": "user", "content": "a" * 1000}])
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert expected_error in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_date_of_templates_is_given():
+def test_date_of_templates_can_be_set():
     assert (
         ChatTemplate("{{ strftime_now('%d %b %Y') }}", date="2024-07-26").render([])
         == "26 Jul 2024"
     )
 
 
-def test_forms_of_records(tmp_path):
+def test_record_formats(tmp_path):
     def read(name, content, **fields):
         (tmp_path / name).write_text(content)
         return [record for _, record in read_records(tmp_path / name, fields)]
@@ -230,15 +236,15 @@ def test_forms_of_records(tmp_path):
     assert read("c.txt", "one\n\ntwo\n") == [{"text": "one"}, {"text": "two"}]
     (one,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
     assert one == {"prompt": "a", "completion": "b"}
-    with pytest.raises(InputError, match="a turn of conversations is .*expected from and value"):
+    with pytest.raises(InputError, match="A turn of `conversations` must have `value` and `from`"):
         read("a.jsonl", json.dumps({"conversations": [{"from": ["human"], "value": "a"}]}))
-    with pytest.raises(InputError, match="x.csv: tables of text are not read"):
+    with pytest.raises(InputError, match="x.csv: CSV, TSV and Excel tables are not supported"):
         read("x.csv", "text,label\na,1\n")
-    with pytest.raises(InputError, match="e.jsonl, line 1 has no 'q'"):
+    with pytest.raises(InputError, match="e.jsonl, line 1 has no field 'q'"):
         read("e.jsonl", '{"r": "b"}', prompt="q")
 
 
-def test_columns_of_parquet_are_records(tmp_path):
+def test_parquet_rows_are_records(tmp_path):
     parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
     rows = [{"messages": TURNS}, {"messages": TURNS[:2]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -246,16 +252,16 @@ def test_columns_of_parquet_are_records(tmp_path):
     assert [record for _, record in found] == rows and found[1][0].endswith("a.parquet, row 2")
 
 
-def test_prompts_of_preferences():
+def test_common_messages_of_preferences_are_the_prompt():
     chosen, rejected = [*TURNS[:3], TURNS[3]], [*TURNS[:3], {**TURNS[3], "content": "No."}]
     prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
     assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])
     assert preferred({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == ("a", "b", "c")
-    with pytest.raises(InputError, match="no messages in common"):
+    with pytest.raises(InputError, match="begin with different messages"):
         preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
 
 
-def test_a_prompt_that_conversations_begin_with_is_taken_once():
+def test_repeated_prompt_of_preferences_is_used_once():
     turn = lambda role, text: {"role": role, "content": text}
     record = {
         "prompt": "Q",
@@ -273,7 +279,7 @@ def read(tmp_path, record, fields=None):
     return found
 
 
-def test_fields_that_are_named_come_before_columns_of_our_names(tmp_path):
+def test_named_fields_take_precedence_over_columns(tmp_path):
     found = read(tmp_path, {"sentiment": "POS", "text": "x", "label": 7}, {"label": "sentiment"})
     assert found == {"label": "POS", "text": "x"}
     found = read(tmp_path, {"s": "a"}, {"query": "s", "positive": "s"})
@@ -285,30 +291,30 @@ def test_fields_that_are_named_come_before_columns_of_our_names(tmp_path):
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
     {"instruction": "q", "output": "a"},
 ])  # fmt: skip
-def test_what_the_system_is_told_is_the_first_message(record, tmp_path):
+def test_system_field_becomes_the_first_message(record, tmp_path):
     found = read(tmp_path, {**record, "system": "s", "tools": []})
     assert [(x["role"], x["content"]) for x in found["messages"]] == [
         ("system", "s"), ("user", "q"), ("assistant", "a"),
     ]  # fmt: skip
     assert found["tools"] == []
     found["system"] = "again"
-    with pytest.raises(InputError, match="leave one out"):
+    with pytest.raises(InputError, match="Remove one of them"):
         read(tmp_path, found)
 
 
-def test_earlier_turns_of_alpaca(tmp_path):
+def test_alpaca_history_becomes_messages(tmp_path):
     record = {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]]}
     assert [x["content"] for x in read(tmp_path, record)["messages"]] == ["p", "b", "q", "a"]
-    with pytest.raises(InputError, match="history is .*, expected pairs"):
+    with pytest.raises(InputError, match="`history` must be a list of pairs"):
         read(tmp_path, {**record, "history": ["p"]})
 
 
-def test_white_space_without_characters_is_learnt():
+def test_white_space_with_empty_places_is_trained():
     assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
 
 
-def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
-    """Tokens of white space alone have empty places then, at their ends."""
+def test_white_space_of_answers_is_trained_despite_empty_places(tokenizer):
+    """Tokens of white space have empty places at their ends."""
     trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
     trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     for text in ("<s>  \n    if x:\n\n        y  </s>  \n", "<s>    x  </s>", "<s>x   </s>   "):
@@ -319,14 +325,14 @@ def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
         assert np.flatnonzero(learnt).tolist() == list(range(first + 1, last))
 
 
-def test_a_prompt_that_chosen_does_not_begin_with():
+def test_prompt_that_differs_from_chosen():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
-    with pytest.raises(InputError, match="chosen does not begin with the prompt"):
+    with pytest.raises(InputError, match="does not begin with `prompt`"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
 
 
-def test_a_column_of_tools_is_nothing_to_a_text():
+def test_tools_of_a_text_record_are_ignored():
     assert rendered({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"
 
 
@@ -352,18 +358,18 @@ def learnt_texts(source, turns, train_on="assistant"):
         (CHATML, "<|im_end|>\n", "<|im_end|>\n"),
     ],
 )
-def test_answers_without_any_part_of_the_prompt_are_learnt(source, middle_end, last_end, answer):
+def test_trained_answers_contain_no_part_of_the_prompt(source, middle_end, last_end, answer):
     turns = [TURNS[0], {"role": "assistant", "content": answer}] * 2
     assert learnt_texts(source, turns) == [answer + middle_end, answer + last_end]
     assert learnt_texts(source, turns, "last_assistant") == [answer + last_end]
 
 
-def test_an_opened_thought_that_the_answer_repeats_is_not_learnt():
+def test_opening_thought_tag_of_the_prompt_is_not_trained():
     turns = [TURNS[0], {"role": "assistant", "content": "<think>\nSum.\n</think>\nFour."}]
     assert learnt_texts(THINKING, turns) == ["Sum.\n</think>\nFour.<|im_end|>\n"]
 
 
-def test_a_template_that_closes_without_a_prompt_for_answers_is_learnt_after_the_question():
+def test_answer_after_a_template_without_generation_prompt_is_trained():
     first, second = learnt_texts(EVERY_MESSAGE_CLOSES, TURNS)
     assert first == "<|assistant|>It is four. 😀"
     assert second == "<|assistant|>Yes, it is four.</s>"
@@ -371,7 +377,7 @@ def test_a_template_that_closes_without_a_prompt_for_answers_is_learnt_after_the
 
 @with_transformers
 @pytest.mark.parametrize("strips", ["lstrip", "rstrip"])
-def test_headers_that_strip_white_space_are_not_learnt(strips, tokenizer, tmp_path):
+def test_headers_that_strip_white_space_are_not_trained(strips, tokenizer, tmp_path):
     import transformers
 
     library = tokenizers.Tokenizer.from_file(str(tokenizer._path))

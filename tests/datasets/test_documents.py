@@ -1,4 +1,4 @@
-"""Documents come from files of every kind one by one, and what is wrong is told with its line."""
+"""Documents are read one by one from all kinds of files, and errors name the line."""
 
 import gzip
 import importlib.util
@@ -37,8 +37,8 @@ def test_text_files(tmp_path, end, packed):
     assert documents([path], sentences=True) == [["One.", "Two."], [TEXTS[1]], ["last"]]
 
 
-def test_a_large_file_is_read_block_by_block(tmp_path):
-    """Lines that lie across the ends of blocks, and a line longer than a block."""
+def test_large_file_is_read_in_blocks(tmp_path):
+    """Some lines cross block boundaries, and one line is longer than a block."""
     lines = ["é" * n for n in (1, 5, MEBIBYTE // 2, 2 * MEBIBYTE, 3, 700_000, 0, 9)]
     path = written(tmp_path / "x.txt", "\n".join(lines))
     assert documents([path], boundary="line") == lines
@@ -50,12 +50,12 @@ def test_json_lines(tmp_path, name):
     content = ("\n".join(lines) + "\n\n").encode()
     path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
     assert documents([path]) == TEXTS
-    assert "no 'body', it has 'text, more'" in refused(documents, [path], field="body")
-    assert "expected a text" in refused(documents, [path], field="more")
+    assert "no field 'body', only 'text, more'" in refused(documents, [path], field="body")
+    assert "must be a text" in refused(documents, [path], field="more")
 
 
 def write_table(table, path):
-    """Write a table of pyarrow as a file of its name's kind."""
+    """Write a pyarrow table in the format of the file name."""
     import pyarrow
     from pyarrow import parquet
 
@@ -76,48 +76,48 @@ def test_arrow_and_parquet(tmp_path, name):
     write_table(pyarrow.table(pairs), path)
     assert documents([path], field="question") == [*TEXTS, ""] * 700
     assert documents([path], field=["question", "answer"])[2] == ["last", "yes"]
-    assert "row 1 has no 'text', it has 'question, answer, n'" in refused(documents, [path])
-    assert "'n' is 0, expected a text" in refused(documents, [path], field="n")
+    assert "row 1 has no field 'text', only 'question, answer, n'" in refused(documents, [path])
+    assert "'n' must be a text, got 0" in refused(documents, [path], field="n")
     write_table(pyarrow.table([TEXTS, TEXTS], ["text", "text"]), two := tmp_path / f"two_{name}")
     assert "has two columns 'text'" in refused(documents, [two])
     written(path, path.read_bytes()[:-9])
     data = path.read_bytes()
-    if name != "x.parquet":  # whose texts have their lengths beside them
+    if name != "x.parquet":  # Parquet stores the lengths of texts next to them.
         ends = np.cumsum([0, *(len(text.encode()) for text in TEXTS)]).astype("int32")[1:].tobytes()
         written(path, data.replace(ends, b"\xff" * len(ends), 1))
         assert str(path) in refused(documents, [path], field="question")
-    if name != "stream.arrow":  # whose end says nothing
+    if name != "stream.arrow":  # A stream has no checked end.
         assert str(path) in refused(documents, [path], field="question")
     written(path, path.read_bytes()[:300])
     assert str(path) in refused(documents, [path], field="question")
 
 
-def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = written(tmp_path / "x.parquet", b"")
     assert "need pyarrow: pip install pyarrow" in refused(documents, [path])
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, expected_error",
     [
         ("x.txt", None, ["does not exist"]),
         ("x.txt", b"good\n\nbad \xff\n", ["line 3", "0xff"]),
         ("x.txt", b"a\n" * 2**20 + b"\xff", [f"line {2**20 + 1}", "0xff"]),
         ("x.gz", gzip.compress(b"text\n" * 9, mtime=0)[:-9], ["gzip"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', ["line 2", "JSON"]),
-        ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "an object"]),
-        ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "give JSON lines"]),
+        ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "a JSON object"]),
+        ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "one object per line"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b \\ud83d c"}', ["line 2", "U+D83D is half of a"]),
-        ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "twice"]),
+        ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "repeated"]),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(tmp_path, name, content, told):
+def test_errors_name_the_line(tmp_path, name, content, expected_error):
     path = tmp_path / name
     if content is not None:
         written(path, content)
     message = refused(documents, [path])
-    assert all(part in message for part in [str(path), *told])
+    assert all(part in message for part in [str(path), *expected_error])
 
 
 RECORDS = [
@@ -131,8 +131,8 @@ RECORDS = [
     "field", [["instruction", "input", "output"], ["instruction+input", "output"]]
 )
 @pytest.mark.parametrize("indent", [None, 2])
-def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent):
-    """As of instructions with an optional input; files may be one list of records."""
+def test_joined_fields_become_lines_of_a_prompt(tmp_path, field, indent):
+    """Instructions may have an optional input. Files may be one list of records."""
     expected = ["Add.", "Say it.\ntwo words", "Go."]
     content = json.dumps(RECORDS, indent=indent)
     if indent is None:
@@ -141,15 +141,15 @@ def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent)
     assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
 
 
-def test_a_list_that_is_too_large_is_to_be_lines(tmp_path, monkeypatch):
+def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("dtransformer.datasets.documents.MAX_DOCUMENT", 20)
     (tmp_path / "x.json").write_text('[{"text": "a"},\n{"text": "b"}]')
-    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON: .*JSON lines"):
+    with pytest.raises(InputError, match="x.json has more than 20 bytes of JSON. .*JSON lines"):
         list(read_documents([tmp_path / "x.json"]))
 
 
-def test_options_that_cannot_be(tmp_path):
+def test_invalid_options_are_refused(tmp_path):
     path = written(tmp_path / "x.txt", "a")
-    assert "boundary is 'page'" in refused(documents, [path], boundary="page")
+    assert "boundary='page'" in refused(documents, [path], boundary="page")
     assert "has no fields a, b" in refused(documents, [path], field=["a", "b"])
-    assert "parts of one kind" in refused(documents, [path], field=["a", "b"], sentences=True)
+    assert "Cannot combine 2 fields" in refused(documents, [path], field=["a", "b"], sentences=True)

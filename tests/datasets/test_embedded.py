@@ -1,4 +1,4 @@
-"""The embedded corpus: correct French, one translation a sentence, held-out pairs never seen."""
+"""The embedded corpus has correct French, one translation per sentence, and unseen held-out pairs."""
 
 import pathlib
 import re
@@ -23,7 +23,7 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def splits(tmp_path_factory):
-    """The files of the default corpus, read: a dict from "train", "dev", "test" to pairs."""
+    """Return the default corpus as a dict from "train", "dev" and "test" to pairs."""
     paths = write_corpus(tmp_path_factory.mktemp("corpus"))
     read = {key: read_lines(path) for key, path in paths.items()}
     return {
@@ -137,7 +137,7 @@ CLAUSES = {
         told(SHE, verb("see"), "past", "never", clitic=("them", "les"), agreement=THEY),
         "Elle ne les a jamais vus.",
     ),
-    # negation, and what it does to the object
+    # Negation changes the object.
     "I don't have a car.": (
         told(I, verb("have"), "present", "not", noun("car", "a", negative=True)),
         "Je n'ai pas de voiture.",
@@ -184,13 +184,13 @@ CLAUSES = {
 
 
 @pytest.mark.parametrize("english", CLAUSES)
-def test_clauses_are_told_in_both_languages(english):
+def test_clauses_in_both_languages(english):
     pair, words = CLAUSES[english]
     assert pair == (english, words)
 
 
-# What the patterns give from `Draw(4)`: the same on every machine. Read the French again where a
-# change of the grammar changes a sentence.
+# Sentences of the patterns with `Draw(4)`, equal on every machine. If a change of the grammar changes
+# a sentence, check the French again.
 PATTERNS = {
     "action": (
         ("He didn't visit this big castle.", "Il n'a pas visité ce grand château."),
@@ -362,7 +362,7 @@ def test_sentences_are_well_formed(pairs):
         assert re.fullmatch(r"[A-ZÀÉÊ][\w,' -]*\w(\.| \?)", words), words
         assert english[-1] == words[-1]
         assert "  " not in english + words
-        # Nothing is left that French shortens or contracts.
+        # French must contract these words.
         vowel = "[aeiouhéêœà]"
         assert not re.search(rf"\b(je|ne|me|de|le|la|que) (?!huit|onze){vowel}", words), words
         assert not re.search(r"\b(à|de) (le|les|de|des)\b", words), words
@@ -370,7 +370,7 @@ def test_sentences_are_well_formed(pairs):
         assert (re.search(r"\b(ne |n')", words) is not None) == negated, (english, words)
 
 
-def test_the_file_has_what_the_grammar_draws(pairs):
+def test_file_equals_the_sentences_of_the_grammar(pairs):
     assert pairs == corpus.drawn_pairs(MAX_PAIRS)
 
 
@@ -391,7 +391,7 @@ def test_held_out_sentences_are_never_seen(splits):
         assert len(set(texts)) == 31_000
 
 
-def test_the_sentences_of_make_train_are_never_seen_but_their_words_are(splits):
+def test_sentences_of_make_train_are_unseen_but_their_words_are_seen(splits):
     seen = {english for split in splits.values() for english, _ in split}
     words = {word for english in seen for word in english.rstrip(".?").lower().split()}
     for line in SENTENCES.read_text().splitlines():
@@ -415,7 +415,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
         assert again[key].read_bytes() == path.read_bytes()
 
 
-def test_impossible_requests_are_refused(tmp_path):
+def test_invalid_numbers_of_pairs_are_refused(tmp_path):
     for num_pairs in (-1, MAX_PAIRS + 1):
         assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
     assert "num_dev must be an integer of at least 0" in refused(write_corpus, tmp_path, num_dev=-1)

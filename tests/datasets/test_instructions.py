@@ -1,4 +1,4 @@
-"""Instructions: the loss is that of answers and their ends, documents are whole, nothing is lost."""
+"""Only answers and their end tokens have a loss, and documents stay complete."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def shards(documents, tmp_path_factory):
     return some_shards(tmp_path_factory.mktemp("shards") / "x", documents)
 
 
-def test_the_form_of_a_batch(tmp_path):
+def test_structure_of_a_batch(tmp_path):
     shards = some_shards(tmp_path / "x", [["ab", "cd"], ["e", "f", "g", "hi"]])
     batches = some_batches(shards, length=16, batch_size=1)
     tokens, segments, labels = (part[0].tolist() for part in rows_of(batches))
@@ -42,14 +42,14 @@ def test_the_form_of_a_batch(tmp_path):
     assert labels == [no, f, END, no, h, i, END, no] + [no, no, c, d, END, no] + [no] * 2
 
 
-def test_the_first_prompt_of_a_document_is_its_prefix(tmp_path):
+def test_prefix_marks_the_first_prompt_of_a_document(tmp_path):
     shards = some_shards(tmp_path / "x", [["ab", "cd"], ["e", "f", "g", "hi"]])
     batches = some_batches(shards, length=16, batch_size=1, prefix=True)
     ((inputs, _),) = batches.as_dataset().as_numpy_iterator()
     assert inputs["prefix"][0].tolist() == [1] * 2 + [0] * 6 + [1] * 3 + [0] * 5
 
 
-def test_every_document_is_in_one_row_of_an_epoch(documents, shards):
+def test_epoch_contains_every_document_in_one_row(documents, shards):
     batches = some_batches(shards, batch_size=1)
     orders = []
     for epoch in range(2):
@@ -71,7 +71,7 @@ def test_every_document_is_in_one_row_of_an_epoch(documents, shards):
     assert (rows_of(batches)[0] != PAD).mean() > 0.85
 
 
-def test_long_documents_are_left_out_in_training_and_cut_off_elsewhere(tmp_path):
+def test_long_documents_are_left_out_in_training_and_cut_off_otherwise(tmp_path):
     shards = some_shards(tmp_path / "x", [["a" * 5, "b" * 9], ["a", "b"]])
     training = some_batches(shards, length=8, batch_size=1)
     assert training.num_left_out == 1 and len(training) == 1
@@ -83,7 +83,7 @@ def test_long_documents_are_left_out_in_training_and_cut_off_elsewhere(tmp_path)
     assert "length=3" in refused(some_batches, shards, length=3)
 
 
-def test_ranks_share_and_resume_one_plan(shards):
+def test_ranks_divide_and_resume_one_plan(shards):
     whole = some_batches(shards)
     whole.set_epoch(1)
     expected = [part[2 * 4 :] for part in rows_of(whole)]
@@ -94,8 +94,8 @@ def test_ranks_share_and_resume_one_plan(shards):
             np.testing.assert_array_equal(part, of_all[index::2])
 
 
-def test_a_prompt_without_an_answer_is_refused(tmp_path):
+def test_prompt_without_an_answer_is_refused(tmp_path):
     shards = some_shards(tmp_path / "x", [["a", "b"], ["a", "b", "c"]])
-    assert "document 1 has 3 parts" in refused(some_batches, shards)
+    assert "Document 1 has 3 parts" in refused(some_batches, shards)
     shards = some_shards(tmp_path / "y", ["ab", "cd"])
-    assert "document 0 has 1 parts" in refused(some_batches, shards)
+    assert "Document 0 has 1 parts" in refused(some_batches, shards)

@@ -1,4 +1,4 @@
-"""Batches for language models: every token once, one order for all ranks, any place to go on."""
+"""Each epoch counts every token once, in one order for all ranks, and resumes anywhere."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def some_batches(shards, **options):
 
 
 def read(batches):
-    """Tokens, segments and labels of the batches that remain of the epoch, [batches, 3, b, s]."""
+    """Return tokens, segments and labels of the remaining batches, [batches, 3, b, s]."""
     return [
         np.stack([inputs["tokens"], inputs["segments"], labels])
         for inputs, labels in batches.as_dataset().as_numpy_iterator()
@@ -31,18 +31,18 @@ def read(batches):
 
 
 def circle(shards, start=START, end=END):
-    """The stream as it is written, token by token, and the number of each token's document."""
+    """Return the tokens of the stream and the document index of each token, computed one by one."""
     documents = [[i for i in (start, *ids, end) if i is not None] for ids in shards]
     numbers = np.repeat(np.arange(len(documents)), [len(ids) for ids in documents])
     return np.concatenate(documents), numbers
 
 
-# The stream.
+# Token stream.
 
 
 @pytest.mark.parametrize("start", [START, None])
 @pytest.mark.parametrize("end", [END, None])
-def test_any_stretch_of_the_stream(shards, start, end):
+def test_stream_can_be_read_at_any_position(shards, start, end):
     stream, (ids, numbers) = TokenStream(shards, start, end), circle(shards, start, end)
     assert stream.length == len(ids)
     rng = np.random.default_rng(0)
@@ -55,11 +55,11 @@ def test_any_stretch_of_the_stream(shards, start, end):
             np.testing.assert_array_equal(of, 1 + np.cumsum([0, *is_new]))
 
 
-# The shuffle.
+# Permutations.
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000])
-def test_a_permutation_has_every_index_once(size):
+def test_permutation_contains_every_index_once(size):
     order = permuted(np.arange(size), size, [1, 2])
     assert sorted(order) == list(range(size))
     some = np.arange(size)[::-3]
@@ -75,21 +75,21 @@ def test_permutations_of_epochs_do_not_correlate():
     assert np.abs(np.mean(orders == np.arange(size)) * size - 1) < 1
 
 
-def test_all_orders_of_a_few_are_about_as_likely():
+def test_small_permutations_are_uniform():
     orders = [tuple(permuted(np.arange(4), 4, [seed])) for seed in range(4800)]
     counts = np.array([orders.count(order) for order in set(orders)])
     assert len(counts) == 24 and counts.min() > 120 and counts.max() < 300
 
 
-def test_a_permutation_of_more_than_memory_holds():
+def test_permutation_larger_than_memory():
     some = permuted(np.arange(1000), 10**15, [0])
     assert len(set(some)) == 1000 and 0 <= some.min() and some.max() < 10**15
 
 
-# The batches.
+# Batches.
 
 
-def test_the_form_of_a_batch(tmp_path):
+def test_structure_of_a_batch(tmp_path):
     shards = some_shards(tmp_path / "x", ["ab", "cdefgh"])
     batches = some_batches(shards, length=6, batch_size=3, training=False)
     ((tokens, segments, labels),) = read(batches)
@@ -107,7 +107,7 @@ def test_the_form_of_a_batch(tmp_path):
     assert {of_labels.dtype, spec["tokens"].dtype, spec["segments"].dtype} == {tf.int32}
 
 
-def test_an_evaluation_counts_each_token_but_the_first_of_a_document(shards):
+def test_evaluation_counts_each_token_except_the_first_of_a_document(shards):
     batches = some_batches(shards, training=False)
     rows = np.concatenate(read(batches), axis=1)
     found = rows[2][rows[2] != IGNORED]
@@ -117,7 +117,7 @@ def test_an_evaluation_counts_each_token_but_the_first_of_a_document(shards):
     assert np.array_equal(read(batches), read(some_batches(shards, training=False, seed=8)))
 
 
-def test_an_epoch_trains_on_each_token_once(shards):
+def test_epoch_trains_on_each_token_once(shards):
     ids, _ = circle(shards)
     batches = some_batches(shards, batch_size=1)
     for epoch in (0, 1):
@@ -127,14 +127,14 @@ def test_an_epoch_trains_on_each_token_once(shards):
         all_counts = np.pad(all_counts, (0, 30 - len(all_counts)))
         assert (counts <= all_counts).all() and counts.sum() == len(ids) // LENGTH * LENGTH
         assert (rows[1] > 0).all()
-        # A label is what comes next, and is left out where nothing of its document does.
+        # A label is the next token of the same document. The last token of a document has none.
         same = rows[1][:, 1:] == rows[1][:, :-1]
         np.testing.assert_array_equal(rows[2][:, :-1][same], rows[0][:, 1:][same])
         assert (rows[2][:, :-1][~same] == IGNORED).all()
         assert (rows[0][:, :-1][~same] == END).all() and (rows[0][:, 1:][~same] == START).all()
 
 
-def test_each_epoch_has_its_order_and_its_rows(shards):
+def test_each_epoch_has_different_rows(shards):
     batches, epochs = some_batches(shards), []
     for epoch in (0, 1, 0):
         batches.set_epoch(epoch)
@@ -148,7 +148,7 @@ def test_each_epoch_has_its_order_and_its_rows(shards):
 
 @pytest.mark.parametrize("num_shards, multiple", [(2, 1), (3, 2), (4, 1), (5, 4)])
 @pytest.mark.parametrize("training", [True, False])
-def test_ranks_share_the_batches_of_one_process(shards, num_shards, multiple, training):
+def test_ranks_divide_the_batches_of_one_process(shards, num_shards, multiple, training):
     of_all = read(some_batches(shards, training=training))
     of_ranks = [
         read(
@@ -171,7 +171,7 @@ def test_ranks_share_the_batches_of_one_process(shards, num_shards, multiple, tr
             assert (own[2, expected.shape[1] :] == IGNORED).all()
 
 
-def test_a_resumed_epoch_goes_on_where_it_stopped(shards):
+def test_epoch_resumes_at_the_next_batch(shards):
     first = some_batches(shards)
     first.set_epoch(2)
     remaining, position = read(first)[3:], first.position(3)
@@ -184,7 +184,7 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(shards):
     assert np.array_equal(read(first), read(second))
 
 
-def test_a_position_of_other_data_is_refused(shards, tmp_path):
+def test_position_of_different_data_is_refused(shards, tmp_path):
     position = some_batches(shards).position(2)
     others = some_shards(tmp_path / "x", some_documents(60, 40, seed=1))
     for batches, name in (
@@ -196,14 +196,14 @@ def test_a_position_of_other_data_is_refused(shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, expected_error",
     [
         ({"length": 0}, "length must be an integer of at least 1, got 0"),
-        ({"batch_size": 1000}, "fill no batch of 1000"),
+        ({"batch_size": 1000}, "do not fill a batch of 1000"),
         ({"batch_size": 2, "num_shards": 3}, "3 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
         ({"pad_rows_to_multiple_of": 0}, "pad_rows_to_multiple_of must be"),
     ],
 )
-def test_options_that_cannot_be_are_refused(shards, options, told):
-    assert told in refused(some_batches, shards, **options)
+def test_invalid_options_are_refused(shards, options, expected_error):
+    assert expected_error in refused(some_batches, shards, **options)

@@ -1,4 +1,4 @@
-"""Promise: what batches leave out is counted, and special tokens that texts have do not come twice."""
+"""Batches report skipped data, and special tokens of texts are not repeated."""
 
 import pytest
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tests.datasets.small_shards import END, PAD, START, Letters, some_shards
 
 
 class Marked(Letters):
-    """As `Letters`, whose texts may hold the special tokens: "<", ">", and a line's end "|"."""
+    """`Letters` whose texts may contain the special tokens "<" and ">", and a line break "|"."""
 
     def encode(self, texts):
         special = {"<": START, ">": END, "|": 29}
@@ -27,21 +27,27 @@ def ids_of(batches):
     return [[int(one) for one in row if one != PAD] for batch in rows for row in batch]
 
 
-def test_few_are_printed_and_many_warned_of(tmp_path, capsys):
+def test_few_left_out_records_are_printed_and_many_raise_a_warning(tmp_path, capsys):
     short, long = ["a", "b"], ["abcdef", "ghijk"]
     few = some_shards(tmp_path / "few", [short] * 20 + [long])
     options = {"length": 8, "batch_size": 1}
     assert InstructionBatches(few, **options).num_left_out == 1
-    told = "InstructionBatches: 1 of 21 documents are longer than 8 tokens, and left out: give a greater"
-    assert told in capsys.readouterr().out
+    expected_line = (
+        "InstructionBatches: 1 of 21 documents are longer than 8 tokens and are left out. Increase"
+    )
+    assert expected_line in capsys.readouterr().out
     many = some_shards(tmp_path / "many", [short] * 4 + [long] * 2)
     with pytest.warns(
         UserWarning, match="InstructionBatches: 2 of 6 documents are longer than 8 t"
     ):
         InstructionBatches(many, **options)
-    with pytest.warns(UserWarning, match="2 of 6 documents are longer than 8 tokens, and cut off"):
+    with pytest.warns(
+        UserWarning, match="2 of 6 documents are longer than 8 tokens and are cut off"
+    ):
         InstructionBatches(many, training=False, **options)
-    with pytest.warns(UserWarning, match="LanguageModelBatches: 2 of 5 rows fill no batch of 3"):
+    with pytest.warns(
+        UserWarning, match="LanguageModelBatches: 2 of 5 rows do not fill a batch of 3"
+    ):
         LanguageModelBatches(some_shards(tmp_path / "lm", ["abcdef"] * 5), length=8, batch_size=3)
     ids = tf.ragged.constant([[5] * 9, [7], [8], [9]], "int32")
     with pytest.warns(
@@ -52,7 +58,9 @@ def test_few_are_printed_and_many_warned_of(tmp_path, capsys):
         TranslationBatches(ids, ids, batch_size=1, max_length=8, training=False)
 
 
-def test_nothing_is_said_of_none_nor_by_other_ranks(tmp_path, capsys, monkeypatch, recwarn):
+def test_nothing_is_reported_for_zero_records_or_on_other_ranks(
+    tmp_path, capsys, monkeypatch, recwarn
+):
     shards = some_shards(tmp_path / "x", [["a", "b"]] * 4)
     InstructionBatches(shards, length=8, batch_size=1)
     monkeypatch.setenv("HOROVOD_RANK", "1")
@@ -60,8 +68,8 @@ def test_nothing_is_said_of_none_nor_by_other_ranks(tmp_path, capsys, monkeypatc
     assert not capsys.readouterr().out and not recwarn.list
 
 
-def test_documents_of_a_chat_template(tmp_path):
-    """Start and end come where a text has none, whatever the others have."""
+def test_missing_start_and_end_tokens_are_added_to_instructions(tmp_path):
+    """A text without a start or end token gets it, independent of other texts."""
     documents = [["<ab", "cd>"], ["ef", "gh"], ["<a", "b>|", "c", "d>|"], ["<a", "b", "c", "d>"]]
     shards = write_token_shards(documents, Marked(), tmp_path / "x")
     batches = InstructionBatches(shards, length=12, batch_size=1, shuffle=False)
@@ -82,21 +90,21 @@ def _documents_of(row):
     return [row[a:b] for a, b in zip(starts, [*starts[1:], len(row)])]
 
 
-def test_documents_of_a_language_model(tmp_path):
+def test_start_and_end_tokens_are_not_added_if_most_documents_have_them(tmp_path):
     shards = write_token_shards(["<ab>|", "<cd>|", "<ef>"], Marked(), tmp_path / "all")
     options = {"length": 5, "batch_size": 1, "training": False}
     with pytest.warns(
-        UserWarning, match="3 of 3 documents .* (begin|end) with .* and none gets it"
+        UserWarning, match="3 of 3 sampled documents .* (begin|end) with .* not added"
     ):
         rows = ids_of(LanguageModelBatches(shards, **options))
     assert sum(rows, []) == [START, 4, 5, END, 29, START, 6, 7, END, 29, START, 8, 9, END]
     shards = write_token_shards(["<ab>", "cd", "ef"], Marked(), tmp_path / "one")
-    with pytest.warns(UserWarning, match="1 of 3 documents .* and get it once more"):
+    with pytest.warns(UserWarning, match="1 of 3 sampled documents .* and get it again"):
         rows = ids_of(LanguageModelBatches(shards, **options))
     assert sum(rows, [])[:2] == [START, START]
 
 
-def test_targets_with_their_ends():
+def test_start_and_end_tokens_of_targets_are_not_repeated():
     source = tf.ragged.constant([[5], [6], [7]], "int32")
     target = tf.ragged.constant([[START, 5, 6, END], [7], [8, END]], "int32")
     batches = TranslationBatches(source, target, batch_size=3, shuffle=False, num_buckets=1)
@@ -105,7 +113,7 @@ def test_targets_with_their_ends():
     assert labels.numpy().tolist() == [[5, 6, 3], [7, 3, 0], [8, 3, 0]]
 
 
-def test_prompts_that_begin_with_their_start(tmp_path):
+def test_start_token_of_prompts_is_not_repeated(tmp_path):
     own = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, "a"))
     own.add_special_tokens(["<s>", "</s>"])
     own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

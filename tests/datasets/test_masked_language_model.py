@@ -1,4 +1,4 @@
-"""Masked tokens, pairs of sentences and missing spans: the papers' shares, and what was there."""
+"""Masked tokens, sentence pairs and missing spans have the papers' fractions and restore the text."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from dtransformer.datasets import (
     NextSentenceBatches,
     SpanCorruptionBatches,
 )
-from dtransformer.datasets.next_sentences import chunks, truncated
+from dtransformer.datasets.next_sentences import chunks, truncate_pair
 from dtransformer.datasets.span_corruption import random_spans, span_counts
 from tests.datasets.refused import refused
 from tests.datasets.small_shards import END, FIRST, PAD, START, some_documents, some_shards
@@ -40,7 +40,7 @@ def some_batches(kind, shards, **options):
 
 
 def rows_of(batches):
-    """All rows of an epoch: a dict of the inputs and labels, [rows, ...]."""
+    """Return all rows of an epoch, a dict of inputs and labels [rows, ...]."""
     batches = list(batches.as_dataset().as_numpy_iterator())
     inputs = {key: np.concatenate([x[key] for x, _ in batches]) for key in batches[0][0]}
     if isinstance(batches[0][1], dict):
@@ -54,11 +54,11 @@ def same(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-# What all of them promise.
+# Properties of all three.
 
 
 @each_kind
-def test_what_is_drawn_depends_on_seed_epoch_and_row_only(kind, shards):
+def test_random_choices_depend_only_on_seed_epoch_and_row(kind, shards):
     batches = some_batches(kind, shards)
     first, again, other = rows_of(batches), rows_of(batches), some_batches(kind, shards, seed=8)
     assert same(first, again) and not same(first, rows_of(other))
@@ -69,7 +69,7 @@ def test_what_is_drawn_depends_on_seed_epoch_and_row_only(kind, shards):
 
 
 @each_kind
-def test_ranks_share_the_batches_of_one_process(kind, shards):
+def test_ranks_divide_the_batches_of_one_process(kind, shards):
     of_all = list(some_batches(kind, shards).as_dataset().as_numpy_iterator())
     for index in range(2):
         own = some_batches(kind, shards, shard_index=index, num_shards=2)
@@ -82,7 +82,7 @@ def test_ranks_share_the_batches_of_one_process(kind, shards):
 
 
 @each_kind
-def test_a_resumed_epoch_goes_on_where_it_stopped(kind, shards):
+def test_epoch_resumes_at_the_next_batch(kind, shards):
     batches, resumed = some_batches(kind, shards), some_batches(kind, shards)
     batches.set_epoch(1)
     expected = {key: value[2 * 6 :] for key, value in rows_of(batches).items()}
@@ -91,7 +91,7 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(kind, shards):
 
 
 @each_kind
-def test_an_evaluation_has_full_batches(kind, shards):
+def test_evaluation_batches_are_full(kind, shards):
     batches = some_batches(kind, shards, training=False, batch_size=7)
     rows = rows_of(batches)
     assert {len(value) for value in rows.values()} == {7 * len(batches)}
@@ -100,10 +100,10 @@ def test_an_evaluation_has_full_batches(kind, shards):
             assert (value[batches.num_rows :] == IGNORED).all()
 
 
-# Masked tokens.
+# Masking.
 
 
-def test_the_shares_of_masked_tokens(shards):
+def test_fractions_of_masked_tokens(shards):
     masked = some_batches("masked", shards, length=100, batch_size=1, shuffle=False)
     plain = LanguageModelBatches(shards, length=100, batch_size=1, shuffle=False)
     counts = np.zeros(4)
@@ -125,7 +125,7 @@ def test_the_shares_of_masked_tokens(shards):
     assert masked.vocab_size == VOCAB + 1
 
 
-def test_every_token_is_asked_for_in_some_epoch(shards):
+def test_every_token_is_masked_in_some_epoch(shards):
     batches, asked = some_batches("masked", shards, batch_size=1, shuffle=False), 0
     for epoch in range(60):
         asked = asked | (batches.row(epoch, 0)[1] != IGNORED)
@@ -133,17 +133,17 @@ def test_every_token_is_asked_for_in_some_epoch(shards):
     assert asked.mean() > 0.8
 
 
-def test_a_mask_token_of_the_tokenizer(shards):
+def test_mask_id_can_be_chosen(shards):
     batches = some_batches("masked", shards, mask_id=FIRST, rate=1.0)
     rows = rows_of(batches)
     assert batches.vocab_size == VOCAB
     assert (rows["tokens"] == FIRST).mean() > 0.6
 
 
-# Pairs of sentences.
+# Sentence pairs.
 
 
-def test_pairs_are_sentences_that_follow_each_other_or_do_not(documents, shards):
+def test_pairs_are_consecutive_or_random(documents, shards):
     batches = some_batches("pairs", shards, length=120, batch_size=1, shuffle=False)
     letters = lambda ids: "".join(chr(i - FIRST + ord("a")) for i in ids)
     starts = {"".join(parts[i:j]): number for number, parts in enumerate(documents)
@@ -165,12 +165,12 @@ def test_pairs_are_sentences_that_follow_each_other_or_do_not(documents, shards)
             kinds.append(labels["next_sentence"])
             if labels["next_sentence"] == 0:
                 assert first in starts and second in starts and first + second in starts
-            elif first in starts:  # not truncated
+            elif first in starts:  # This sentence is not truncated.
                 assert len(second) < 5 or second not in "".join(documents[starts[first]])
     assert 0.5 <= np.mean(kinds) < 0.65, "half, and the rows of a single sentence"
 
 
-def test_rows_have_every_sentence_once(shards):
+def test_rows_contain_every_sentence_once(shards):
     for number in range(len(shards.shard_sizes)):
         shard = shards.shard(number)
         first, end = chunks(shard.parts, shard.documents, room=25)
@@ -178,17 +178,17 @@ def test_rows_have_every_sentence_once(shards):
         assert end[-1] == len(shard.parts) - 1
         sizes = shard.parts[end] - shard.parts[first]
         assert ((sizes <= 25) | (end == first + 1)).all()
-        # A row ends where its document does, or where another sentence finds no room.
+        # A row ends with its document, or if the next sentence does not fit.
         inside = ~np.isin(shard.parts[end], shard.documents)
         assert (shard.parts[end[inside] + 1] - shard.parts[first[inside]] > 25).all()
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (3, 30), (30, 3), (30, 40), (10, 11), (1, 100)])
-def test_the_longer_text_loses_its_surplus(sizes):
+def test_longer_text_is_cut_first(sizes):
     first, second = np.arange(sizes[0]), 100 + np.arange(sizes[1])
     beginnings = set()
     for seed in range(20):
-        one, other = truncated(first, second, 20, np.random.default_rng(seed))
+        one, other = truncate_pair(first, second, 20, np.random.default_rng(seed))
         assert len(one) + len(other) == min(sum(sizes), 20)
         assert len(one) >= min(sizes[0], 10) and len(other) >= min(sizes[1], 10)
         assert (np.diff(one) == 1).all() and (np.diff(other) == 1).all()
@@ -196,24 +196,24 @@ def test_the_longer_text_loses_its_surplus(sizes):
     assert (len(beginnings) > 1) == (sum(sizes) > 20)
 
 
-def test_pairs_need_sentences_and_documents(tmp_path):
+def test_pairs_require_sentences_and_two_documents(tmp_path):
     no_parts = some_shards(tmp_path / "x", ["ab", "cd"])
     one = some_shards(tmp_path / "y", [["ab", "cd"]])
     for shards in (no_parts, one):
-        assert "two documents or more" in refused(some_batches, "pairs", shards)
+        assert "at least two documents" in refused(some_batches, "pairs", shards)
 
 
 # Missing spans.
 
 
-def test_counts_are_those_of_the_published_example():
-    """512 tokens, 15 % in spans of 3: 26 spans; 568 of them give 512 and 114, with the ends."""
+def test_span_counts_match_the_published_example():
+    """512 tokens, 15% in spans of 3: 26 spans. 568 tokens give 512 and 114, including the ends."""
     assert span_counts(512, 0.15, 3.0) == (77, 26)
     replaced, spans = span_counts(568, 0.15, 3.0)
     assert (568 - replaced + spans + 1, replaced + spans + 1) == (512, 114)
 
 
-def test_spans_are_of_all_lengths_and_never_touch():
+def test_spans_have_all_lengths_and_never_touch():
     lengths = []
     for seed in range(200):
         spans = random_spans(100, 0.15, 3.0, np.random.default_rng(seed))
@@ -226,7 +226,7 @@ def test_spans_are_of_all_lengths_and_never_touch():
 
 
 @pytest.mark.parametrize("length", [10, 40, 41, 64])
-def test_a_source_and_its_target_are_the_text(shards, length):
+def test_source_and_target_restore_the_text(shards, length):
     batches = some_batches("spans", shards, length=length, shuffle=False, batch_size=1)
     rows = rows_of(batches)
     assert rows["source"].shape[1] in (length, length - 1)
@@ -247,16 +247,16 @@ def test_a_source_and_its_target_are_the_text(shards, length):
         assert [span[0] for span in spans] == list(range(VOCAB, batches.vocab_size))
 
 
-def test_sentinels_of_the_tokenizer(shards):
+def test_sentinels_of_the_tokenizer_are_used(shards):
     batches = some_batches("spans", shards, sentinel_ids=range(VOCAB - 1, 20, -1), start_id=START)
     inputs, labels = batches.row(0, 0)
     assert batches.vocab_size == VOCAB and inputs["target"][0] == START
     assert labels[0] == VOCAB - 1
-    assert "1 sentinel_ids" in refused(some_batches, "spans", shards, sentinel_ids=[1])
+    assert "there are 1 `sentinel_ids`" in refused(some_batches, "spans", shards, sentinel_ids=[1])
 
 
 @pytest.mark.parametrize(
-    "kind, options, told",
+    "kind, options, expected_error",
     [
         ("masked", {"rate": 0.0}, "rate=0.0"),
         ("pairs", {"length": 4}, "length must be an integer of at least 5, got 4"),
@@ -266,5 +266,5 @@ def test_sentinels_of_the_tokenizer(shards):
         ("spans", {"length": 3}, "length must be an integer of at least 4, got 3"),
     ],
 )
-def test_options_that_cannot_be_are_refused(shards, kind, options, told):
-    assert told in refused(some_batches, kind, shards, **options)
+def test_invalid_options_are_refused(shards, kind, options, expected_error):
+    assert expected_error in refused(some_batches, kind, shards, **options)

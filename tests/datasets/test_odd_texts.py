@@ -1,4 +1,4 @@
-"""Promise: published tokenizers of each kind give their libraries' ids and texts of odd strings."""
+"""Published tokenizers give the ids and texts of their original libraries for unusual strings."""
 
 import json
 
@@ -76,7 +76,7 @@ ADDED = "<|im_start|>", "<extra>", "[MASK]"
 
 
 def odd_texts(number=2000, seed=0):
-    """Return texts of a few parts glued together, of random characters, and of none."""
+    """Return concatenations of unusual parts, random characters, and an empty text."""
     rng = np.random.default_rng(seed)
     texts = ["", " ", "\n"]
     while len(texts) < number - 200:
@@ -136,8 +136,8 @@ KINDS = byte_level_bpe, word_piece, unigram, byte_fallback_bpe
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_of_tokenizers(kind, tmp_path):
-    """Against `transformers`, which adds nothing to the library's results."""
+def test_json_tokenizers_match_transformers(kind, tmp_path):
+    """The reference is `transformers`, which returns the library's results unchanged."""
     transformers = pytest.importorskip("transformers")
     own, trainer = kind()
     own.train_from_iterator(CORPUS, trainer)
@@ -156,8 +156,8 @@ def test_of_tokenizers(kind, tmp_path):
 @pytest.mark.parametrize(
     "model_type, rule", [("unigram", "nmt_nfkc"), ("bpe", "identity"), ("unigram", "no_prefix")]
 )
-def test_of_sentencepiece(model_type, rule, tmp_path):
-    """The last rule has no mark of a space before a text, as Gemma's."""
+def test_sentencepiece_tokenizers_match_the_library(model_type, rule, tmp_path):
+    """The last case adds no space before a text, as Gemma does."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -178,7 +178,7 @@ def test_of_sentencepiece(model_type, rule, tmp_path):
     assert tokenizer.decode(ids) == own.decode(ids)
 
 
-def test_added_tokens_that_a_model_lacks_are_refused(tmp_path):
+def test_added_tokens_missing_in_the_model_are_refused(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -192,6 +192,6 @@ def test_added_tokens_that_a_model_lacks_are_refused(tmp_path):
     load_tokenizer(tmp_path)
     path.write_text(json.dumps({"added_tokens_decoder": added}))
     with pytest.raises(
-        InputError, match=r"has '<\|im_start\|>', which is not in tokenizer.model: put"
+        InputError, match=r"has '<\|im_start\|>', which is not in tokenizer.model. Put"
     ):
         load_tokenizer(tmp_path)

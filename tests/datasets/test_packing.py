@@ -1,4 +1,4 @@
-"""Packing: every pair once an epoch, rows that are nearly full, and what a model makes of them."""
+"""Each epoch packs every pair once, rows are nearly full, and models keep sentences separate."""
 
 import functools
 
@@ -15,7 +15,7 @@ END = 3
 
 
 def some_lengths(count=2000, longest=40, seed=0):
-    """Two sides of about the same length."""
+    """Return lengths [N, 2] of two sides of similar length."""
     rng = np.random.default_rng(seed)
     source = rng.integers(1, longest + 1, count)
     return np.stack([source, np.clip(source + rng.integers(-4, 5, count), 1, longest)], axis=1)
@@ -35,7 +35,7 @@ def some_batches(count=300, longest=20, **options):
 
 
 @pytest.mark.parametrize("capacity", [40, 100, 256])
-def test_rows_are_nearly_full_and_hold_what_is_in_them(capacity):
+def test_rows_are_nearly_full_and_within_capacity(capacity):
     lengths = some_lengths()
     lengths = lengths[np.argsort(-lengths.max(axis=1))]
     rows = pack(lengths, capacity)
@@ -44,7 +44,7 @@ def test_rows_are_nearly_full_and_hold_what_is_in_them(capacity):
     assert lengths.sum() / (2 * capacity * used.shape[1]) > (0.9 if capacity > 40 else 0.8)
 
 
-def test_every_pair_is_in_one_row_of_each_epoch_and_epochs_differ():
+def test_each_epoch_packs_every_pair_once_and_differently():
     lengths = some_lengths()
     plan = functools.partial(plan_packed_batches, lengths, capacity=64, batch_rows=5, seed=3)
     epochs = [plan(epoch=epoch) for epoch in range(3)]
@@ -76,7 +76,7 @@ def unpacked(batch):
     return pairs
 
 
-def test_batches_have_one_shape_and_hold_the_pairs():
+def test_batches_have_one_shape_and_contain_all_pairs():
     (source, target), batches = some_batches()
     found = []
     for batch in batches.as_dataset():
@@ -87,7 +87,7 @@ def test_batches_have_one_shape_and_hold_the_pairs():
     assert len(batches) == sum(1 for _ in batches.as_dataset())
 
 
-def test_ranks_share_the_rows_of_one_process():
+def test_ranks_divide_the_rows_of_one_process():
     _, alone = some_batches(batch_size=6, drop_remainder=True)
     shares = [
         some_batches(batch_size=6, drop_remainder=True, shard_index=k, num_shards=2)[1]
@@ -98,7 +98,7 @@ def test_ranks_share_the_rows_of_one_process():
         assert sorted(unpacked(whole)) == sorted([*unpacked(parts[0]), *unpacked(parts[1])])
 
 
-def test_an_epoch_goes_on_where_it_was_left():
+def test_epoch_resumes_at_the_next_batch():
     _, batches = some_batches()
     whole = [unpacked(batch) for batch in batches.as_dataset()]
     batches.restore(batches.position(3))
@@ -108,21 +108,21 @@ def test_an_epoch_goes_on_where_it_was_left():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"packed_length": 20}, "packed_length=20 does not hold the longest sentence, 21 tokens"),
-        ({"batch_tokens": 128}, "give one of the two"),
+        ({"packed_length": 20}, "`packed_length=20` is less than the longest sentence"),
+        ({"batch_tokens": 128}, "Specify either"),
         (
             {"batch_size": 1, "num_shards": 2},
-            "1 rows of packed_length=64, which is less than the 2 data ranks",
+            "1 rows of `packed_length=64`, which is less than the 2 data ranks",
         ),
     ],
     ids=str,
 )
-def test_what_cannot_be_packed_is_refused(options, words):
+def test_invalid_packing_options_are_refused(options, words):
     assert words in refused(some_batches, **options)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-def test_sentences_of_a_row_do_not_see_each_other(positions):
+def test_attention_does_not_cross_sentences_of_a_row(positions):
     model = TranslationTransformer(
         1000, hidden_size=16, num_heads=2, encoder_layers=2, decoder_layers=2, positions=positions
     )
@@ -139,7 +139,7 @@ def test_sentences_of_a_row_do_not_see_each_other(positions):
         np.testing.assert_allclose(logits[others == number], model(alone)[0], atol=2e-5)
 
 
-def test_documents_of_a_row_do_not_see_each_other():
+def test_attention_does_not_cross_documents_of_a_row():
     model = CausalLM(100, hidden_size=16, num_heads=2, num_layers=2, max_length=12)
     tokens = tf.constant([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0]])
     segments = tf.constant([[1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0]])
@@ -149,7 +149,7 @@ def test_documents_of_a_row_do_not_see_each_other():
         np.testing.assert_allclose(logits[segments == number], alone[0], atol=2e-5)
 
 
-def test_one_side_alone_cannot_be_packed():
+def test_packing_requires_segments_of_both_sides():
     model = TranslationTransformer(
         100, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1
     )

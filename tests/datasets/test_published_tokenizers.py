@@ -1,4 +1,4 @@
-"""Promise: published tokenizers give the ids that their own libraries give, and wrong files one line."""
+"""Published tokenizers give the ids of their original libraries, and wrong files a one-line error."""
 
 import json
 
@@ -29,7 +29,7 @@ def write(folder, **files):
 
 @pytest.fixture
 def gpt2(tmp_path):
-    """Byte-pair encoding of bytes; one token starts, ends and pads."""
+    """Byte-level BPE with one token for start, end and padding."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
@@ -38,14 +38,14 @@ def gpt2(tmp_path):
         vocab_size=300, special_tokens=[END, "<extra>"], initial_alphabet=alphabet
     )
     own.train_from_iterator(TEXTS, trainer)
-    own.enable_padding(length=64)  # what some published files say, and none of our users wants
+    own.enable_padding(length=64)  # Some published files enable padding; loading disables it.
     own.save(str(tmp_path / "tokenizer.json"))
     return write(tmp_path, tokenizer_config={"bos_token": END, "eos_token": {"content": END}})
 
 
 @pytest.fixture
 def llama(tmp_path):
-    """A model of SentencePiece with bytes for what is unknown, whose texts have a start id."""
+    """SentencePiece model with bytes for unknown characters, whose texts have a start id."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 3),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -59,7 +59,7 @@ def llama(tmp_path):
     return write(tmp_path, tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
 
 
-def test_ids_and_texts_of_json(gpt2):
+def test_json_tokenizers_match_transformers(gpt2):
     tokenizer = load_tokenizer(gpt2)
     own = tokenizers.Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
     own.no_padding()
@@ -87,7 +87,7 @@ def test_special_ids(gpt2):
     assert tokenizer.decode([[50, 1, 51]]) == tokenizer.decode([[50]])
 
 
-def test_ends_of_a_vocabulary_without_small_letters(tmp_path):
+def test_special_ids_of_a_vocabulary_without_lower_case_letters(tmp_path):
     own = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate("<>ACGT")}, []))
     own.add_special_tokens(["<", ">"])
     own.post_processor = tokenizers.processors.TemplateProcessing(
@@ -103,7 +103,7 @@ def test_ends_of_a_vocabulary_without_small_letters(tmp_path):
     ]
 
 
-def test_ids_and_texts_of_sentencepiece(llama):
+def test_sentencepiece_tokenizers_match_the_library(llama):
     tokenizer = load_tokenizer(llama)
     own = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
     ids = tokenizer.encode(TEXTS)
@@ -118,8 +118,8 @@ def test_ids_and_texts_of_sentencepiece(llama):
     assert tokenizer.decode([[*with_start[0], own.eos_id(), 7], [9999]]) == ["dog", ""]
 
 
-def test_ends_of_sentencepiece(llama):
-    """As T5's and as the config says otherwise."""
+def test_config_overrides_added_ids_of_sentencepiece(llama):
+    """T5 adds an end id. The config can override this."""
     for config, add in (
         ({"tokenizer_class": "T5TokenizerFast"}, (0, 1)),
         ({"add_eos_token": True, "add_bos_token": True}, (1, 1)),
@@ -131,7 +131,7 @@ def test_ends_of_sentencepiece(llama):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_copy_is_the_same(kind, request, tmp_path):
+def test_saved_copy_is_identical(kind, request, tmp_path):
     tokenizer = load_tokenizer(request.getfixturevalue(kind))
     tokenizer.save(tmp_path / "copy")
     again = load_tokenizer(tmp_path / "copy")
@@ -139,7 +139,7 @@ def test_a_copy_is_the_same(kind, request, tmp_path):
     assert vars(again).keys() == vars(tokenizer).keys() and again.stop_ids == tokenizer.stop_ids
 
 
-def test_our_own_folder(tmp_path):
+def test_subword_tokenizer_is_loaded(tmp_path):
     own = SubwordTokenizer.train(TEXTS, vocab_size=110)
     own.save(tmp_path)
     assert load_tokenizer(tmp_path).vocabulary == own.vocabulary
@@ -153,62 +153,68 @@ def refusal(folder):
     return text
 
 
-def test_no_tokenizer(tmp_path):
-    assert "no such folder" in refusal(tmp_path / "none")
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "none")
     (tmp_path / "vocab.json").write_text("{}")
-    assert "expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
+    assert "Expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, expected_error",
     [
-        ("{}", "is no tokenizer of the library"),
+        ("{}", "is not a valid file of the library"),
         ("[1", "is damaged"),
-        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is no tokenizer of the library"),
+        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is not a valid file of the library"),
         ("\xff", "is damaged"),
         (
             json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}}),
-            "an id is 2,147,483,648, expected at most 2,147,483,646",
+            "Expected ids of at most 2,147,483,646, got 2,147,483,648",
         ),
     ],
 )
-def test_json_of_something_else(tmp_path, content, told):
+def test_invalid_tokenizer_json_is_refused(tmp_path, content, expected_error):
     (tmp_path / "tokenizer.json").write_text(content)
-    assert told in refusal(tmp_path)
+    assert expected_error in refusal(tmp_path)
 
 
-def test_models_of_something_else(llama):
+def test_invalid_sentencepiece_model_is_refused(llama):
     data = (llama / "tokenizer.model").read_bytes()
     for wrong in (b"", b"hello", data[:500], b"\x00" * 100, data[1:], b"\xff" * 50):
         (llama / "tokenizer.model").write_bytes(wrong)
-        assert "is no model of SentencePiece" in refusal(llama)
+        assert "is not a SentencePiece model" in refusal(llama)
 
 
 @pytest.mark.parametrize(
-    "files, told",
+    "files, expected_error",
     [
-        ({"tokenizer_config": []}, "expected an object of JSON"),
+        ({"tokenizer_config": []}, "must contain a JSON object"),
         (
             {"tokenizer_config": {"eos_token": ["</s>"]}},
-            "eos_token is ['</s>'], which the tokenizer",
+            "`eos_token` is ['</s>'], which the tokenizer",
         ),
-        ({"tokenizer_config": {"eos_token": "<eot>"}}, "eos_token is '<eot>', which the tokenizer"),
-        ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "put its tokenizer.json"),
-        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id must be an id, or a list"),
+        (
+            {"tokenizer_config": {"eos_token": "<eot>"}},
+            "`eos_token` is '<eot>', which the tokenizer",
+        ),
+        (
+            {"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}},
+            "Put the model's tokenizer.json",
+        ),
+        ({"generation_config": {"eos_token_id": "2"}}, "`eos_token_id` must be an id or a list"),
     ],
 )
-def test_files_beside_it_that_do_not_fit(llama, files, told):
-    assert told in refusal(write(llama, **files))
+def test_mismatched_files_in_the_folder_are_refused(llama, files, expected_error):
+    assert expected_error in refusal(write(llama, **files))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_single_string(kind, request):
-    with pytest.raises(InputError, match="put the string into a list"):
+def test_single_string_is_refused(kind, request):
+    with pytest.raises(InputError, match="Put the string into a list"):
         load_tokenizer(request.getfixturevalue(kind)).encode("text")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_special_tokens_in_prompts_of_sentencepiece_have_the_ids_of_transformers(legacy, llama):
+def test_special_tokens_in_sentencepiece_prompts_match_transformers(legacy, llama):
     transformers = pytest.importorskip("transformers")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 3),

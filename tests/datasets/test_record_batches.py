@@ -1,4 +1,4 @@
-"""Promise: mixtures are exact at every prefix, and batches of records know their rows by index."""
+"""Mixtures are exact at every prefix, and batches of records are determined by their index."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LENGTHS = RNG.integers(3, 12, 40)
 
 
 def records(lengths=LENGTHS):
-    """Records whose tokens tell which they are; the first token of each is not learnt."""
+    """Return records whose tokens identify them. The first token of each has no label."""
     rows = []
     for number, length in enumerate(lengths):
         ids = np.full(length, number + 1)
@@ -27,13 +27,13 @@ def batches(own=None, **options):
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (0.5, 0.3, 0.15, 0.05), (5, 1, 0.1)])
 @pytest.mark.parametrize("mode", ("once", "repeat", "first_ends"))
-def test_shares_are_exact_at_every_prefix(mode, weights):
+def test_mixture_is_exact_at_every_prefix(mode, weights):
     sizes = [round(400 * w / sum(weights)) + 3 for w in weights]
     order = mixture_order(sizes, weights, mode)
     counts = np.cumsum(order[:, None] == np.arange(len(sizes)), axis=0)
     places = np.arange(1, len(order) + 1)[:, None]
     first_end = len(order)
-    if mode == "once":  # until a source has ended
+    if mode == "once":  # Until one source is exhausted.
         first_end = min(np.flatnonzero(order == j)[-1] for j in range(len(sizes)))
         assert counts[-1].tolist() == sizes
     error = np.abs(counts - places * np.array(weights) / sum(weights))[: first_end + 1]
@@ -44,11 +44,11 @@ def test_shares_are_exact_at_every_prefix(mode, weights):
         assert (counts[-1] <= np.array(sizes) + 1).all() and len(order) > 300
 
 
-def test_each_source_is_shuffled_and_gone_through():
+def test_each_source_is_shuffled_and_used_completely():
     order = mixture_order([5, 50], [0.5, 0.5], "repeat")
     found = mixed_records(order, [5, 50], [0, 0])
     first = found[order == 0]
-    for start in range(0, len(first) - 4, 5):  # each time all of them
+    for start in range(0, len(first) - 4, 5):  # Each repetition contains all records.
         assert sorted(first[start : start + 5]) == [0, 1, 2, 3, 4]
     assert first[:5].tolist() != first[5:10].tolist()
     assert sorted(found[order == 1][:50]) == list(range(5, 55))
@@ -56,7 +56,7 @@ def test_each_source_is_shuffled_and_gone_through():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weights", [None, (0.7, 0.3)])
-def test_ranks_share_batches_and_resume_anywhere(packed, weights):
+def test_ranks_divide_batches_and_resume_anywhere(packed, weights):
     options = {"packed": packed, "weights": weights, "sizes": [25, 15]}
     one = batches(**options)
     halves = [batches(**options, shard_index=i, num_shards=2) for i in range(2)]
@@ -73,7 +73,7 @@ def test_ranks_share_batches_and_resume_anywhere(packed, weights):
     np.testing.assert_array_equal(inputs["tokens"], one.batch(1, 2)[0]["tokens"])
 
 
-def test_an_epoch_has_each_record_once():
+def test_epoch_contains_each_record_once():
     for packed in (False, True):
         own = batches(packed=packed, batch_size=1)
         for epoch in (0, 1):
@@ -93,13 +93,13 @@ def test_labels_are_the_next_tokens_of_the_same_record():
     assert labels[-1] == -100
 
 
-def test_data_that_changed_cannot_be_gone_on_with():
+def test_position_of_changed_data_is_refused():
     position = batches().position()
-    with pytest.raises(InputError, match="the saved position has data="):
+    with pytest.raises(InputError, match="The saved position has `data="):
         batches(records(LENGTHS + 1)).restore(position)
 
 
-def test_records_that_come_before_their_turn_keep_the_order():
+def test_small_sources_do_not_disturb_the_order():
     order = mixture_order([21, 24, 45, 116], [1, 0.3, 3, 0.1], "once")
     assert np.bincount(order).tolist() == [21, 24, 45, 116]
     assert not (order[:15] == 0).all() and len(set(order[:30])) > 2

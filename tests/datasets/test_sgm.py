@@ -1,4 +1,4 @@
-"""SGM files: WMT14's form is read to the letter by the sample's script, faults name their line."""
+"""The WMT14 example reads SGM files exactly, and errors name the line."""
 
 import re
 
@@ -72,14 +72,14 @@ def test_the_segments_of_documents_are_read(tmp_path, end):
     ],
 )
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_line_is_a_segment_or_tags(tmp_path, line, segments, end):
+def test_lines_are_segments_or_tags(tmp_path, line, segments, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm("<doc>", line, "</doc>", end=end))
     assert segments_of(path) == segments
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, expected_error",
     [
         (None, ["x.sgm", "does not exist"]),
         (sgm("<doc>", b'<seg id="1">caf\xe9</seg>'), ["x.sgm", "line 2", "0xe9", "UTF-8"]),
@@ -101,18 +101,18 @@ def test_a_line_is_a_segment_or_tags(tmp_path, line, segments, end):
         (sgm("<doc>", '<seg id="1">a</seg>').decode().encode("utf-16-le"), ["line 1", "UTF-16"]),
     ],
 )
-def test_a_bad_file_is_refused_with_its_line(tmp_path, content, told):
+def test_error_for_a_malformed_file_names_the_line(tmp_path, content, expected_error):
     path = tmp_path / "x.sgm"
     if content is not None:
         path.write_bytes(content)
     message = refused(parsed, path)
-    assert all(word in message for word in told), message
+    assert all(word in message for word in expected_error), message
 
 
-def test_files_that_match_are_paired(tmp_path):
+def test_matching_files_are_paired(tmp_path):
     source, target = tmp_path / "a.sgm", tmp_path / "b.sgm"
     source.write_bytes(sgm(*document(["un", "deux", "trois"])))
-    target.write_bytes(sgm(*document(["one", "two", "three"]), "", ""))  # blank lines at the end
+    target.write_bytes(sgm(*document(["one", "two", "three"]), "", ""))  # Blank lines at the end.
     pairs = [("un", "one"), ("deux", "two"), ("trois", "three")]
     assert read_sgm_pairs(source, target) == pairs
 
@@ -131,27 +131,25 @@ GOOD = (
     [
         (GOOD[:3], 4, "ends before"),
         ((*GOOD, '<seg id="4">d</seg>'), 6, "ends before"),
-        ((*GOOD[:1], *GOOD[2:], "</doc>"), 2, '<seg id="2">b'),  # one segment is missing
+        ((*GOOD[:1], *GOOD[2:], "</doc>"), 2, '<seg id="2">b'),  # One segment is missing.
         ((*GOOD[:3], "</doc>", "</doc>"), 4, "</doc>"),
         ((GOOD[0], "", *GOOD[1:]), 2, "''"),
         (('<doc docid="other">', *GOOD[1:]), 1, "docid"),
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])
-def test_files_that_do_not_match_are_refused_at_the_first_bad_line(
-    tmp_path, other, line, stood, swapped
-):
+def test_error_for_mismatched_files_names_the_first_line(tmp_path, other, line, stood, swapped):
     paths = [tmp_path / "a.sgm", tmp_path / "b.sgm"]
     for path, lines in zip(paths, (other, GOOD) if swapped else (GOOD, other)):
         path.write_bytes(sgm(*lines))
     message = refused(read_sgm_pairs, *paths)
-    for told in ("a.sgm", "b.sgm", f"line {line}:", stood):
-        assert told in message
+    for expected_error in ("a.sgm", "b.sgm", f"line {line}:", stood):
+        assert expected_error in message
 
 
 @BOUNDED
 @given(parts=st.lists(SGM_PARTS, max_size=12))
-def test_no_segment_vanishes(tmp_path, parts):
+def test_no_segment_is_lost(tmp_path, parts):
     path, content = tmp_path / "x.sgm", "".join(parts)
     path.write_bytes(content.encode())
     lines = read_or_refused(parsed, path)
@@ -161,7 +159,7 @@ def test_no_segment_vanishes(tmp_path, parts):
         assert content.count("a") == sum(segment.count("a") for segment in segments)
 
 
-def test_the_package_reads_no_sgm(tmp_path):
+def test_package_refuses_sgm(tmp_path):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm(*document(["a"])))
     for read in (

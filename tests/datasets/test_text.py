@@ -1,4 +1,4 @@
-"""Text files: pairs stay aligned whatever the text holds, faults name file and line."""
+"""Pairs of text files stay aligned for every content, and errors name file and line."""
 
 import gzip
 
@@ -23,20 +23,20 @@ def text(lines, end="\n"):
     "name, content",
     [
         ("x.txt", text(LINES)),
-        ("x.fr", text(LINES)[:-1]),  # without an end of the last line
+        ("x.fr", text(LINES)[:-1]),  # No line break at the end.
         ("x.txt", text(LINES, "\r\n")),
-        ("x.txt", b"\xef\xbb\xbf" + text(LINES)),  # with a byte order mark
+        ("x.txt", b"\xef\xbb\xbf" + text(LINES)),  # A byte order mark.
         ("x.txt", text(f"  {line} \t" for line in LINES)),
         ("x.txt.gz", gzip.compress(text(LINES), mtime=0)),
     ],
 )
-def test_a_sentence_is_a_line(tmp_path, name, content):
+def test_each_line_is_a_sentence(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert read_lines(tmp_path / name) == LINES
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, expected_error",
     [
         ("x.txt", None, ["does not exist"]),
         ("x.txt", b"good\nbad \xff\n", ["line 2", "0xff"]),
@@ -45,36 +45,40 @@ def test_a_sentence_is_a_line(tmp_path, name, content):
         ("x.gz", gzip.compress(b"ok\n\xff", mtime=0), ["line 2", "0xff"]),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path, name, content, told):
+def test_malformed_file_is_refused(tmp_path, name, content, expected_error):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     message = refused(read_lines, tmp_path / name)
-    assert all(word in message for word in [name, *told]), message
+    assert all(word in message for word in [name, *expected_error]), message
 
 
 @pytest.mark.parametrize(
-    "source, target, told",
+    "source, target, expected_error",
     [
         (["a", "b", "c"], ["x", "y"], ["3", "2", "source.txt", "target.txt"]),
         ([], [], ["source.txt", "no sentence"]),
         (["a", "b"], ["", ""], ["target.txt", "no sentence"]),
     ],
 )
-def test_files_that_make_no_pairs_are_refused(tmp_path, source, target, told):
+def test_files_without_pairs_are_refused(tmp_path, source, target, expected_error):
     paths = [tmp_path / "source.txt", tmp_path / "target.txt"]
     for path, lines in zip(paths, (source, target)):
         path.write_bytes(text(lines))
     message = refused(read_pairs, *paths)
-    assert all(word in message for word in told), message
+    assert all(word in message for word in expected_error), message
 
 
-def test_files_with_tabs(tmp_path):
+def test_tab_separated_files(tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes(text(["a\tb", " c \t", "d\u00a0?\te"]))
     assert read_tsv(path) == (["a", "c", "d\u00a0?"], ["b", "", "e"])
-    for lines, told in ((["a\tb", "c"], "line 2"), (["a\tb\tc"], "line 1"), ([], "no sentence")):
+    for lines, expected_error in (
+        (["a\tb", "c"], "line 2"),
+        (["a\tb\tc"], "line 1"),
+        ([], "no sentence"),
+    ):
         path.write_bytes(text(lines))
-        assert told in refused(read_tsv, path)
+        assert expected_error in refused(read_tsv, path)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +87,13 @@ def test_files_with_tabs(tmp_path):
         (("a b", "c d"), {}, "kept"),
         (("", "c"), {}, "empty"),
         (("a", " \t "), {}, "empty"),
-        (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # short sentences may differ by three
+        (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # Short sentences may differ by three words.
         (("a", "b c d e f"), {"max_ratio": 2}, "uneven"),
         (("a b c d e", "b"), {"max_ratio": 2}, "uneven"),
         (("a b c d e", "b"), {"max_ratio": 5}, "kept"),
     ],
 )
-def test_cleaning_says_why_a_pair_is_left_out(pair, options, reason):
+def test_cleaning_counts_removed_pairs_by_reason(pair, options, reason):
     sources, targets, counts = clean_pairs([pair[0]], [pair[1]], **options)
     assert counts[reason] == 1 and sum(counts.values()) == 1
     assert len(sources) == len(targets) == (reason == "kept")
@@ -102,4 +106,4 @@ def test_cleaning_keeps_order_and_no_break_spaces():
     assert kept[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
     assert (kept[2]["kept"], kept[2]["repeated"]) == (2, 1)
     assert clean_pairs(sources, targets)[2]["kept"] == 3
-    assert "pairs" in refused(clean_pairs, ["a"], [])
+    assert "1 sources and 0 targets" in refused(clean_pairs, ["a"], [])

@@ -1,4 +1,4 @@
-"""Token shards: what was written comes back; they are complete or not there; damage is told."""
+"""Token shards restore their documents, are written completely or not at all, and detect damage."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("shard_tokens", [1, 100, 10**6])
 @pytest.mark.parametrize("block", [1, 50, 10**6])
-def test_documents_come_back_by_their_numbers(tmp_path, shard_tokens, block, monkeypatch):
+def test_documents_are_restored_by_index(tmp_path, shard_tokens, block, monkeypatch):
     monkeypatch.setattr(writer, "_BLOCK", block)
     shards = some_shards(tmp_path / "x", DOCUMENTS, shard_tokens)
     assert len(shards) == len(DOCUMENTS) and shards.has_parts
@@ -65,7 +65,7 @@ def test_the_same_documents_give_the_same_bytes(tmp_path):
     assert some_shards(tmp_path / "c", DOCUMENTS[1:]).fingerprint != one.fingerprint
 
 
-def test_the_tokenizer_is_kept_with_the_ids(tmp_path):
+def test_tokenizer_is_saved_with_the_ids(tmp_path):
     texts = ["one two three", "two two"]
     tokenizer = SubwordTokenizer.train(texts, vocab_size=28)
     shards = write_token_shards(texts, tokenizer, tmp_path / "x")
@@ -78,7 +78,7 @@ def test_the_tokenizer_is_kept_with_the_ids(tmp_path):
     assert other.fingerprint != shards.fingerprint
 
 
-def test_a_published_tokenizer_brings_its_special_ids(tmp_path):
+def test_special_ids_of_a_published_tokenizer_are_saved(tmp_path):
     special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
     words = [*special.values(), "one", "two", "three"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]")
@@ -99,7 +99,7 @@ def test_a_published_tokenizer_brings_its_special_ids(tmp_path):
     assert np.where(labels == -100, inputs["tokens"], labels).tolist() == [2, 5, 6, 3, 2, 7, 1, 3]
 
 
-def test_large_vocabularies_have_larger_numbers(tmp_path):
+def test_large_vocabularies_use_uint32(tmp_path):
     class Large(Letters):
         vocab_size = 2**17
 
@@ -110,7 +110,7 @@ def test_large_vocabularies_have_larger_numbers(tmp_path):
     assert shards[0].tolist() == [2**17 - 1]
 
 
-def test_nothing_is_replaced_without_being_asked(tmp_path):
+def test_existing_files_are_not_replaced_without_overwrite(tmp_path):
     folder = tmp_path / "x"
     before = some_shards(folder, DOCUMENTS).fingerprint
     assert "is not empty" in refused(write_token_shards, ["a"], Letters(), folder)
@@ -123,11 +123,11 @@ def test_nothing_is_replaced_without_being_asked(tmp_path):
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "mine").write_text("")
     message = refused(write_token_shards, ["a"], Letters(), tmp_path / "y", overwrite=True)
-    assert "holds no token shards" in message
+    assert "contains no token shards" in message
     assert [path.name for path in tmp_path.iterdir()] == ["x", "y"]
 
 
-def test_an_error_leaves_nothing_behind(tmp_path, small_files):
+def test_failure_leaves_no_files(tmp_path, small_files):
     def broken():
         yield from ["ab"] * 1000
         raise KeyError
@@ -136,10 +136,10 @@ def test_an_error_leaves_nothing_behind(tmp_path, small_files):
         write_token_shards(broken(), Letters(), tmp_path / "x")
     with small_files(500), pytest.raises(InputError, match="cannot be written"):
         write_token_shards(["ab"] * 1000, Letters(), tmp_path / "x")
-    assert "no text at all" in refused(write_token_shards, ["", "?"], Letters(), tmp_path / "x")
-    assert "put the string into" in refused(write_token_shards, "a", Letters(), tmp_path / "x")
+    assert "contain no text" in refused(write_token_shards, ["", "?"], Letters(), tmp_path / "x")
+    assert "Put the string into" in refused(write_token_shards, "a", Letters(), tmp_path / "x")
     message = refused(write_token_shards, ["a", ["b"]], Letters(), tmp_path / "x")
-    assert "document 2" in message
+    assert "Document 2" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +152,7 @@ def use(folder):
 @pytest.mark.parametrize(
     "change", ["missing", "shorter", "other", "header", "ids", "link", "no manifest"]
 )
-def test_damage_is_one_error_that_names_the_file(tmp_path, change):
+def test_error_for_damage_names_the_file(tmp_path, change):
     some_shards(tmp_path / "x", DOCUMENTS)
     folder = tmp_path / "y"
     shutil.copytree(tmp_path / "x", folder)
@@ -174,24 +174,24 @@ def test_damage_is_one_error_that_names_the_file(tmp_path, change):
     else:
         (folder / MANIFEST).unlink()
     assert str(folder) in refused(use, folder)
-    if change in ("ids", "header"):  # as below
+    if change in ("ids", "header"):  # Reading without `verify` also detects these.
         assert str(folder) in refused(lambda: list(TokenShards(folder)))
-    if change == "ids":  # without looking at all checksums
+    if change == "ids":  # Reading without comparing checksums also detects it.
         shards = TokenShards(folder)
-        assert "a token is 65535" in refused(lambda: list(shards))
+        assert "A token is 65535" in refused(lambda: list(shards))
 
 
 @pytest.mark.parametrize("kind", ["documents", "parts"])
-def test_bounds_that_moved_are_told_without_checksums(tmp_path, kind):
+def test_wrong_bounds_are_found_without_checksums(tmp_path, kind):
     some_shards(tmp_path / "x", DOCUMENTS)
     path = tmp_path / "x" / f"shard-00000.{kind}.npy"
     data = bytearray(path.read_bytes())
-    data[-2 * 8] ^= 64  # the last but one, which all bounds of this shard are below
+    data[-2 * 8] ^= 64  # The second to last bound, which is then greater than the number of tokens.
     path.write_bytes(data)
     assert path.name in refused(lambda: TokenShards(tmp_path / "x").parts(0))
 
 
-def test_no_byte_of_a_manifest_is_believed(tmp_path):
+def test_every_byte_of_a_manifest_is_checked(tmp_path):
     some_shards(tmp_path / "x", DOCUMENTS)
     path = tmp_path / "x" / MANIFEST
     good = json.loads(path.read_text())
@@ -213,10 +213,10 @@ def test_no_byte_of_a_manifest_is_believed(tmp_path):
     assert MANIFEST in refused(use, tmp_path / "x")
 
 
-def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
+def test_more_shards_than_open_files(tmp_path, monkeypatch):
     from dtransformer.datasets import token_shards
 
-    monkeypatch.setattr(token_shards, "_OPEN", 2)
+    monkeypatch.setattr(token_shards, "_MAX_OPEN_SHARDS", 2)
     shards = some_shards(tmp_path / "x", DOCUMENTS, shard_tokens=1)
     before = len(os.listdir("/proc/self/fd"))
     assert len(list(shards)) == len(DOCUMENTS)

@@ -1,4 +1,4 @@
-"""The subword tokenizer: text comes back exactly, training is exact and repeatable."""
+"""The subword tokenizer restores text exactly, and its training is exact and repeatable."""
 
 import json
 import string
@@ -36,17 +36,17 @@ TRICKY = [
     "▁ ▁le le▁jardin ▂ ▂1 ▁▂2",
     "## ##le le## #",
     "[PAD] [UNK] [START] [END]",
-    "e\u0301te\u0301",  # combining accents are composed
+    "e\u0301te\u0301",  # Combining accents are composed.
     "pluie" * 400,
     " runs \t of   white\nspace \r\n",
     "one\u2028line\u0085still",
 ]
-# Characters that the tricky sentences need beside those of SENTENCES.
+# Characters of the tricky sentences that SENTENCES lack.
 ALPHABET = " ".join([*string.ascii_letters, *string.digits, *"É▂#[]\u2028\u0085"])
 
 
 def normal(text):
-    """What may differ: NFC, and runs of white space, of which no-break spaces are none."""
+    """Normalize the permitted differences: NFC, and white space except no-break spaces."""
     for space in "\t\v\f\r\n":
         text = text.replace(space, " ")
     return " ".join(filter(None, unicodedata.normalize("NFC", text).split(" ")))
@@ -58,13 +58,13 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("text", [*TRICKY, *SENTENCES])
-def test_text_comes_back_exactly(tokenizer, text):
+def test_text_is_restored_exactly(tokenizer, text):
     ids = tokenizer.encode([text])
     assert tokenizer.unk_id not in ids.to_list()[0]
     assert tokenizer.decode(ids) == [normal(text)]
 
 
-def test_all_characters_come_back_at_all_places(tokenizer):
+def test_all_characters_are_restored_at_all_positions(tokenizer):
     known = sorted({c for text in [*SENTENCES, ALPHABET] for c in text} - {" "})
     places = [p.format(c) for c in known for p in ("{}", "a{}", "{}a", "a {}", "{} a", "1{0}{0}a")]
     assert tokenizer.decode(tokenizer.encode(places)) == [normal(text) for text in places]
@@ -74,7 +74,7 @@ def test_all_characters_come_back_at_all_places(tokenizer):
     "text, comes_back",
     [
         ("le 猫 dort", "le ⁇ dort"),
-        ("naж jardin", "na ⁇ jardin"),  # only the character is lost, not its word
+        ("naж jardin", "na ⁇ jardin"),  # Only the character is lost, not its word.
         ("猫猫", "⁇ ⁇"),
         ("a\0b", "a ⁇ b"),
         ("\ufffd", "⁇"),
@@ -86,7 +86,7 @@ def test_unknown_characters_are_marked(tokenizer, text, comes_back):
     assert tokenizer.decode(ids) == [comes_back]
 
 
-def test_the_form_of_ids(tokenizer):
+def test_ids_are_ragged_int32(tokenizer):
     special = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.start_id, tokenizer.end_id)
     assert special == (0, 1, 2, 3)
     ids = tokenizer.encode(SENTENCES)
@@ -104,7 +104,7 @@ def test_order_is_kept_over_many_sentences(tokenizer):
     assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
 
 
-def test_decoding_stops_at_the_end_and_takes_any_container(tokenizer):
+def test_decoding_stops_at_the_end_token_and_accepts_any_container(tokenizer):
     first, second = tokenizer.encode(SENTENCES[3:]).to_list()
     rows = [[2, *first, 3, 0, *second], [2, 0, *second, 3]]
     width = max(map(len, rows))
@@ -112,12 +112,12 @@ def test_decoding_stops_at_the_end_and_takes_any_container(tokenizer):
     for ids in (rows, dense, tf.constant(dense, tf.int32), tf.ragged.constant(rows)):
         assert tokenizer.decode(ids) == SENTENCES[3:]
     assert tokenizer.decode([]) == [] and tokenizer.decode([[]]) == [""]
-    assert tokenizer.decode([[280], [-1], [0, 2]]) == [""] * 3  # there is no text of them
+    assert tokenizer.decode([[280], [-1], [0, 2]]) == [""] * 3  # These ids have no text.
     assert "row" in refused(tokenizer.decode, [4, 5])
     assert "list" in refused(tokenizer.encode, "one string")
 
 
-def test_a_text_that_ends_others_is_a_word(tokenizer):
+def test_stop_text_is_encoded_as_a_word(tokenizer):
     for text in (".", "l", "jardin"):
         assert [tokenizer.ids_of_stop(text)] == tokenizer.encode([text]).to_list()
 
@@ -135,13 +135,13 @@ def test_training_is_exact_and_repeatable():
     )
     here = list(SubwordTokenizer.train(SENTENCES, 150).vocabulary)
     assert len(here) == len(set(here)) == 150
-    # Another process has other hashes: the order of sets must not matter.
+    # Another process has other hashes, so this fails if the result depends on the order of sets.
     command = [sys.executable, "-c", script, json.dumps(SENTENCES)]
     there = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(there.splitlines()[-1]) == here
 
 
-def test_a_size_the_text_cannot_give_is_refused_with_one_it_can():
+def test_error_for_a_wrong_size_contains_a_valid_size():
     message = refused(SubwordTokenizer.train, SENTENCES, 100_000)
     largest = int(message.rsplit("at most ", 1)[1].split()[0])
     assert SubwordTokenizer.train(SENTENCES, largest).vocab_size == largest
@@ -154,7 +154,7 @@ def test_a_size_the_text_cannot_give_is_refused_with_one_it_can():
         assert "text" in refused(SubwordTokenizer.train, empty, 100)
 
 
-def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
+def test_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "run" / "tokenizer")
     loaded = SubwordTokenizer.load(tmp_path / "run" / "tokenizer")
     texts = [*SENTENCES, *TRICKY]
@@ -162,10 +162,10 @@ def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
     assert loaded.encode(texts).to_list() == tokenizer.encode(texts).to_list()
 
 
-def test_a_folder_of_an_older_version(tokenizer, tmp_path):
+def test_folder_of_an_older_version_is_loaded(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    del content["decoder"]["decoders"][1]  # which they had not
+    del content["decoder"]["decoders"][1]  # Older versions lack this step.
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "subword_tokenizer.json").write_text("{}")
@@ -175,8 +175,8 @@ def test_a_folder_of_an_older_version(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("lower_case", [False, True])
-def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
-    """With the same ids and texts; a special piece in a text is one there."""
+def test_other_libraries_load_the_saved_files(lower_case, tmp_path):
+    """The ids and texts are equal, except that special pieces in texts become special tokens."""
     sentences = [*SENTENCES, ALPHABET]
     tokenizer = SubwordTokenizer.train(sentences, vocab_size=210, lower_case=lower_case)
     tokenizer.save(tmp_path)
@@ -190,7 +190,7 @@ def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
     assert [one.ids for one in theirs.encode_batch(texts)] == ids
     assert (
         theirs.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
-    )  # what is unknown is left out
+    )  # Unknown characters are left out.
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     special = [config[f"{name}_token"] for name in ("pad", "unk", "bos", "eos")]
     assert [theirs.token_to_id(piece) for piece in special] == [0, 1, 2, 3]
@@ -198,27 +198,27 @@ def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_another_tokenizer_is_not_replaced(tokenizer, tmp_path, name):
+def test_different_tokenizer_is_not_replaced(tokenizer, tmp_path, name):
     (tmp_path / name).write_text("{}")
     assert "other content" in refused(tokenizer.save, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
-    "damage, told",
+    "damage, expected_error",
     [
         (None, "does not exist"),
-        (lambda text: text[:-5], "no JSON"),
-        (lambda text: "[]", "copy the folder again"),
-        (lambda text: text.replace('": 279', '": 280'), "its fields are others"),
+        (lambda text: text[:-5], "not valid JSON"),
+        (lambda text: "[]", "Copy the folder again"),
+        (lambda text: text.replace('": 279', '": 280'), "its fields differ"),
         (lambda text: text.replace('": 279', '猫猫": 279'), "猫猫"),
-        (lambda text: text.replace('": 279', '": "279"'), "its fields are others"),
-        (lambda text: text.replace("[UNK]", "[OOV]"), "begins with [PAD] [UNK]"),
-        (lambda text: text.replace("NFC", "NFKC"), "its fields are others"),
+        (lambda text: text.replace('": 279', '": "279"'), "its fields differ"),
+        (lambda text: text.replace("[UNK]", "[OOV]"), "must begin with [PAD] [UNK]"),
+        (lambda text: text.replace("NFC", "NFKC"), "its fields differ"),
         (lambda text: text.replace('"normalizers"', '"others"'), "normalizers"),
     ],
 )
-def test_a_damaged_tokenizer_is_refused(tokenizer, tmp_path, damage, told):
+def test_damaged_tokenizer_is_refused(tokenizer, tmp_path, damage, expected_error):
     tokenizer.save(tmp_path)
     path = tmp_path / "tokenizer.json"
     if damage is None:
@@ -226,10 +226,10 @@ def test_a_damaged_tokenizer_is_refused(tokenizer, tmp_path, damage, told):
     else:
         path.write_bytes(damage(path.read_bytes().decode()).encode())
     message = refused(SubwordTokenizer.load, tmp_path)
-    assert told in message and str(tmp_path) in message
+    assert expected_error in message and str(tmp_path) in message
 
 
-def test_real_sentences_come_back(shared_data):
+def test_real_sentences_are_restored(shared_data):
     lines = []
     for language in ("en", "fr"):
         lines += read_lines(shared_data / "tatoeba" / f"dev.{language}.gz")
@@ -240,4 +240,4 @@ def test_real_sentences_come_back(shared_data):
     ids = tokenizer.encode(lines)
     assert tokenizer.decode(ids) == [normal(line) for line in lines]
     pieces, words = len(ids.flat_values), sum(len(line.split()) for line in lines)
-    assert pieces < 2 * words  # pieces are subwords, not characters
+    assert pieces < 2 * words  # Pieces are subwords, not characters.

@@ -1,4 +1,4 @@
-"""Promise: tools, tool calls and nulls of records are rendered as `transformers` renders them."""
+"""Tools, tool calls and nulls of records are rendered as in `transformers`."""
 
 import json
 
@@ -18,19 +18,19 @@ tokenizer = test_chat_records.tokenizer
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_templates_are_given_the_tools(as_text):
+def test_templates_receive_the_tools(as_text):
     template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
     tools = [{"name": "add"}]
     record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
     found = rendered(record, template, "assistant", "here")
     assert found.text.startswith("<add>")
     assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
-    with pytest.raises(InputError, match="tools are .*, expected a list of objects"):
+    with pytest.raises(InputError, match="tools must be a list of objects"):
         rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
 
 
 def chat_folder(tokenizer, folder, form):
-    """Copy a tokenizer with a default and a `tool_use` template, in one of the published forms."""
+    """Copy a tokenizer and add a default and a `tool_use` template in one of the published forms."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(tokenizer._path.read_bytes())
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -74,7 +74,7 @@ def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tm
         assert found.startswith("<add>")
 
 
-def test_a_given_template_replaces_the_one_for_tools(tokenizer, tmp_path):
+def test_custom_template_replaces_the_tool_template(tokenizer, tmp_path):
     own = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
     own.template_source = "{{ messages[0].content }}"
     own.save(tmp_path / "saved")
@@ -93,7 +93,7 @@ def write_columns(folder, rows, name="a.parquet"):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_records_of_columns_are_those_of_json_lines(name, tmp_path):
+def test_rows_of_columns_equal_json_lines(name, tmp_path):
     call = lambda tool, **arguments: {"function": {"name": tool, "arguments": arguments}}
     tool = lambda name, **properties: {"name": name, "parameters": {"properties": properties}}
     rows = [
@@ -117,7 +117,7 @@ def test_records_of_columns_are_those_of_json_lines(name, tmp_path):
     assert texts[0] == texts[1] and "null" not in texts[0][0]
 
 
-def test_maps_of_columns_are_objects(tmp_path):
+def test_maps_in_columns_become_dicts(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
@@ -129,7 +129,7 @@ def test_maps_of_columns_are_objects(tmp_path):
 
 @with_transformers
 @pytest.mark.parametrize("printed", ["arguments | tojson", "arguments", "arguments ~ ''"])
-def test_arguments_as_json_text_are_learnt_as_objects(printed, tokenizer):
+def test_arguments_as_json_text_are_trained_like_objects(printed, tokenizer):
     import transformers
 
     printed = f"'<call>' ~ (m.tool_calls[0].function.{printed})"
@@ -154,17 +154,19 @@ def test_arguments_as_json_text_are_learnt_as_objects(printed, tokenizer):
     assert [found.text[slice(*span)] for span in found.spans] == [f"<call>{text}"]
 
 
-@pytest.mark.parametrize("value, told", [("{'a': 1}", "no JSON"), ("[1]", "text of an object")])
-def test_arguments_that_are_no_object_are_refused(value, told):
+@pytest.mark.parametrize(
+    "value, expected_error", [("{'a': 1}", "not valid JSON"), ("[1]", "text of an object")]
+)
+def test_arguments_other_than_objects_are_refused(value, expected_error):
     calls = [{"function": {"name": "f", "arguments": value}}]
     for given in (calls, json.dumps(calls)):
         record = {"messages": [TURNS[0], {"role": "assistant", "tool_calls": given}]}
         with pytest.raises(InputError, match="message 2, tool_calls, arguments") as caught:
             rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 1")
-        assert told in str(caught.value)
+        assert expected_error in str(caught.value)
 
 
-def test_only_fields_that_are_read_are_checked(tmp_path):
+def test_unused_fields_are_not_checked(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"text": "a", "score": NaN, "extra": {"x": [Infinity]}, "note": "\\ud800"}\n'
     )

@@ -1,4 +1,4 @@
-"""The WMT14 sample: its data rules to the letter."""
+"""The WMT14 example follows the rules for its data exactly."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085ongle
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with two small files of the official names."""
+    """Folder with two small files that have the official names."""
     (tmp_path / "in").mkdir()
     for name, segments in ((preprocess.ENGLISH, ENGLISH), (preprocess.FRENCH, FRENCH)):
         (tmp_path / "in" / name).write_bytes(sgm(*document(segments)))
@@ -36,15 +36,15 @@ def test_prepare_writes_both_directions(folder, tmp_path):
     assert everything_under(tmp_path / "out") == ["wmt14.en_fr.txt", "wmt14.fr_en.txt"]
 
 
-def test_prepare_refuses_files_that_do_not_match(folder, tmp_path):
+def test_prepare_refuses_mismatched_files(folder, tmp_path):
     (folder / preprocess.FRENCH).write_bytes(sgm(*document(FRENCH[:1])))
     message = refused(preprocess.prepare, folder, tmp_path / "out")
-    for told in ("line 4", preprocess.ENGLISH, preprocess.FRENCH, "</doc>", "A\\ttab."):
-        assert told in message
+    for expected_error in ("line 4", preprocess.ENGLISH, preprocess.FRENCH, "</doc>", "A\\ttab."):
+        assert expected_error in message
     assert not (tmp_path / "out").exists()
 
 
-def test_prepare_refuses_what_is_missing(folder, tmp_path):
+def test_prepare_refuses_missing_files(folder, tmp_path):
     assert "does not exist" in refused(preprocess.prepare, tmp_path / "none", tmp_path / "out")
     (folder / preprocess.FRENCH).unlink()
     assert preprocess.FRENCH in refused(preprocess.prepare, folder, tmp_path / "out")
@@ -75,7 +75,7 @@ def test_faithful_examples_follow_the_rules(tmp_path):
         ("a\u00a0? e f", "Z"),  # 4 words: a no-break space separates words
     )
     examples = faithful_examples(path, src_len=2, tgt_len=3, vocab_size=20)
-    # b and a stand three times, b first; then all others in the order of appearance.
+    # b and a occur three times, b first. All others follow in order of appearance.
     words = ["b", "a", "c", "d", "?", "e", "f"]
     assert examples.source_vocabulary == {w: 3 + i for i, w in enumerate(words)}
     assert list(examples.target_vocabulary)[:4] == ["Z", "X", "Y", "W"]
@@ -85,7 +85,7 @@ def test_faithful_examples_follow_the_rules(tmp_path):
     assert {examples.source.dtype, examples.target.dtype, examples.label.dtype} == {np.dtype("i4")}
 
 
-def test_faithful_examples_refuse_what_does_not_fit(tmp_path):
+def test_faithful_examples_refuse_mismatched_files(tmp_path):
     path = pairs_file(tmp_path, ("a b c d", "x y"))
     assert len(faithful_examples(path, 2, 2, vocab_size=7).source) == 1
     assert "--vocab_size 7" in refused(faithful_examples, path, 2, 2, vocab_size=6)
@@ -93,7 +93,7 @@ def test_faithful_examples_refuse_what_does_not_fit(tmp_path):
     assert "src_len=0" in refused(faithful_examples, path, 0, 2)
 
 
-def test_the_real_files_give_the_published_numbers(shared_data, tmp_path):
+def test_real_files_give_the_published_numbers(shared_data, tmp_path):
     preprocess.verify(shared_data / "wmt14")
     _, french_english = preprocess.prepare(shared_data / "wmt14", tmp_path)
     examples = faithful_examples(french_english)

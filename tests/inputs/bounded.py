@@ -1,11 +1,11 @@
-"""What the tests of hostile input have in common."""
+"""Helpers for tests of malicious input."""
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from dtransformer.errors import InputError, one_line
 
-# The same cases in every run, and few enough for a suite; benchmarks/fuzz.py makes thousands.
+# The cases are equal in every run and few, to save time. benchmarks/fuzz.py runs thousands.
 BOUNDED = settings(
     max_examples=60,
     derandomize=True,
@@ -16,7 +16,7 @@ BOUNDED = settings(
 
 
 def read_or_refused(function, *args):
-    """Return what a reader returns, or None where it raises an InputError of one line."""
+    """Return the result of a reader, or `None` if it raises a one-line InputError."""
     try:
         return function(*args)
     except InputError as error:

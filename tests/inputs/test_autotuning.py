@@ -1,11 +1,11 @@
-"""Promise: what fit iterates over ends at once, unless its options ask for tuning."""
+"""Datasets of `fit` stop without delay, unless their options enable tuning."""
 
 import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
 
 
-def test_without_autotuning():
+def test_autotuning_is_disabled_unless_options_set_it():
     data = tf.data.Dataset.range(3).map(lambda x: x, num_parallel_calls=tf.data.AUTOTUNE)
     quiet = without_autotuning(data)
     assert quiet.options().autotune.enabled is False

@@ -1,4 +1,4 @@
-"""Promise: stored numbers come in the weight's order and type, without a needless copy, and finite."""
+"""Stored arrays are converted to the weight's order and type, checked, and copied only once."""
 
 import tracemalloc
 
@@ -27,7 +27,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stored", [np.float32, BFLOAT16])
-def test_values_of_any_view(stored, kind, view):
+def test_views_are_converted(stored, kind, view):
     matrix = np.random.default_rng(0).normal(size=(300, 192)).astype(stored)
     value = VIEWS[view](matrix)
     found = convert(value, kind, "a")
@@ -36,7 +36,7 @@ def test_values_of_any_view(stored, kind, view):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5,), (1, 1), (1, 5), (5, 1)])
-def test_small_shapes(shape):
+def test_small_shapes_are_converted(shape):
     value = np.full(shape, 2.5, BFLOAT16)
     for kind in KINDS:
         np.testing.assert_array_equal(convert(value, kind, "a"), value.astype(kind))
@@ -45,7 +45,7 @@ def test_small_shapes(shape):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_one_number_that_is_not_finite_is_found(kind, wrong):
+def test_single_value_that_is_not_finite_is_found(kind, wrong):
     for place in (0, 2**16 - 1, 2**16, 2**17 + 4):
         value = np.ones(2**17 + 5, "float32")
         value[place] = wrong
@@ -54,7 +54,7 @@ def test_one_number_that_is_not_finite_is_found(kind, wrong):
                 convert(stored, kind, "the table")
 
 
-def test_a_transposed_matrix_takes_little_more_than_its_copy():
+def test_transposed_matrix_needs_little_extra_memory():
     matrix = np.ones((2048, 1024), BFLOAT16)
     tracemalloc.start()
     try:

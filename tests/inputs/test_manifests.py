@@ -1,4 +1,4 @@
-"""Promise: a checkpoint's manifest is believed in nothing, even where its checksum is right."""
+"""A checkpoint's manifest is checked even if its checksum is right."""
 
 import json
 import pathlib
@@ -32,13 +32,13 @@ def content():
 
 
 def write(folder, body):
-    """Write a manifest whose checksum is right."""
+    """Write a manifest with a right checksum."""
     crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     (folder / MANIFEST).write_text(json.dumps({"crc32": f"{crc:08x}", "checkpoint": body}))
 
 
 def places(value, path=()):
-    """Return the places of all values inside a value."""
+    """Return the places of all values inside a nested value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, inner in items:
@@ -55,7 +55,7 @@ def change(body, place, value):
 
 
 @pytest.mark.parametrize(
-    "place, value, told",
+    "place, value, expected_error",
     [
         (["step"], "3", "step should be a valid integer"),
         (["step"], -1, "step should be greater than or equal to 0"),
@@ -70,24 +70,24 @@ def change(body, place, value):
         (["files", "a\0b"], FILE, "inside of the folder"),
         (["files", "more"], {**FILE, "bytes": -1}, "bytes should be greater than or equal to 0"),
         (["files", "state.data-00001-of-00002"], FILE, "all of TensorFlow's files"),
-        (["tensors", "more"], [[2**40, 2**40], "float32"], "files of the tensors' size"),
+        (["tensors", "more"], [[2**40, 2**40], "float32"], "files with the size of the tensors"),
         (["tensors", "more"], [[-1], "float32"], "should be greater than or equal to 0"),
         (["tensors", "more"], [[1], "string"], "should be 'bool', "),
         (["tensors", "more"], [[1]], "tensors.more"),
         (["version"], 2, "update dtransformer"),
     ],
 )
-def test_wrong_fields_are_named(folder, place, value, told):
+def test_wrong_fields_are_named(folder, place, value, expected_error):
     body = content()
     change(body, place, value)
     write(folder, body)
     message = refusal(Checkpoint, folder)
-    assert told in message and str(folder / MANIFEST) in message
+    assert expected_error in message and str(folder / MANIFEST) in message
 
 
 @BOUNDED
 @given(data=st.data())
-def test_any_field_may_hold_anything(folder, data):
+def test_any_value_in_any_field_is_read_or_refused(folder, data):
     body = content()
     change(body, data.draw(st.sampled_from(places(body))), data.draw(JSON))
     write(folder, body)
@@ -99,27 +99,27 @@ def test_any_field_may_hold_anything(folder, data):
 
 @BOUNDED
 @given(text=st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode())))
-def test_a_manifest_may_be_anything(folder, text):
+def test_any_manifest_is_read_or_refused(folder, text):
     (folder / MANIFEST).write_bytes(text)
     assert read_or_refused(Checkpoint, folder) is None
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, expected_error",
     [
         ("[" * 100_000, "brackets"),
         ('{"a":' * 500 + "1" + "}" * 500, "levels"),
         ("9" * 5000, "5000 digits"),
         ('{"crc32": NaN}', "Out of range float"),
         ('{"crc32": 1e999}', "Out of range float"),
-        ('{"crc32": "", "crc32": ""}', "twice"),
+        ('{"crc32": "", "crc32": ""}', "repeated"),
         ('{"crc32": ""}', "checkpoint is missing"),
         (" " * (2**24 + 1), "bytes"),
     ],
 )
-def test_json_has_limits(folder, text, told):
+def test_json_has_limits(folder, text, expected_error):
     (folder / MANIFEST).write_text(text)
-    assert told in refusal(Checkpoint, folder)
+    assert expected_error in refusal(Checkpoint, folder)
 
 
 def test_links_are_not_followed(folder, tmp_path):
@@ -133,7 +133,7 @@ def test_links_are_not_followed(folder, tmp_path):
     assert "is a link" in Checkpoint(folder).problems()["state.index"]
 
 
-def test_a_repair_stays_inside(folder, tmp_path):
+def test_repair_stays_inside_the_folder(folder, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     body, words = content(), b"words"
@@ -153,7 +153,7 @@ def test_a_repair_stays_inside(folder, tmp_path):
 
 @BOUNDED
 @given(place=st.integers(0, 900), length=st.sampled_from([1, 8, 1000]))
-def test_an_index_may_be_damaged_under_a_right_checksum(folder, place, length):
+def test_damaged_index_with_a_right_checksum_is_refused(folder, place, length):
     body, index = content(), (FORMAT_1 / "state.index").read_bytes()
     harmed = index[:place] + b"\xff" * min(length, len(index) - place) + index[place + length :]
     (folder / "state.index").write_bytes(harmed)

@@ -1,4 +1,4 @@
-"""Promise: weights from a file are finite numbers of a known type, or nothing is loaded."""
+"""Weights from a file are finite numbers of a known type, or none are loaded."""
 
 import json
 
@@ -20,7 +20,7 @@ VALUES = np.array([[0.5, -1.0, 2.0]], "float32")
 
 
 def safetensors(tensors, data, about=None):
-    """Return the bytes of a file with {name: (dtype, shape, offsets)}."""
+    """Return the bytes of a file with the tensors {name: (dtype, shape, offsets)}."""
     keys = ("dtype", "shape", "data_offsets")
     header = {name: dict(zip(keys, fields)) for name, fields in tensors.items()}
     header |= {"__metadata__": about} if about is not None else {}
@@ -45,7 +45,7 @@ def test_floating_point_types_are_converted(path, kind):
 
 
 @pytest.mark.parametrize(
-    "value, kind, told",
+    "value, kind, expected_error",
     [
         (np.array([1], "uint8"), "float32", "uint8"),
         (np.array([True]), "float32", "bool"),
@@ -56,12 +56,12 @@ def test_floating_point_types_are_converted(path, kind):
         (np.array([np.nan], ml_dtypes.float8_e4m3fn), "float32", "not finite"),
     ],
 )
-def test_other_types_and_values_are_refused(value, kind, told):
-    assert told in refusal(convert, value, kind, "a")
+def test_other_types_and_values_are_refused(value, kind, expected_error):
+    assert expected_error in refusal(convert, value, kind, "a")
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, expected_error",
     [
         (b"", "header"),
         (b"\xff" * 8, "header"),
@@ -73,7 +73,7 @@ def test_other_types_and_values_are_refused(value, kind, told):
         ),
         (safetensors({"a": ("F32", [2], [4, 12])}, b"\0" * 12), "invalid offset for tensor"),
         (safetensors({"a": ("F32", [2**40], [0, 2**42])}, b""), "not fully covered"),
-        (safetensors({"a": ("F32", [0, 2**62], [0, 0])}, b""), "of a size that memory may have"),
+        (safetensors({"a": ("F32", [0, 2**62], [0, 0])}, b""), "dimensions that fit into memory"),
         (safetensors({"a": ("C64", [1], [0, 8])}, b"\0" * 8), "'a' is 'C64'"),
         (safetensors({"a": ("F32", [-1, -1], [0, 4])}, b"\0" * 4), "usize"),
         (safetensors({"a": ("F32", ["2"], [0, 8])}, b"\0" * 8), "usize"),
@@ -81,14 +81,14 @@ def test_other_types_and_values_are_refused(value, kind, told):
         (safetensors({}, b"", {"format": 1}), "expected a string"),
     ],
 )
-def test_headers_are_checked(path, content, told):
+def test_headers_are_checked(path, content, expected_error):
     path.write_bytes(content)
-    assert told in refusal(SafetensorsFile, path)
+    assert expected_error in refusal(SafetensorsFile, path)
 
 
 @BOUNDED
 @given(data=st.data())
-def test_a_file_may_be_damaged_anywhere(path, data):
+def test_file_damaged_anywhere_is_read_or_refused(path, data):
     good = safetensors({"a": ("F32", [1, 3], [0, 12]), "b": ("I8", [2], [12, 14])}, b"\1" * 14)
     place = data.draw(st.integers(0, len(good) - 1))
     bad = bytearray(good)
@@ -109,7 +109,7 @@ def trainer_of(model):
     return trainer
 
 
-def test_nothing_changes_where_a_value_is_wrong(path):
+def test_weights_stay_unchanged_after_an_error(path):
     model = network()
     before = model.get_weights()
     numbers = np.array([1, 2, 3, np.nan, 5, 6], "float32").tobytes()
@@ -141,26 +141,29 @@ def arrays(file):
 
 
 @pytest.mark.parametrize(
-    "harm, told",
+    "harm, expected_error",
     [
-        (lambda file: file.create_dataset("x", (2**20, 2**20), "f4", chunks=(1, 1)), "no array"),
-        (lambda file: file.create_dataset("x", (2**20, 2**20), "f4"), "no array"),
+        (
+            lambda file: file.create_dataset("x", (2**20, 2**20), "f4", chunks=(1, 1)),
+            "is not an array of numbers",
+        ),
+        (lambda file: file.create_dataset("x", (2**20, 2**20), "f4"), "is not an array of numbers"),
         (linked, "is a link"),
         (not_finite, "not finite"),
-        (texts, "no array"),
-        (lambda file: file.clear(), "of another model"),
+        (texts, "is not an array of numbers"),
+        (lambda file: file.clear(), "belong to another model"),
     ],
 )
-def test_weights_of_keras_are_checked(tmp_path, harm, told):
+def test_keras_weights_are_checked(tmp_path, harm, expected_error):
     path, model = tmp_path / "model.weights.h5", network()
     model.save_weights(path)
     load_weights(network(), path)
     with h5py.File(path, "a") as file:
         harm(file)
-    assert told in refusal(load_weights, model, path)
+    assert expected_error in refusal(load_weights, model, path)
 
 
-def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
+def test_weights_in_a_keras_archive_are_checked(tmp_path):
     path, model = tmp_path / "model.keras", network()
     model.save(path)
     before = model.get_weights()
@@ -173,7 +176,9 @@ def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
         np.testing.assert_array_equal(own, other)
     model.save(path)
     data = bytearray(path.read_bytes())
-    data[data.index(before[0].tobytes())] ^= 1  # a finite value, but the archive has a checksum
+    data[data.index(before[0].tobytes())] ^= (
+        1  # The value stays finite, but the archive has a checksum.
+    )
     path.write_bytes(data)
     assert "CRC" in refusal(load_weights, model, path)
     path.write_bytes(path.read_bytes()[:200])
@@ -181,7 +186,7 @@ def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-def test_a_trainer_loads_what_it_or_its_network_has_saved(tmp_path):
+def test_trainer_loads_saved_weights_of_itself_or_its_network(tmp_path):
     model = network()
     trainer_of(model).save(tmp_path / "trainer.keras")
     model.save(tmp_path / "network.keras")
@@ -194,7 +199,7 @@ def test_a_trainer_loads_what_it_or_its_network_has_saved(tmp_path):
 
 @BOUNDED
 @given(data=st.data())
-def test_a_keras_file_may_be_damaged_anywhere(tmp_path, data):
+def test_keras_file_damaged_anywhere_is_read_or_refused(tmp_path, data):
     path, model = tmp_path / "model.weights.h5", network()
     model.save_weights(path)
     bad = bytearray(path.read_bytes())

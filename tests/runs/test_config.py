@@ -55,7 +55,7 @@ def test_words_of_older_runs_are_read(tmp_path):
         ("data:\n  shuffle: 7\n", ["data.shuffle", "a valid boolean", "7"]),
         ("training: 3\n", ["training", "3", "keys"]),
         ("- 1\n- 2\n", ["sections", "list"]),
-        ("training: [\n", ["not YAML"]),
+        ("training: [\n", ["unsupported YAML"]),
     ],
 )
 def test_wrong_files(tmp_path, text, words):
@@ -140,7 +140,7 @@ def test_wrong_values_of_new_keys(setting, words):
     [
         ("training.epochs", ["section.key=value"]),
         ("training.epoch=1", ["--set", "training.epochs"]),
-        ("training.epochs=[", ["not YAML"]),
+        ("training.epochs=[", ["unsupported YAML"]),
         ("search.beam_size=-1", ["search.beam_size", "or equal to 1", "-1"]),
     ],
 )

@@ -62,11 +62,11 @@ def test_pairs_without_different_answers_are_left_out(bad, name, part, place, ca
     printed = capsys.readouterr().out
     if "kept" in request.node.name:
         assert len(found) == 20 and f"Records ({part}): 1 of 20 records are longer" in printed
-        assert "and cut off" in printed and "left out" not in printed
+        assert "and are cut off" in printed and "left out" not in printed
         return
     assert len(found) == 19
     line = f"Records ({part}): 1 of 20 records would lose an answer if cut to {LENGTH} tokens"
-    assert f"{line}, and are left out: give a greater data.length" in printed
+    assert f"{line} and are left out. Increase `data.length`" in printed
 
 
 def test_chats_without_a_learnt_token_are_left_out(place, capsys):
@@ -76,7 +76,7 @@ def test_chats_without_a_learnt_token_are_left_out(place, capsys):
     first = {"messages": [message("user", "or?"), message("assistant", LONG), answer]}
     found = read(place, "chat", [*rows, first])
     assert len(found) == 20
-    assert "1 of 21 records are longer than 32 tokens, and cut off" in capsys.readouterr().out
+    assert "1 of 21 records are longer than 32 tokens and are cut off" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
@@ -90,7 +90,7 @@ def test_pairs_of_texts_without_a_second_text_are_left_out(name, place, capsys):
     found = read(place, name, rows, "train", *settings)
     assert len(found) == len(found.targets) == 19
     printed = capsys.readouterr().out
-    assert "1 of 20 records are longer than 32 tokens, and cut off" in printed
+    assert "1 of 20 records are longer than 32 tokens and are cut off" in printed
     assert "1 of 20 records would lose an answer if cut to 32 tokens" in printed
 
 
@@ -103,7 +103,7 @@ def test_long_texts_of_other_tasks_are_only_cut(place):
         "embedding": {"query": LONG, "positive": "one " + LONG},
     }
     for name, row in rows.items():
-        with pytest.warns(UserWarning, match="and cut off"):
+        with pytest.warns(UserWarning, match="and are cut off"):
             found = read(
                 place, name, [row], "train", *["data.labels=[yes, no]"] * ("class" in name)
             )

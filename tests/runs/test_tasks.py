@@ -214,7 +214,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("chat", "data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("chat", "data.train=null", "data.train is not given"),
         ("chat", "data.length=4", "more than data.length=4 tokens"),
-        ("chat", "data.train=pairs.jsonl", "completion: messages are None"),
+        ("chat", "data.train=pairs.jsonl", "completion: Expected a list of messages"),
         ("chat", "model.from=nowhere", "nowhere"),
         ("chat", "model.preset=gpt2_small", "from and preset"),
         ("chat", "model.adapters={targets: nothing}", "model.adapters"),
@@ -225,12 +225,12 @@ def test_new_files_are_taken(task, tmp_path):
         ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, or a list"),
         ("classification", "data.labels=[yes]", "there are 1: expected two"),
         ("classification", "data.labels=[yes, maybe]", "line 1: the label 'no' is none of"),
-        ("regression", "data.train=labels.jsonl", "expected a number"),
+        ("regression", "data.train=labels.jsonl", "must be a finite number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
         ("preference", "training.beta=0", "training.beta should be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
-        ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
+        ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],
 )
 def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):
@@ -345,7 +345,7 @@ def test_what_tasks_of_pairs_do_not_read_is_an_error():
     with pytest.raises(InputError, match="here: negative is not read"):
         Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
     for wrong in ("high", "", True, [], {}):
-        with pytest.raises(InputError, match="here: margin is .*, expected a number"):
+        with pytest.raises(InputError, match="here: `margin` must be a finite number"):
             Reward.target(None, {"margin": wrong}, "here")
     assert Reward.target(None, {"margin": None}, "here") == Reward.target(None, {}, "here")
 

@@ -141,7 +141,11 @@ def test_a_config_that_does_not_fit(folder, fields, told):
             "a list of modules",
         ),
         ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], {}, "by nothing"),
-        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], [], "an object"),
+        (
+            [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}],
+            [],
+            "a JSON object",
+        ),
         ({"modules": []}, {}, "a list of modules"),
     ],
 )
@@ -154,7 +158,7 @@ def test_modules_that_are_none_of_sentence_transformers(folder, modules, pooling
 
 def test_a_config_that_is_no_object(folder):
     (folder / "config.json").write_text("[]")
-    assert "expected an object of JSON" in refusal(folder)
+    assert "must contain a JSON object" in refusal(folder)
 
 
 def test_tensors_that_lack_or_are_too_many(folder):
