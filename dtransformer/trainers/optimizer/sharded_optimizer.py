@@ -1,5 +1,6 @@
 """Optimizer step: reduce and clip gradients, update local shards, all-gather new weights."""
 
+import contextlib
 from functools import partial
 
 import keras
@@ -144,7 +145,8 @@ def _keep(gradients):
 
 
 def _run(steps, data):
-    with transport.global_names():
+    names = transport.global_names() if job.size() > 1 else contextlib.nullcontext()
+    with names:
         for phase in steps:
             phase(data)
 
