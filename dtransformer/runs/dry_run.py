@@ -1,4 +1,4 @@
-"""`dtransformer train --dry-run`: plan a run and check everything that training would refuse."""
+"""`dtransformer train --dry-run`: plan a run and check everything that training would reject."""
 
 import contextvars
 import math
@@ -43,16 +43,16 @@ def dry_run(
 
     The network gets shapes and no values, so neither memory nor devices are needed for it.
     Nothing is trained or written. If several ranks are started, rank 0 does all of this for
-    them, and the others return at once.
+    them, and the others return immediately.
 
     Args:
         config_path: A YAML file.
         settings: Texts "section.key=value" that replace values of the file.
-        in_color: Whether learnt text is green. Otherwise it stands between ⟦ and ⟧.
+        in_color: Whether to print text with labels in green. Otherwise it stands between ⟦ and ⟧.
         overwrite: Whether training may replace existing exports.
 
     Raises:
-        InputError: If training would refuse the config, the data, the weights, the layout
+        InputError: If training would reject the config, the data, the weights, the layout
             or the exports.
     """
     if os.environ.get("HOROVOD_RANK", "0") != "0":
@@ -78,7 +78,10 @@ def dry_run(
 
 
 def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
-    """Return the layout of a run and its devices: the started ranks', or those of the config.
+    """Return the layout of a run and its devices.
+
+    With several started ranks, the devices are theirs. A single process plans for the devices that
+    the config's degrees need.
 
     Raises:
         InputError: If the layout does not fit the ranks, or the planner finds none.
@@ -140,7 +143,7 @@ def _marked(text, is_learnt, in_color):
 
 
 def _check_training(task, parallel, overwrite, ranks):
-    """Check the network, its weights, the optimizer and the exports of a task, without values."""
+    """Check the network, its weights, the optimizer and the exports of a task from shapes alone."""
     needs.planned_ranks.set(ranks)
     check_logs(task.config)
     with tf.device("CPU"):

@@ -1,4 +1,4 @@
-"""Export of a run for other programs: a published folder, or adapters apart."""
+"""Export a run for other programs, as a published folder, adapters or a SavedModel."""
 
 import os
 import pathlib
@@ -15,10 +15,14 @@ from dtransformer.runs.tasks.base import Task
 
 
 def check_export(task: Task, overwrite: bool) -> None:
-    """Check, before training, that what is trained can be written where `export` says.
+    """Check before training that the run's `export` options can be carried out.
+
+    Args:
+        task: Task of the run, with its network.
+        overwrite: Boolean. Whether existing exports may be replaced.
 
     Raises:
-        InputError: it cannot; says why.
+        InputError: If a target exists, cannot be written, or cannot store this network.
     """
     options = task.config.sections().get("export")
     if options is None:
@@ -43,19 +47,21 @@ def check_export(task: Task, overwrite: bool) -> None:
 def export(
     task: Task, trainer: keras.Model, run: str | os.PathLike, overwrite: bool = False
 ) -> pathlib.Path | None:
-    """Write what `export` of a run's config asks for, of the run's best weights; all ranks call.
+    """Write the exports that the run's config requests, with the run's best weights.
+
+    All ranks call it. Adapters are merged into the network if `export.merge_adapters` is set.
 
     Args:
-        task: the task, whose network is trained.
-        trainer: the trainer of the network.
-        run: the run's folder.
-        overwrite: whether what is there is replaced.
+        task: Task of the run, with the trained network.
+        trainer: Trainer of the network.
+        run: Folder of the run.
+        overwrite: Boolean. Replace existing exports.
 
     Returns:
-        The folder that it is in; None where nothing is asked for.
+        Path of the exported folder, or `None` if `export.folder` is not set.
 
     Raises:
-        InputError: the network is of no published family, or the folder cannot be written.
+        InputError: If the network belongs to no published family, or a target cannot be written.
     """
     options = task.config.sections().get("export")
     if options is None or not (options.folder or options.saved_model):
@@ -73,7 +79,7 @@ def export(
     if adapters_of(network):
         if not options.merge_adapters:
             base = task.config.model.from_
-            # Of a run's weights there is no published folder, beside which peft could load them.
+            # peft needs a published folder as the base, which a run folder is not.
             family, also = ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
             landed = save_lora(network, options.folder, family, overwrite)
             use = f"dtransformer generate --model {base} --adapters {landed}{also}"

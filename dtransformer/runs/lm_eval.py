@@ -1,12 +1,13 @@
-"""EleutherAI's lm-evaluation-harness on a run, or on a published folder: its three methods.
+"""Evaluate a run or a published folder with EleutherAI's lm-evaluation-harness.
 
     import lm_eval
     from dtransformer.runs.lm_eval import harness_model
 
     lm_eval.simple_evaluate(model=harness_model("runs/mine"), tasks=["lambada_openai"])
 
-Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602. The package
-`lm_eval` is imported when a model is made for it.
+The package `lm_eval` is imported when a model is created.
+
+Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602.
 """
 
 import importlib
@@ -25,12 +26,12 @@ from dtransformer.models.generation.text_generator import as_lists
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 
-_MULTIPLE = 64  # of tokens, that rows are filled up to: each length is compiled once
-_DRAWS = ("temperature", "top_p", "top_k")  # what requests may say of generation
+_MULTIPLE = 64  # Rows are padded to a multiple of 64 tokens, so that few lengths are compiled.
+_DRAWS = ("temperature", "top_p", "top_k")  # sampling options of requests
 
 
 class _Scores:
-    """The three methods, of a network and its tokenizer on one device; see `harness_model`."""
+    """The three methods of `lm_eval.api.model.LM` for a network and its tokenizer on one device."""
 
     def __init__(self, network, tokenizer, batch_size, max_length):
         super().__init__()
@@ -40,11 +41,18 @@ class _Scores:
         self._compiled = tf.function(self._scores)
 
     def loglikelihood(self, requests: Sequence) -> list[tuple[float, bool]]:
-        """Return log p of each continuation, and whether it is the likeliest, token by token."""
+        """Return a (log p, is_greedy) pair for each (context, continuation) request.
+
+        log p is the log probability of the continuation. `is_greedy` is true if each of its tokens is
+        the most probable next token.
+        """
         return self._score([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence) -> list[float]:
-        """Return log p of each text, in windows of the longest length, each token once."""
+        """Return the log probability of each text.
+
+        Long texts are scored in windows of `max_length` tokens. Each token counts once.
+        """
         rows, owners = [], []
         for owner, request in enumerate(requests):
             (text,), most = request.args, self._max_length
@@ -59,7 +67,10 @@ class _Scores:
         return totals.tolist()
 
     def generate_until(self, requests: Sequence) -> list[str]:
-        """Return what comes after each context, or its end where it is long, up to the first end."""
+        """Return the continuation of each context, up to the first of its "until" texts.
+
+        Long contexts are truncated from the left, so that the new tokens fit into `max_length`.
+        """
         texts = []
         for context, options in (request.args for request in requests):
             number = options.get("max_gen_toks", options.get("max_new_tokens", 256))
@@ -78,8 +89,8 @@ class _Scores:
         return self._network.end_id if start is None else start
 
     def _pair(self, context, continuation):
-        """Return the ids of a context and its continuation, and how many are the latter's."""
-        spaces = context[len(context.rstrip()) :]  # which belong to the word that follows
+        """Return the ids of a context with its continuation, and the number of continuation ids."""
+        spaces = context[len(context.rstrip()) :]  # Tokens of words include the space before them.
         context, continuation = context.rstrip(), spaces + continuation
         whole, before = self._prompts([context + continuation, context])
         if not context:
@@ -89,13 +100,17 @@ class _Scores:
         return whole[-(self._max_length + 1) :], number
 
     def _prompts(self, texts):
-        """Return the ids of texts, with those before them that the network was trained with."""
+        """Return the ids of texts, with the start tokens that the network was trained with."""
         if hasattr(self._tokenizer, "encode_prompts"):
             return as_lists(self._tokenizer.encode_prompts(texts))
         return [[self._first(), *row] for row in as_lists(self._tokenizer.encode(texts))]
 
     def _score(self, rows):
-        """Return log p of the last ids of rows, and whether they are the likeliest."""
+        """Return a (log p, is_greedy) pair for each row.
+
+        Args:
+            rows: List of (ids, count) pairs. The last `count` ids of a row are scored.
+        """
         order = sorted(range(len(rows)), key=lambda x: -len(rows[x][0]))
         found = [None] * len(rows)
         for start in range(0, len(rows), self._batch_size):
@@ -128,17 +143,20 @@ def harness_model(
 ) -> Any:
     """Return a model for `lm_eval.simple_evaluate`, an `lm_eval.api.model.LM`.
 
-    Texts begin with the special tokens that the tokenizer adds, and those without a context, and
-    windows of texts, with the network's start token, or its end token where it has none.
+    Texts with a context begin with the special tokens that the tokenizer adds. Texts without a
+    context and rolling windows begin with the network's start token, or with its end token if it has
+    no start token.
 
     Args:
-        folder: a run's, or a published one.
-        precision: the type to compute in.
-        batch_size: number of rows that are scored at once.
-        max_length: most tokens of a row; those of learned positions, or 2,048 by default.
+        folder: Path of a run folder or a published folder.
+        precision: Name of the dtype policy to compute in. Defaults to `"float32"`.
+        batch_size: Integer. Rows per batch. Defaults to 8.
+        max_length: Integer. Maximum tokens per row. Defaults to the number of learned positions, or
+            to 2,048 without learned positions. Larger values are reduced to this default.
 
     Raises:
-        InputError: lm_eval is not installed, there are several ranks, or the folder is not usable.
+        InputError: If `lm_eval` is not installed, the job has several ranks or a mesh, or the folder
+            is unusable.
     """
     check_installed("lm_eval", "its scores")
     if job.size() > 1 or job.mesh() is not None:

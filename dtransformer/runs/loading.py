@@ -1,4 +1,4 @@
-"""A run as its folder has it: its config, its tokenizer, and its network with the weights."""
+"""Load the config, the tokenizer and the trained network of a run or a published folder."""
 
 import os
 import pathlib
@@ -29,10 +29,10 @@ from dtransformer.runs.unread import like
 
 @refusing("parallel", ValueError)
 def start_job(config: RunConfig) -> None:
-    """Join the job's ranks, by the layout of a config.
+    """Initialize the job with the layout, seed and devices of a config.
 
     Raises:
-        InputError: the layout does not fit them.
+        InputError: If the layout does not fit the number of ranks.
     """
     fields = ("seed", "local_devices", "deterministic")
     own = {name: getattr(config.training, name) for name in fields}
@@ -40,9 +40,10 @@ def start_job(config: RunConfig) -> None:
 
 
 def open_run(folder: str | os.PathLike, trained: bool = True) -> Task:
-    """Join the job by a run's layout, adapted to the number of ranks, and return its task.
+    """Initialize the job with a run's layout, adapted to the number of ranks, and load the run.
 
-    Arguments and errors are those of `load_run`. The precision is that of training.
+    All ranks call it. Arguments and errors are the same as in `load_run`. The network computes in
+    `training.precision`.
     """
     config = check_run(pathlib.Path(folder))
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
@@ -56,19 +57,21 @@ def load_run(
     task: str | None = None,
     trained: bool = True,
 ) -> Task:
-    """Read a run's folder; all ranks call.
+    """Load a run. All ranks call it.
 
     Args:
-        folder: its path.
-        precision: of the network's computations; weights are float32 anyway.
-        task: the task that the run has to be of; None for any.
-        trained: whether the network gets the run's weights, or is as training began.
+        folder: Path of the run folder.
+        precision: Name of the dtype policy of the network. Its weights are float32, except with
+            `"bfloat16"`.
+        task: Name of the expected task. `None` accepts every task.
+        trained: Boolean. Load the run's weights. Otherwise the network has its initial weights.
 
     Returns:
-        Its task, with tokenizer and network; records are not read.
+        A `Task` with tokenizer and network. Records are not read.
 
     Raises:
-        InputError: the folder or a file in it is missing, damaged, or of another run.
+        InputError: If the folder or a file in it is missing or damaged, belongs to another run, or
+            has another task.
     """
     folder = pathlib.Path(folder)
     config = check_run(folder)
@@ -83,12 +86,12 @@ def load_run(
 
 
 def load_published(folder: str) -> Task:
-    """Return the task of a published folder whose network gives labels, a number or vectors.
+    """Return the task of a published folder whose network predicts labels, numbers or vectors.
 
-    Texts may have 512 tokens, or as many as the network has positions. All ranks call it.
+    Texts may have up to 512 tokens, or fewer if the network has fewer positions. All ranks call it.
 
     Raises:
-        InputError: If the folder is not usable, or its network has no such head.
+        InputError: If the folder is unusable, or its network has no suitable head.
     """
     fields = read_object(f"{folder}/config.json")
     labels, name = labels_of(fields, folder), str(fields.get("architectures"))
@@ -113,7 +116,7 @@ def load_published(folder: str) -> Task:
 
 
 def load_trained(task: Task) -> None:
-    """Give the network of a run's task the run's weights; all ranks call."""
+    """Load the run's weights or adapters into the network of its task. All ranks call it."""
     folder = task.old_run
     if (folder / ADAPTERS).exists():
         load_lora(task.core, folder / ADAPTERS)
@@ -124,15 +127,15 @@ def load_trained(task: Task) -> None:
 def opened(
     folder: str | os.PathLike, precision: str, adapters: str | os.PathLike | None = None
 ) -> tuple[object, keras.Model]:
-    """Return the tokenizer and the network of a published folder, or of a run's.
+    """Return the tokenizer and the network of a published folder or a run, to generate text.
 
     Args:
-        folder: its path.
-        precision: the type to compute in.
-        adapters: a folder of low-rank adapters, or None.
+        folder: Path of the folder.
+        precision: Name of the dtype policy to compute in.
+        adapters: Path of a folder of low-rank adapters to add, or `None`.
 
     Raises:
-        InputError: the folder is not usable, or what it holds generates no texts.
+        InputError: If the folder is unusable, or its network does not generate text.
     """
     folder = pathlib.Path(folder)
     if is_run(folder):
@@ -157,17 +160,17 @@ def opened(
             f"{model.vocab_size}: are the files of one model?"
         )
     if adapters is not None:
-        if adapters_of(model):  # of a run, which those that are given were trained beside
+        if adapters_of(model):  # The new adapters were trained on the merged weights of the run.
             merge_lora(model)
         load_lora(model, adapters)
     return tokenizer, model
 
 
 def check_run(folder: pathlib.Path) -> RunConfig:
-    """Return the config of a run's folder, whose files were compared with their checksums.
+    """Compare the files of a run folder with their checksums, and return the run's config.
 
     Raises:
-        InputError: one is missing, damaged, or of another run.
+        InputError: If a file is missing, damaged, or belongs to another run.
     """
     if not os.path.isdir(folder):
         raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
@@ -187,7 +190,7 @@ def check_run(folder: pathlib.Path) -> RunConfig:
 
 
 def _other_run(folder):
-    """Return what is told of a folder that `dtransformer train` has not written."""
+    """Return the error message for a folder that `dtransformer train` did not write."""
     told = f"{folder}: is no run of dtransformer train"
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():

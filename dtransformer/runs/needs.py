@@ -9,23 +9,24 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32
-_TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
+_TRAINED = 3 * _NUMBER  # bytes of a weight, its gradient and one optimizer state
 _GIBIBYTE = 2**30
 # Number of ranks that a dry run plans for. A dry run is a single process.
 planned_ranks: contextvars.ContextVar[float] = contextvars.ContextVar("planned_ranks", default=1)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:
-    """Refuse a search that this machine cannot hold: its caches, and the scores of a step.
+    """Check that the free memory suffices for the caches and scores of a search.
 
     Args:
-        config: the run's config.
-        vocab_size: number of pieces of the vocabulary.
-        beam_size: number of beams of a sentence.
-        sentences: number of sentences that are translated at once.
+        config: Config of the run.
+        vocab_size: Integer. Size of the vocabulary.
+        beam_size: Integer. Beams per sentence.
+        sentences: Integer. Sentences per batch.
 
     Raises:
-        InputError: names the need; or the search is longer than the model can count.
+        InputError: If the free memory is too small, or `search.max_length` exceeds the model's
+            positions.
     """
     length, hidden = config.data.max_length, config.model.hidden_size
     _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
@@ -43,10 +44,10 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
 
 
 def check_network(network: object) -> None:
-    """Check that this machine can hold a rank's share of a network in training.
+    """Check that the free memory suffices for a rank's share of a network in training.
 
     Args:
-        network: The network, not built, with `num_parameters()`.
+        network: Unbuilt network with a method `num_parameters()`.
 
     Raises:
         InputError: If the free memory is too small, even if all ranks share the weights.
@@ -56,7 +57,7 @@ def check_network(network: object) -> None:
 
 
 def check_published(folder: pathlib.Path) -> None:
-    """Check that this machine can hold a rank's share of published weights.
+    """Check that the free memory suffices for a rank's share of published weights.
 
     Args:
         folder: Folder of the weights.

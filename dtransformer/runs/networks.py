@@ -1,4 +1,4 @@
-"""The network of a run: published weights, a preset, another run's, or of sizes; and its adapters."""
+"""Create the network of a run from published weights, another run, a preset or sizes."""
 
 import importlib
 import pathlib
@@ -19,8 +19,8 @@ from dtransformer.runs.identity import is_run
 from dtransformer.runs.options import USUAL_VOCABULARY
 
 _IDS = {name: name for name in ("pad_id", "start_id", "end_id")}
-# Arguments of networks -> the tokenizer's special ids, where they are not all, by the same names; an
-# encoder-decoder starts with the padding, as T5, which is never trained as a label.
+# Maps arguments of networks to the tokenizer's special ids. By default all ids have the same names.
+# Encoder-decoders start with padding, as T5 does, because padding is never a label.
 _IDS_OF_KINDS = {MaskedLM: {"pad_id": "pad_id"}, EncoderDecoderLM: {**_IDS, "start_id": "pad_id"}}
 _NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
 
@@ -33,19 +33,19 @@ def make_network(
     accepts: type | None = None,
     **own: Any,
 ) -> TokenModel:
-    """Return the network that `model` of a run's config asks for, built; all ranks call.
+    """Create and build the network that `model` of a run's config describes. All ranks call it.
 
     Args:
-        config: the run's config.
-        kind: the class that the task trains.
-        vocab_size: number of ids of its tokenizer.
-        precision: of its computations; by default `training.precision`.
-        accepts: a base of the classes that weights may be of; by default `kind`.
-        **own: arguments that the task gives, such as special ids, where it is of sizes.
+        config: Config of the run.
+        kind: Class of the network that the task trains.
+        vocab_size: Integer. Number of ids of the tokenizer.
+        precision: Name of the dtype policy. Defaults to `training.precision`.
+        accepts: Base class of all networks that the task accepts. Defaults to `kind`.
+        **own: Default arguments, such as special ids, for a network from sizes.
 
     Raises:
-        InputError: the options make none, or one that is too large for this machine; or the weights
-            are of another kind, or of a smaller vocabulary.
+        InputError: If the options are invalid, the network is too large for this machine, its class
+            does not suit the task, or its vocabulary is smaller than the tokenizer's.
     """
     precision = precision or config.training.precision
     given = sizes_of(config)
@@ -69,7 +69,7 @@ def make_network(
 
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of a network that a config gives."""
+    """Return the arguments of the network that `model` sets: all sizes that are not `None`."""
     return {
         name: value
         for name, value in vars(config.model).items()
@@ -78,10 +78,10 @@ def sizes_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_positions(network: TokenModel, length: int) -> None:
-    """Check that a network has learned positions for rows of a length, where it learns them.
+    """Check that a network with learned positions has at least `length` positions.
 
     Raises:
-        InputError: it has fewer.
+        InputError: If it has fewer.
     """
     arguments = network.arguments
     has_table = arguments.get("positions", "learned") == "learned"
@@ -93,15 +93,15 @@ def check_positions(network: TokenModel, length: int) -> None:
 
 
 def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
-    """Return the sizes of a run's network, of which no weight is read or made.
+    """Return the architecture of a run's network without reading or creating weights.
 
     Args:
-        config: the run's config.
-        kind: name of the class that the task trains.
-        vocab_size: number of ids, where nothing else says it.
+        config: Config of the run.
+        kind: Name of the network class that the task trains.
+        vocab_size: Integer. Number of ids of a network from sizes. Presets and folders have theirs.
 
     Raises:
-        InputError: there is no such preset or folder.
+        InputError: If the preset or the folder does not exist.
     """
     options, given = config.model, sizes_of(config)
     if options.from_ is not None:
@@ -144,7 +144,7 @@ def _made(config, kind, vocab_size, precision, given, own):
 def _loaded(config, folder, precision, given):
     """Return the network of a published folder, or of another run with its adapters merged."""
     if is_run(folder):
-        loading = importlib.import_module("dtransformer.runs.loading")  # which makes networks, too
+        loading = importlib.import_module("dtransformer.runs.loading")  # A circular import.
         if given:
             raise InputError(
                 f"model.{next(iter(given))}: {folder} is a run, which has its own sizes"
@@ -159,15 +159,15 @@ def _loaded(config, folder, precision, given):
 
 
 def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> None:
-    """Give a network the adapters that a config asks for, and freeze what is not trained.
+    """Add the adapters and the embedding noise that a config requests, and freeze weights.
 
     Args:
-        network: the network, built.
-        config: the run's config.
-        always: a pattern of weights that are trained in any case, such as a new head's.
+        network: Built network. It is changed in place.
+        config: Config of the run.
+        always: Path pattern of weights that stay trainable next to adapters, such as a new head's.
 
     Raises:
-        InputError: a pattern matches no weight.
+        InputError: If a pattern matches no weight.
     """
     options = config.model
     with refusing("model.adapters, model.freeze"):
@@ -186,10 +186,12 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
 
 
 def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
-    """Return where the tokenizer of a run is that is not trained for it; None where it is.
+    """Return the folder of a run's tokenizer, or `None` if the tokenizer must be trained.
+
+    It is `tokenizer.folder`, or else the tokenizer of `model.from`.
 
     Raises:
-        InputError: the model has one that is not there.
+        InputError: If the folder `model.from` does not exist.
     """
     if config.tokenizer.folder is not None:
         return pathlib.Path(config.tokenizer.folder)
@@ -203,6 +205,9 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
 
 
 def special_ids(tokenizer: object, kind: type[TokenModel]) -> dict[str, int | None]:
-    """Return the ids of a tokenizer's special tokens, by the arguments of a class of networks."""
+    """Return a tokenizer's special ids as arguments for networks of the class `kind`.
+
+    An id that the tokenizer does not have is `None`.
+    """
     names = _IDS_OF_KINDS.get(kind, _IDS)
     return {ours: getattr(tokenizer, theirs, None) for ours, theirs in names.items()}

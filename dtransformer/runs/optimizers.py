@@ -11,7 +11,7 @@ from dtransformer.runs.unread import check_optimizer
 from dtransformer.trainers import lr_schedules
 from dtransformer.trainers.optimizer.apply import UpdateGroup
 
-# Schedules that end with the training, and the options that they take besides.
+# Schedules that depend on the number of training steps, and their additional options.
 _ENDING = {"linear": (), "cosine": (), "wsd": ("decay_steps",), "restarts": ("restarts",)}
 
 
@@ -35,10 +35,12 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
 
 
 def group_weights(network: keras.Model, config: RunConfig) -> None:
-    """Mark the weights of `training.groups`, for the optimizer step; all ranks call.
+    """Set the `update_group` attribute of all weights that `training.groups` matches.
+
+    The optimizer step reads it. All ranks call this function.
 
     Raises:
-        InputError: a pattern matches no weight, or one that another group has.
+        InputError: If a pattern matches no weight, or two groups match the same weight.
     """
     variables = {path_in(network, variable): variable for variable in network.variables}
     seen = {}
@@ -56,14 +58,16 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
 
 @refusing("training")
 def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run, with its schedule.
+    """Create the optimizer of a run, with its learning rate schedule.
+
+    Biases and normalization weights are excluded from weight decay.
 
     Args:
-        config: the run's config.
-        total_steps: number of steps of the training, at which some schedules end.
+        config: Config of the run.
+        total_steps: Integer. Number of training steps. Some schedules end there.
 
     Raises:
-        InputError: the options do not make an optimizer.
+        InputError: If the optimizer or the schedule rejects its options.
     """
     options = config.training
     kind = optimizer_class(options.optimizer)
@@ -74,7 +78,7 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
         schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
     keywords = {
         "learning_rate": lr_schedules.get(options.schedule, **schedule),
-        "weight_decay": options.weight_decay,  # 0, too: Keras' AdamW has another default
+        "weight_decay": options.weight_decay,  # Also set if it is 0, because AdamW's default is not.
     }
     if options.ema:
         keywords |= {"use_ema": True, "ema_momentum": options.ema}

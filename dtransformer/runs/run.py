@@ -1,4 +1,4 @@
-"""A run: from a config file to a run folder, whatever its task is."""
+"""Train any task: read a config file and write a run folder."""
 
 import contextlib
 import dataclasses
@@ -54,13 +54,12 @@ from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
-# What `--resume` may change: where the data lie, and all that changes neither the model nor the
-# tokens nor their order.
+# `--resume` accepts new paths of the data, and changed values of all options that are not in `_KEPT`.
 _MAY_MOVE = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
     *("tokenizer.folder", "model.from_"),
 )
-# Fields of `parallel` that are another layout's, where fewer ranks are left; all others stay.
+# Fields of `parallel` that the planner may change if the layout does not fit the remaining ranks.
 _FREE = (
     *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
     *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
@@ -98,7 +97,7 @@ def train(
     check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
-        folder.check(config_path, overwrite, resume)  # before any work
+        folder.check(config_path, overwrite, resume)
     found = layout_plan(config)
     if found is not None:
         config.parallel = found.best.config
@@ -112,9 +111,9 @@ def train(
         job.print_once(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
     try:
-        # Everything is made, so that what is wrong is told, before the folder is touched.
+        # Create everything before the folder is changed, so that errors leave it as it was.
         task, trainer, batches = _prepare(config, folder, resumes)
-        # By all ranks, which have read all files, before the folder that they are in is moved.
+        # All ranks must have read their files before rank 0 renames the folder.
         together(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         task.moved(folder.path)
@@ -141,11 +140,14 @@ def train(
 
 
 def layout_plan(config: RunConfig) -> Plan | None:
-    """Return the plan of a run whose layout is the planner's, the same on every rank; else None.
+    """Return the planner's plan for a run, or `None` if the config's layout is used.
 
-    With `parallel: auto` it is; and under `dtransformer launch`, where the config's own layout does
-    not fit the ranks that are left. What the planner then finds nothing for goes by the rule of
-    `parallel.config.elastic_config`.
+    The planner is used for `parallel: auto`. It is also used under `dtransformer launch` if the
+    config's layout does not fit the remaining ranks. If it finds no layout then, the result is `None`,
+    and `parallel.config.elastic_config` adapts the layout. All ranks compute the same plan.
+
+    Raises:
+        InputError: If `parallel` is `auto` and no layout fits in memory.
     """
     local, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
@@ -165,20 +167,20 @@ def layout_plan(config: RunConfig) -> Plan | None:
 
 
 def _has_ended(path, config):
-    """Return whether a run has made all steps that `training.max_steps` asks for."""
+    """Return whether the newest checkpoint has reached `training.max_steps`."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
 def make_trainer(task: Task, total_steps: int) -> Trainer:
-    """Return a trainer of a task's network, compiled.
+    """Create and compile the trainer of a task's network.
 
     Args:
-        task: the task, whose `make_network` was called.
-        total_steps: number of steps of the training.
+        task: Task with a network, after `make_network`.
+        total_steps: Integer. Number of training steps, for the learning rate schedule.
 
     Raises:
-        InputError: the options of `training` do not fit.
+        InputError: If the options of `training` are invalid.
     """
     options, trainer = task.config.training, Trainer(task.network)
     group_weights(task.network, task.config)
@@ -195,14 +197,17 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
 
 
 def _prepare(config, folder, resumes):
-    """Return the task, the trainer and the batches by parts; all is read and made."""
+    """Read the data, create network and trainer, and return (task, trainer, batches).
+
+    `batches` is a dict with the keys "train" and "dev".
+    """
     options, old_run = config.training, folder.path if resumes else None
-    optimizer_class(options.optimizer)  # before work begins
+    optimizer_class(options.optimizer)  # Report a wrong name before the data is read.
     check_logs(config)
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
-        # Labels that the config does not name were found in the records when the run began.
+        # Without `data.labels`, the labels were collected from the records when the run began.
         if not getattr(config.data, "labels", True):
             config.data.labels = getattr(old.data, "labels", [])
         _check_same(config, old)
@@ -221,7 +226,7 @@ def _prepare(config, folder, resumes):
 
 
 def _check_same(config, old):
-    """Refuse options that a run that is resumed cannot change."""
+    """Check that the config equals the old config in all options that a resumed run must keep."""
     if config.task != old.task:
         raise InputError(f"--resume: the run is of task {old.task}, and the config's {config.task}")
     for section, values in config.sections().items():
@@ -238,13 +243,13 @@ def _check_same(config, old):
 
 
 def _placeless(value):
-    """Return an option's value; of sources the weights alone, as files may move."""
+    """Return an option's value, or the mixture weights of sources, whose paths may change."""
     is_sources = isinstance(value, tuple) and value and isinstance(value[0], Source)
     return tuple(source.weight for source in value) if is_sources else value
 
 
 def _begin(folder, task, resumes):
-    """Begin the run folder anew, or see that what is there belongs together."""
+    """Create the run folder, or check that checkpoints and data of a resumed run belong to it."""
     if not resumes:
         folder.begin(task.config, task.tokenizer, task.digests)
         return
@@ -278,7 +283,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))
     if options.early_stopping:
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
-    # The config that the run began with, which `--resume` does not change.
+    # Checkpoints store the initial config of the run, even if `--resume` changes options.
     own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
     seals = lambda fresh: seal(fresh, run.key)
@@ -287,7 +292,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         own = {"family": "dtransformer", "overwrite": True}
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
     callbacks.append(BestWeights(save, monitor, best))
-    if options.ema:  # checkpoints have the weights themselves, and are saved before a validation
+    if options.ema:  # Checkpoints need the weights themselves, validation their averages.
         callbacks.append(_when(swap, "on_epoch_end"))
         sinks.append(_when(swap, "on_test_begin", "on_test_end"))
     callbacks += [
@@ -299,14 +304,14 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             monitor=monitor,
             assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
         ),
-        # It comes after what saves.
+        # The old run is removed only after the callbacks above have saved the new one.
         _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
 
 
 def _tell_profile(path, first):
-    """Say where the profile is, or that there is none."""
+    """Print the path of the profile, or warn if training ended before its first step."""
     if any(path.rglob("*.xplane.pb")):
         print(f"The profile is in {path}: tensorboard --logdir {path}", flush=True)
     else:
@@ -314,31 +319,34 @@ def _tell_profile(path, first):
 
 
 def _when(act, *events):
-    """Return a callback that acts at some events."""
+    """Return a callback that calls `act()` at the named events."""
     return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
 
 
 def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
-    """Return callbacks that stop training after a time, and after a number of the run's steps.
+    """Return callbacks that stop training after a time or a number of steps.
 
     Args:
-        trainer: the trainer.
-        minutes: the time, from the first step on; None for none.
-        steps: the number; None for none.
+        trainer: Trainer of the run.
+        minutes: Float. Time limit in minutes, from the start of this training. `None` disables it.
+        steps: Integer. Limit on the steps of the run, including steps before a resume. `None`
+            disables it.
     """
     found = []
     if minutes:
         timer = SharedTimer(60 * minutes)
         found.append(_when(lambda: timer.start(trainer.num_steps), "on_train_begin"))
         found.append(_stops(trainer, timer.is_over))
-    if steps:  # of which the optimizer may have skipped some; it is asked when all are made
+    # The optimizer skips steps with infinite gradients, and these do not count. Reading its counter
+    # blocks the host, so the counter is compared only after `steps` steps.
+    if steps:
         made = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
         found.append(_stops(trainer, made))
     return found
 
 
 def _stops(trainer, is_over):
-    """Return a callback that stops training once a function of the number of its steps is true."""
+    """Return a callback that stops training as soon as `is_over(num_steps)` is true."""
 
     def stop():
         if is_over(trainer.num_steps):
@@ -348,20 +356,24 @@ def _stops(trainer, is_over):
 
 
 def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
-    """Refuse to go on from weights that are not numbers; all ranks call.
+    """Check that all weights of the network are finite. All ranks call it.
 
     Args:
-        trainer: the trainer, which has them.
-        path: where they come from, for the error.
+        trainer: Trainer of the network.
+        path: Source of the weights, for the error message.
+
+    Raises:
+        InputError: If a weight is NaN or infinite.
     """
     values = network_values(trainer.network)
     together(lambda: check_finite(path, values), "run/finite")
 
 
 def _best_loss(folder):
-    """Return the best loss of the saved checkpoints, which later epochs have to improve on.
+    """Return the lowest `val_loss` of the saved checkpoints.
 
-    None where there are no weights that they could be better than.
+    Returns `None` if no checkpoint has a `val_loss`, or the run has no weights yet, so that the next
+    epoch saves its weights in any case.
     """
     best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
     if best is None or not any((folder / name).exists() for name in (WEIGHTS, ADAPTERS)):

@@ -1,9 +1,9 @@
-"""Scores of predictions that are no means over rows, and perplexity: by token, by byte and by word.
+"""Scores that are not means over rows: F1, retrieval, correlations and perplexities.
 
-Perplexity by token depends on the tokenizer; those by byte and by word do not, and are
-exp(−log p / n) of the same log p, that of all tokens which count, with n the bytes in UTF-8, or the
-words between white space, of the text that these tokens stand for (Gao et al., 2020, "The Pile",
-arXiv 2101.00027, §3.1).
+Perplexity per token depends on the tokenizer. Perplexities per byte and per word do not. They are
+exp(−log p / n), where log p is the sum over all predicted tokens, and n is the number of UTF-8 bytes
+or whitespace-separated words of the text of these tokens (Gao et al., 2020, "The Pile", arXiv
+2101.00027, §3.1).
 """
 
 import itertools
@@ -14,7 +14,11 @@ import numpy as np
 
 
 def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the mean F1 of the classes that occur or are predicted. Arguments are int [n].
+    """Return the unweighted mean of the F1 scores of all classes that occur or are predicted.
+
+    Args:
+        labels: Int array [n]. Class ids.
+        predicted: Int array [n]. Predicted class ids.
 
     Example:
 
@@ -52,8 +56,8 @@ def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
 def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[str, float]:
     """Return the recall at 1, 5 and 10 and the mean reciprocal rank (MRR) of pairs.
 
-    Each query is compared with all distinct texts by cosine. The rank of its own text is the number
-    of texts that are at least as near.
+    Each query is compared with all distinct texts by cosine similarity. The rank of its text is the
+    number of texts with at least the same similarity.
 
     Args:
         queries: Float array [n, h].
@@ -75,7 +79,13 @@ def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[s
 
 
 def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the correlation of classes and predicted ones (Gorodkin, 2004); 0 where one is constant.
+    """Return the Matthews correlation of classes and predicted classes (Gorodkin, 2004).
+
+    The result is 0 if `labels` or `predicted` has a single class.
+
+    Args:
+        labels: Int array [n]. Class ids.
+        predicted: Int array [n]. Predicted class ids.
 
     Example:
 
@@ -88,7 +98,13 @@ def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the correlation of ranks, ties sharing theirs; 0 where one is constant.
+    """Return Spearman's rank correlation. Equal values have the mean of their ranks.
+
+    The result is 0 if one of the arrays is constant.
+
+    Args:
+        values: Float array [n].
+        predicted: Float array [n].
 
     Example:
 
@@ -115,13 +131,15 @@ _MAX_EXPONENT = 700.0
 def perplexities(
     loss: float, spans: Iterable[np.ndarray], num_tokens: int, tokenizer: object
 ) -> dict[str, float]:
-    """Return `perplexity`, which is by token, `byte_perplexity` and `word_perplexity`.
+    """Return a dict of `perplexity` (per token), `byte_perplexity` and `word_perplexity`.
+
+    Counts of 0 are left out. Exponents are limited to 700, so that results are finite.
 
     Args:
-        loss: the mean of −log p over the tokens that count.
-        spans: the ids of tokens that count and follow each other, int arrays.
-        num_tokens: the number of tokens that count, those without text among them.
-        tokenizer: what says their text.
+        loss: Float. Mean of −log p over all predicted tokens.
+        spans: Iterable of int arrays. Ids of predicted tokens, one array per contiguous text.
+        num_tokens: Integer. Number of predicted tokens, including tokens without text.
+        tokenizer: Tokenizer with `decode(rows)`.
 
     Example:
 
@@ -147,11 +165,11 @@ def perplexities(
 
 
 def learnt_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
-    """Return the ids that are predicted, those together that follow each other.
+    """Return the ids with labels as a list of arrays, one per contiguous span.
 
     Args:
-        ids: int [n], of a sequence, whose first one is not predicted.
-        labels: int [n]; -100 where nothing is learnt.
+        ids: Int array [n]. Ids of a sequence. The first id is never predicted.
+        labels: Int array [n]. -100 marks ids without a label.
 
     Example:
 

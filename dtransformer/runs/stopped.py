@@ -1,4 +1,4 @@
-"""Explanations of a training that has stopped early: how to continue it."""
+"""Explain an interrupted or failed training, and how to continue it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def explained(
 
     Args:
         config: Config of the run.
-        config_path: Path of its file.
+        config_path: Path of the config file.
         folder: Folder of the run.
         settings: Texts of `--set`.
 

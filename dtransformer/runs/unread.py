@@ -1,6 +1,6 @@
-"""Keys that a run would not read: the tables, and the check that refuses them.
+"""Check that a run reads all keys that its config sets.
 
-A key that has its default's value is taken anywhere, as saved configs hold all keys.
+Saved configs contain all keys, so a key with its default value is always accepted.
 """
 
 from dtransformer.errors import InputError, shown
@@ -11,7 +11,7 @@ _GENERATE = ("causal_lm", "chat")
 _TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
 _NEW_HEADS = (*_CLASSES, "regression", "reward")
-# Keys that not all tasks read whose sections have them -> those that do.
+# Keys that only some tasks read, with the names of these tasks.
 READ = {
     "training.bleu_sentences": ("translation",),
     "training.label_smoothing": ("translation", *_TOKENS, *_CLASSES),
@@ -29,11 +29,11 @@ READ = {
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
 _OF_SOURCES = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
-LIKE: dict[str, str] = {}  # tasks of programs -> those that read the same
+LIKE: dict[str, str] = {}  # Registered tasks, each with the built-in task that has the same keys.
 _NOT_GIVEN = (None, "", (), [], False)
 _ENDING = ("linear", "cosine", "wsd", "restarts")
-# A key, another one that decides whether it is read, and with which of its values. What only says how
-# something is done that is switched off, such as export.family, may stay.
+# Tuples (key, other key, values): `key` is read only if the other key has one of these values. Keys
+# that only refine a disabled feature, such as export.family, are accepted.
 _READ_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
@@ -48,20 +48,20 @@ _READ_WITH = (
 
 
 def is_read(task: str, key: str) -> bool:
-    """Return whether a task reads a key that its sections have."""
+    """Return whether a task reads a key of its sections."""
     return like(task) in READ.get(key, SECTIONS)
 
 
 def like(task: str) -> str:
-    """Return the library's task whose keys a task reads: itself, but for those of programs."""
+    """Return the built-in task with the same keys: `task` itself, unless it was registered."""
     return LIKE.get(task, task)
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse Muon by name, before Keras is asked for its class.
+    """Check that a config does not use Muon, which would update many weights with AdamW.
 
     Raises:
-        InputError: If the name is `"muon"`.
+        InputError: If the name is `"muon"`, in any case.
     """
     if name.lower() == "muon":
         raise InputError(
@@ -72,10 +72,11 @@ def check_optimizer(name: str) -> None:
 
 
 def check_read(config: RunConfig) -> None:
-    """Refuse Muon, keys that a run would not read, and keys that need another one.
+    """Check that a run reads all keys of a config that differ from their defaults.
 
     Raises:
-        InputError: If there is such a key. The message names the first one and the fix.
+        InputError: If the task or another option makes a key unused, a required key is missing, or
+            the optimizer is Muon. The message names the first wrong key and the fix.
     """
     check_optimizer(config.training.optimizer)
     _check_adapters(config)

@@ -1,4 +1,4 @@
-"""Language modelling: each token of a document from those before it."""
+"""Language modelling: predict each token of a document from the previous tokens."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from dtransformer.runs.tasks.documents import DocumentTask
 
 
 class LanguageModel(DocumentTask):
-    """A decoder that goes on with texts (Radford et al., 2019)."""
+    """Task that trains a decoder to continue texts (Radford et al., 2019)."""
 
     kind, batches_of = CausalLM, LanguageModelBatches
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
         results, shards = super().results(trainer, batches), self.shards["dev"]
-        # Of a document without a start token the first one is not predicted.
+        # The first token of a document is predicted only if a start token precedes it.
         first = int(shards.special_ids.get("start") is None)
         ends = (shards.special_ids.get("end") is not None) * shards.num_documents
         number = shards.num_tokens - first * shards.num_documents + ends

@@ -1,4 +1,4 @@
-"""Chat: conversations, of which the answers are learnt; and texts that are learnt as a whole."""
+"""Chat: train on the answers in conversations, or on plain texts."""
 
 import pathlib
 
@@ -20,7 +20,7 @@ _READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools
 
 
 class ChatRecords(RecordTask):
-    """What tasks of conversations share: the template, and what of a text is learnt."""
+    """Base of tasks with conversations: applies the chat template and labels the tokens to learn."""
 
     kind, algorithm = CausalLM, "byte_bpe"
     _template = None
@@ -31,7 +31,7 @@ class ChatRecords(RecordTask):
     def settle(self, found) -> None:
         given = self.config.data.template
         if self.old_run is not None:
-            return  # its tokenizer has the template
+            return  # The tokenizer of the old run contains the template.
         if given == _CHATML:
             self.tokenizer.template_source = CHATML
         elif given is not None:
@@ -39,18 +39,22 @@ class ChatRecords(RecordTask):
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template, which is looked for when the first conversation comes."""
+        """The chat template, loaded on the first use. Plain texts do not need any."""
         if self._template is None:
             self._template = self.tokenizer.chat_template(self.config.data.date)
         return self._template
 
     @property
     def command(self) -> str:
-        """The command that uses the network: `chat` if a conversation was read."""
+        """Command that uses the network: `chat` if a conversation was read, else `generate`."""
         return "generate --model {} --prompt TEXT" if self._template is None else "chat --model {}"
 
     def encode_single(self, records) -> list:
-        """Return one sequence for each record, a conversation or a text, and its labels."""
+        """Encode records of one conversation or text each.
+
+        Returns:
+            A list with one record per entry, each a list of a single (ids, labels) pair.
+        """
         found, train_on = [], self.config.data.train_on
         for place, record in records:
             is_chat = "messages" in record or isinstance(record.get("prompt"), list)
@@ -59,7 +63,17 @@ class ChatRecords(RecordTask):
         return [[row] for row in rows]
 
     def encode_rendered(self, found, places) -> list[tuple]:
-        """Return ids and labels of texts, as of `labels_of`."""
+        """Encode rendered texts as (ids, labels) pairs, see `datasets.chat_records.labels_of`.
+
+        Plain texts get the tokenizer's start and end tokens. Conversations have their template's.
+
+        Args:
+            found: List of `Rendered` texts.
+            places: List of their positions in files, for error messages.
+
+        Raises:
+            InputError: If no token of a text has a label.
+        """
         start, end = self.tokenizer.start_id, self.tokenizer.end_id
         encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
         rows = []
@@ -76,7 +90,7 @@ class ChatRecords(RecordTask):
 
 
 class Chat(ChatRecords):
-    """A decoder that learns to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
+    """Task that trains a decoder to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
     def encode(self, records):
         return self.encode_single(records), None
@@ -100,7 +114,7 @@ class Chat(ChatRecords):
 
 
 def _strings(value):
-    """Yield the texts of a record, however deep."""
+    """Yield all strings in nested lists and dicts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):

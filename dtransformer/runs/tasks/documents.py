@@ -1,4 +1,4 @@
-"""Documents: text in rows of one length, which tasks without labels of their own are trained on."""
+"""Base of tasks that train on documents, in rows of equal length."""
 
 import hashlib
 import pathlib
@@ -19,13 +19,14 @@ from dtransformer.runs.tasks.base import PARTS, Task
 
 
 class DocumentTask(Task):
-    """A task whose rows are made of documents.
+    """Base of tasks that train on documents.
 
-    Files are tokenized once, into token shards in the run's folder; folders that `dtransformer
-    prepare --lm` wrote are read as they are.
+    Files are tokenized once, into token shards in the run folder. Folders written by `dtransformer
+    prepare --lm` are read directly.
 
     Attributes:
-        shards: the token shards by parts.
+        batches_of: Class of the batches.
+        shards: Dict of `TokenShards` by part, "train" and "dev".
     """
 
     batches_of: ClassVar[type[IndexedBatches]]
@@ -46,7 +47,7 @@ class DocumentTask(Task):
             self.digests[name] = hashlib.sha256(self.shards[name].fingerprint.encode()).hexdigest()
 
     def _check_prepared(self):
-        """Refuse keys that say how files are read, where none is read but folders of token shards."""
+        """Check that `data.field` and `data.documents` are not set if all sources are token shards."""
         options, usual = self.config.data, type(self.config.data)()
         if not all(_is_prepared(x) for name in PARTS for x in getattr(options, name)):
             return
@@ -58,7 +59,7 @@ class DocumentTask(Task):
                 )
 
     def _shards(self, name, sources):
-        """Return the token shards of a part; files are tokenized where that was not done."""
+        """Return the token shards of a part. Rank 0 tokenizes files, unless an old run did."""
         paths, options = [source.path for source in sources], self.config.data
         if len(paths) == 1 and _is_prepared(sources[0]):
             shards = TokenShards(paths[0])
@@ -88,14 +89,14 @@ class DocumentTask(Task):
         return TokenShards(folder)
 
     def _tokenizer_of_model(self):
-        """Return the tokenizer that is given, or beside published weights; None for none."""
+        """Return the tokenizer of the config or of published weights, or `None` if none exists."""
         folder = tokenizer_folder(self.config)
         try:
             return None if folder is None else load_tokenizer(folder)
         except InputError:
             if self.config.tokenizer.folder is not None:
                 raise
-            return None  # weights without one
+            return None  # A folder of weights without a tokenizer.
 
     def _documents(self, paths):
         options = self.config.data
@@ -127,7 +128,7 @@ class DocumentTask(Task):
         )
 
     def options_of_batches(self) -> dict:
-        """Return arguments of the batches besides those that all have."""
+        """Return additional arguments of `batches_of` as a dict."""
         return {}
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
@@ -141,7 +142,7 @@ def _is_prepared(source):
 
 
 def _are_same(tokenizer, other):
-    """Return whether two tokenizers have as many pieces, and give a text the same ids."""
+    """Return whether two tokenizers have equal vocabulary sizes and encode a sample text equally."""
     texts = ["The quick brown Fox, 12 + 3: naïve façade."]
     first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
     return tokenizer.vocab_size == other.vocab_size and first == second

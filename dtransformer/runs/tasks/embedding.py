@@ -1,4 +1,4 @@
-"""Embedding: vectors of texts, near to each other where texts belong together."""
+"""Embedding: train vectors of texts, similar for texts that belong together."""
 
 import keras
 import numpy as np
@@ -19,11 +19,18 @@ from dtransformer.runs.tasks.classification import LabelTask
 
 
 class InBatchLoss(keras.losses.Loss):
-    """Cross entropy of each query's positive among the texts of the global batch, [b].
+    """Cross-entropy of each query's positive text among all texts of the global batch.
 
-    Labels are float [b, 2]: the text ids of the query and of the positive, equal for equal texts; 0
-    in rows of padding. A text is not a negative of a query if it equals the query or its positive, or
-    belongs to an equal query.
+    Similarities are cosines divided by the temperature. A text is not a negative of a query if it
+    equals the query or its positive text, or belongs to an equal query.
+
+    Call arguments:
+        y_true: Float tensor [b, 2]. Text ids of the query and of its positive text. Equal texts have
+            equal ids. Rows of padding have ids of 0.
+        y_pred: Float tensor [b, 2, h]. Vectors of the query and of its positive text.
+
+    Output shape:
+        [b]
 
     Reference: van den Oord et al., 2018, "Representation learning with contrastive predictive coding",
     arXiv 1807.03748; Gao et al., 2021, "SimCSE", arXiv 2104.08821.
@@ -47,7 +54,7 @@ class InBatchLoss(keras.losses.Loss):
             texts, ids = (collectives.all_gather(x, group=group) for x in (texts, ids))
         texts, ids = constrain(texts, (None, None)), constrain(ids, (None, None))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
-        # Slices keep the dimension: DTensor ends the process if a vector is given one.
+        # Slices keep the dimension, because DTensor crashes if a vector is expanded.
         query, text = y_true[:, :1], y_true[:, 1:]
         is_equal = (ids[:, 1] == text) | (ids[:, 1] == query) | (ids[:, 0] == query)
         is_masked = tf.cast(is_equal | (ids[:, 1] == 0), scores.dtype)
@@ -56,7 +63,7 @@ class InBatchLoss(keras.losses.Loss):
 
 
 class Embedding(LabelTask):
-    """A network whose vectors of a query and of its text are alike, and of others not."""
+    """Task that makes the vectors of a query and its positive text similar."""
 
     num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
 
@@ -112,7 +119,7 @@ class Embedding(LabelTask):
 
     def with_head(self, core: OneStackModel) -> OneStackModel:
         pooling = self.config.data.pooling
-        if not pooling and isinstance(core.head, PoolingHead):  # as a published folder may have
+        if not pooling and isinstance(core.head, PoolingHead):  # A published head stays.
             return core
         pooling = pooling or ("last" if isinstance(core, CausalLM) else "mean")
         return with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))

@@ -1,4 +1,4 @@
-"""Preference: of two answers the chosen one becomes more likely, and the model stays near itself."""
+"""Preference: train on pairs of a chosen and a rejected answer (DPO)."""
 
 import sys
 
@@ -15,7 +15,11 @@ from dtransformer.runs.tasks.chat import ChatRecords
 
 
 class PairTask(ChatRecords):
-    """What tasks of a chosen and a rejected answer share."""
+    """Base of tasks with records of a chosen and a rejected answer.
+
+    Attributes:
+        with_labels: Whether the inputs contain the labels of both sequences.
+    """
 
     with_labels, num_sequences = True, 2
 
@@ -39,7 +43,7 @@ class PairTask(ChatRecords):
         return conversation([*before, *answer], self.template, "assistant", place, tools)
 
     def target(self, record, place) -> list[float]:
-        """Return the two numbers that the loss gets of a record."""
+        """Return the two targets of a record for the loss."""
         return [0.0, 0.0]
 
     def form(self, *args) -> tuple:
@@ -47,10 +51,10 @@ class PairTask(ChatRecords):
 
 
 class Preference(PairTask):
-    """Direct preference optimization (Rafailov et al., 2023).
+    """Task for direct preference optimization (Rafailov et al., 2023).
 
-    The reference is the network as training begins, with its adapters at zero: how likely it holds
-    each answer is computed once, before the first step, so that no second network is in memory.
+    The reference model is the initial network. Its log probabilities of all answers are computed once
+    before the first step, so no second network stays in memory.
     """
 
     def scores(self, core: CausalLM) -> SequenceLogProbability:

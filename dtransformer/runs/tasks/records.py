@@ -1,4 +1,4 @@
-"""Records: examples of files, encoded once, which the tasks beyond plain text are trained on."""
+"""Base of tasks that train on records, which are encoded once and kept in memory."""
 
 import abc
 import itertools
@@ -17,14 +17,14 @@ from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
-_ENCODED = 4096  # records together, whose tokens are lists meanwhile
+_ENCODED = 4096  # Records are encoded in groups, because lists of tokens need much memory.
 
 
 class RecordTask(Task):
-    """A task of records: it says how one becomes tokens, and what a row has.
+    """Base of tasks that train on records. Subclasses encode records and build rows from them.
 
     Attributes:
-        records: the `EncodedRecords` by parts.
+        records: Dict of `EncodedRecords` by part, "train" and "dev".
     """
 
     def read(self, part: str | None = None) -> None:
@@ -50,33 +50,41 @@ class RecordTask(Task):
         return found
 
     def _texts(self, found):
-        """Return the texts of the records to train on."""
+        """Return a sample of the training texts for a new tokenizer."""
         if "train" not in found:
             raise InputError("tokenizer.folder is not given, and there are no data.train for one")
         placed = itertools.chain.from_iterable(found["train"])
         return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:
-        """Find out what all records say together, such as their labels.
+        """Set options that depend on all records, such as the names of their labels.
 
         Args:
-            found: the records of each source, by parts, each after its place.
+            found: Dict by part, "train" and "dev". Each value has one list per source, with
+                (place, record) pairs.
         """
 
     @abc.abstractmethod
     def texts(self, record: Record, place: str) -> list[str]:
-        """Return the texts of a record, to train a tokenizer on."""
+        """Return the texts of a record. A new tokenizer is trained on them."""
 
     @abc.abstractmethod
     def encode(self, records: list[Placed]) -> tuple[list, list | None]:
-        """Return the sequences of each record, pairs of ids and labels, and its targets or None.
+        """Encode records.
+
+        Args:
+            records: List of (place, record) pairs.
+
+        Returns:
+            A `(rows, targets)` tuple. `rows` has one list per record with its sequences, which are
+            (ids, labels) pairs. `targets` has one list of floats per record, or is `None`.
 
         Raises:
-            InputError: a record is wrong; says where.
+            InputError: If a record is wrong. The message names its place.
         """
 
     def _encoded(self, name, sources):
-        """Return the records of a part as tokens, and the number of each source's."""
+        """Return the `EncodedRecords` of a part, and the number of records of each source."""
         options, rows, targets, sizes = self.config.data, [], [], []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
@@ -106,12 +114,12 @@ class RecordTask(Task):
         ]
 
     def describe(self, records: EncodedRecords) -> str:
-        """Return the end of the log line about some records: their targets."""
+        """Return text about labels or targets, which ends the printed line about the records."""
         return f", {records.learnt_share:.1%} learnt"
 
     @abc.abstractmethod
     def form(self, *args) -> tuple:
-        """Return a row, as of `RecordBatches`."""
+        """Build a row from records, see the argument `form` of `RecordBatches`."""
 
     def batches(self, part: str) -> RecordBatches | None:
         if part not in self.records:
@@ -147,11 +155,11 @@ class RecordTask(Task):
     def predict(self, trainer: keras.Model, placed: list[Placed]) -> Iterator[dict[str, Any]]:
         """Yield the prediction for each record, in order. All ranks call it.
 
-        Tokens after the first `data.length` ones are cut off. `num_cut` counts these records.
+        Records with more than `data.length` tokens are truncated. `num_cut` counts them.
 
         Args:
             trainer: Trainer of the network.
-            placed: Records without labels, each after its place.
+            placed: List of (place, record) pairs. Records need no labels.
 
         Raises:
             InputError: If a record has no text, or the task predicts nothing.
@@ -169,24 +177,30 @@ class RecordTask(Task):
                 yield self.prediction(record, row, output)
 
     def encode_inputs(self, records: list[Placed]) -> list:
-        """Return the sequences of each record, pairs of ids and labels, without reading a label."""
+        """Encode records for prediction, without reading labels. Returns `rows`, see `encode`."""
         raise InputError(
             f"task {self.config.task} predicts no label or number: dtransformer "
             + self.command.format("RUN")
         )
 
     def prediction(self, record: Record, row: list, output: np.ndarray) -> dict[str, Any]:
-        """Return the prediction for a record from its sequences and the network's output."""
+        """Return the prediction for a record as a dict.
+
+        Args:
+            record: The record.
+            row: Its encoded sequences.
+            output: Float array. The network's output for the record.
+        """
         return {"score": float(output.item())}
 
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
-        """Return the network's outputs for the records of a part, in order. All ranks call it."""
+        """Return the network's outputs [n, …] for the records of a part. All ranks call it."""
         records, multiple = self.records[part], job.rows_multiple_of() * job.data_shard()[1]
         ordered = RecordBatches(
             records,
             self.form,
             length=self.config.data.length,
-            # No batch but the last one gets rows that are padding.
+            # A batch size that all ranks divide evenly keeps padding rows out of all but the last batch.
             batch_size=-(-self.config.training.batch_size // multiple) * multiple,
             training=False,
             pad_rows_to_multiple_of=multiple,
@@ -205,7 +219,7 @@ class RecordTask(Task):
         ]
 
     def _pieces(self, ids, labels):
-        """Return the text of ids in pieces, each with whether it is learnt."""
+        """Return the text of ids as (text, has_labels) pairs."""
         is_learnt = labels != -100
         bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
         decode = lambda part: self.tokenizer.decode_all(part.tolist())

@@ -1,4 +1,4 @@
-"""Reward: a number for each answer, higher for the chosen one of two."""
+"""Reward: train a score for answers, higher for the chosen answer of a pair."""
 
 import keras
 
@@ -11,7 +11,7 @@ from dtransformer.runs.tasks.preference import PairTask
 
 
 class Reward(PairTask):
-    """A decoder with a number in place of its vocabulary (Ouyang et al., 2022, "InstructGPT", §3.5)."""
+    """Task that trains a decoder with a scalar head (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
     with_labels, always_trained, command = False, "head/*", "predict --run {} < FILE"
 

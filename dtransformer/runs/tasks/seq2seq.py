@@ -1,4 +1,4 @@
-"""Sequence to sequence: texts become texts, on any encoder–decoder: summaries, translation, answers."""
+"""Sequence to sequence: summaries, translations or answers with any encoder–decoder."""
 
 import numpy as np
 
@@ -10,7 +10,10 @@ from dtransformer.runs.tasks.records import RecordTask
 
 
 class Seq2Seq(RecordTask):
-    """Records of a `prompt` and a `completion`, each with the special tokens of its tokenizer."""
+    """Task that trains an encoder–decoder to map each `prompt` to its `completion`.
+
+    Published tokenizers add their special tokens to both texts.
+    """
 
     kind, num_added = EncoderDecoderLM, 1
 
@@ -29,7 +32,7 @@ class Seq2Seq(RecordTask):
         return {"max_length": self.config.data.length + self.num_added, **super().arguments()}
 
     def form(self, *args) -> tuple:
-        raise NotImplementedError  # batches are those of translation
+        raise NotImplementedError  # `batches` uses TranslationBatches, which need no rows.
 
     def batches(self, part: str) -> TranslationBatches | None:
         if part not in self.records:

@@ -1,4 +1,4 @@
-"""Token classification: a label of each word, by the first of its tokens."""
+"""Token classification: predict a label for each word, at its first token."""
 
 import re
 
@@ -12,12 +12,12 @@ from dtransformer.models.pretrained.families.task_heads import TOKENS
 from dtransformer.runs.scores import entities
 from dtransformer.runs.tasks.classification import Classification, label_name
 
-# Words of a text: punctuation before and after letters and digits is apart.
+# Words of a text. Punctuation before and after a word is separate, punctuation inside is not.
 _WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
 class TokenClassification(Classification):
-    """Words of texts are of one of several classes (Devlin et al., 2019, §5.3)."""
+    """Task that assigns one of several labels to each word (Devlin et al., 2019, §5.3)."""
 
     ending = TOKENS
 
@@ -50,13 +50,13 @@ class TokenClassification(Classification):
         return rows, None
 
     def encode_inputs(self, records):
-        """Return the ids of each record, with a word's index at its first token, else IGNORED."""
+        """Encode records. Labels are the index of the word at its first token, else `IGNORED`."""
         (before, after), rows = self.added, []
         texts = [self.texts(record, place)[0] for place, record in records]
         found = self.tokenizer.encode_with_offsets(texts)
         for (place, record), text, (ids, places, _) in zip(records, texts, found, strict=True):
             starts = np.cumsum([0, *(len(word) + 1 for word in self._words(record, place))])
-            # The first character of a token that is no space belongs to its word.
+            # The first character of a token that is not a space decides the word of the token.
             first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in places]
             word_of = np.searchsorted(starts, first, "right") - 1
             is_first = np.diff(word_of, prepend=-1) > 0
@@ -67,7 +67,7 @@ class TokenClassification(Classification):
 
     @property
     def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that come before and after a text."""
+        """Lists of the special token ids that the tokenizer adds before and after a text."""
         plain, whole = (
             self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
             for adds in (False, True)
@@ -83,7 +83,7 @@ class TokenClassification(Classification):
     def form(self, records, numbers, length) -> tuple:
         labels = np.full(length, IGNORED, np.int32)
         inputs = self.row(records, numbers, length)
-        inputs.pop("token_types", None)  # what is kept are labels
+        inputs.pop("token_types", None)  # `row` filled them with labels.
         for number in numbers:
             own = records.sequence(int(number))[1]
             labels[: len(own)] = own
@@ -95,7 +95,7 @@ class TokenClassification(Classification):
     def label_scores(self, labels, predicted):
         scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
         if any(map(entities, zip(names))):
-            # One word outside of entities comes after each sentence.
+            # A word outside all entities follows each sentence, so that entities end there.
             outside, sides = len(names) - 1, []
             is_word = np.concatenate([np.append(ids, outside) >= 0 for ids in labels])
             for side in (labels, predicted):
@@ -113,7 +113,7 @@ class TokenClassification(Classification):
             start = text.index(word, end)
             end = start + len(word)
             found.append({"word": word, "start": start, "end": end, "label": None})
-            if index in places:  # else it was cut off
+            if index in places:  # Truncated words have no place.
                 own = probabilities[places[index]]
                 label = self.config.data.labels[own.argmax()]
                 found[-1] |= {"label": label, "probability": float(own.max())}

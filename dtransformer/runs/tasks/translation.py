@@ -1,4 +1,4 @@
-"""Translation: pairs of sentences, a vocabulary of our own, an encoder and a decoder."""
+"""Translation: train an encoder–decoder and its tokenizer on sentence pairs."""
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
@@ -16,7 +16,7 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 
 
 class Translation(Task):
-    """Sentences of one language become those of another (Vaswani et al., 2017)."""
+    """Task that trains a `TranslationTransformer` (Vaswani et al., 2017)."""
 
     kind, command = TranslationTransformer, "translate --run {} < FILE"
 
@@ -30,14 +30,14 @@ class Translation(Task):
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
     def _read(self, *keys):
-        """Return the lines of both languages, or None where no held-out files are given."""
+        """Return the lines of both languages, or `None` without held-out files."""
         given = [getattr(self.config.data, key) for key in keys]
         if keys == _KEYS["dev"] and not any(given):
             return None
         return read_pairs(*(self.needed("data", key) for key in keys))
 
     def _clean(self, pairs):
-        """Leave out pairs that training is better without."""
+        """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""
         options = self.config.data
         *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
         left_out = [
@@ -58,7 +58,16 @@ class Translation(Task):
     def unbuilt(
         self, vocab_size: int, precision: str | None = None, **ids: int | None
     ) -> TranslationTransformer:
-        """Return the network without weights, of which this machine can hold those that it gets."""
+        """Create the network without building it.
+
+        Args:
+            vocab_size: Integer. Number of ids of the tokenizer.
+            precision: Name of the dtype policy. Defaults to `training.precision`.
+            **ids: Special ids of the tokenizer.
+
+        Raises:
+            InputError: If the free memory is too small for the weights or the search.
+        """
         config = self.config
         needs.check_search(config, vocab_size, config.search.beam_size)
         with refusing("model"):
@@ -66,7 +75,7 @@ class Translation(Task):
                 vocab_size,
                 **vars(config.model),
                 max_source_length=config.data.max_length,
-                max_target_length=config.data.max_length + 1,  # and the start token
+                max_target_length=config.data.max_length + 1,  # plus the start token
                 **ids,
                 dtype=precision or config.training.precision,
             )
@@ -104,7 +113,7 @@ class Translation(Task):
             self.tokenizer,
             max_new_tokens=None,
             batch_size=64,
-            beam_size=1,  # greedy: a quick look
+            beam_size=1,  # Greedy search is fast enough for every epoch.
             max_source_length=self.config.data.max_length,
         )
         return [SacreBleu(pairs[0][:number], pairs[1][:number], translate)]
