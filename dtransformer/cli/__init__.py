@@ -1,8 +1,8 @@
-"""The command line: dtransformer prepare, train, launch, generate, chat, plan, and others.
+"""Command line: dtransformer prepare, train, launch, generate, chat, plan and other commands.
 
-An error is printed in one line of at most 300 characters: with exit code 2 where the user can
-correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
-that take long come after the arguments are parsed.
+An error is printed as one line of at most 300 characters. The exit code is 2 for errors that the user
+can correct and 1 for other failures. DTRANSFORMER_TRACEBACK=1 also prints the traceback. Slow imports
+follow after the arguments are parsed.
 """
 
 import atexit
@@ -24,7 +24,7 @@ def _run(arguments):
     if "run_by" not in arguments:
         return arguments.print_help()
     if not arguments.without_tensorflow:
-        import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+        import dtransformer.start  # noqa: F401 (imported first, to hide TensorFlow's log)
     module, _, function = arguments.run_by.rpartition(".")
     return getattr(importlib.import_module(f"dtransformer.{module}"), function)(arguments)
 

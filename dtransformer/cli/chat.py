@@ -1,4 +1,4 @@
-"""`dtransformer chat`: a conversation in the terminal."""
+"""`dtransformer chat`: chat with a model in the terminal."""
 
 import argparse
 import os
@@ -11,10 +11,15 @@ _HELP = "/reset begins anew, /quit ends"
 def chat(
     arguments: argparse.Namespace, lines: Iterable[str] | None = None, out: TextIO | None = None
 ) -> None:
-    """Answer lines, each with what was said before it, until they end; rank 0 alone is asked.
+    """Answer the lines of the user until they end. Each answer depends on all previous turns.
+
+    Args:
+        arguments: Options of the command.
+        lines: Lines of the user. Defaults to the lines typed in the terminal.
+        out: Stream to print to. Defaults to standard output.
 
     Raises:
-        InputError: the folder has no model that generates, or no chat template.
+        InputError: If the folder has no model that generates text, or no chat template.
     """
     from dtransformer.datasets.tool_calls import tools_in
     from dtransformer.models import TextGenerator
@@ -42,7 +47,7 @@ def chat(
         show = lambda _, part: print(part, end="", flush=True, file=out)
         try:
             (answer,) = generate([tokenizer.chat(turns, tools)], show)
-        except ValueError as error:  # with the answer it is longer than the model takes
+        except ValueError as error:  # The conversation has become too long for the model.
             print(f"{error}: /reset, or give a smaller --max-new-tokens", file=out, flush=True)
             turns.pop()
             continue
@@ -51,7 +56,11 @@ def chat(
 
 
 def terminal_lines(prompt: str = "> ") -> Iterable[str]:
-    """Yield what is typed, line by line, until the end of input."""
+    """Yield the lines typed in the terminal until the end of input.
+
+    Args:
+        prompt: Text printed before each line. It is omitted if standard input is not a terminal.
+    """
     while True:
         try:
             yield input(prompt if os.isatty(0) else "")

@@ -1,4 +1,4 @@
-"""`dtransformer doctor`: what is installed, what works, how to mend what does not."""
+"""`dtransformer doctor`: check the installation and print how to fix each problem."""
 
 import argparse
 import importlib.metadata
@@ -26,11 +26,10 @@ _COMPILER = "only needed to build Horovod; Debian: apt-get install g++ make"
 
 
 def examine():
-    """Examine what is installed and what works.
+    """Check the installed packages, the compiler, Horovod and the devices.
 
     Returns:
-        A list of checks: dicts of name, ok (True, False, or None for what is optional and
-        missing), found and mend.
+        A list of checks, see `checks.check`.
     """
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
@@ -45,7 +44,7 @@ def examine():
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine this host or others, or install Horovod, as the arguments say; return the exit code."""
+    """Run the checks that the arguments request, or install Horovod. Return the exit code."""
     if arguments.hosts:
         from dtransformer.cli.doctor_hosts import examine_hosts
 
@@ -62,7 +61,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def doctor(as_json=False, checks=None):
-    """Print checks, by default those of `examine`; return 0 where all that is needed is there."""
+    """Print checks and return the exit code: 1 if a check has failed, else 0.
+
+    Args:
+        as_json: Boolean. Print JSON instead of text.
+        checks: List of checks. Defaults to the result of `examine()`.
+    """
     checks = examine() if checks is None else checks
     if as_json:
         print(json.dumps(checks, indent=2))

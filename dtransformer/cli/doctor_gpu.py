@@ -1,4 +1,4 @@
-"""Checks of GPUs for `dtransformer doctor`: the cards, the driver, CUDA's libraries, and NCCL."""
+"""GPU checks of `dtransformer doctor`: cards, driver, CUDA libraries and NCCL."""
 
 import collections
 import contextlib
@@ -12,13 +12,14 @@ from dtransformer import nvidia_driver
 from dtransformer.cli.checks import check
 from dtransformer.parallel.runtime.devices import unused_driver
 
-# What TensorFlow 2.21 opens by name; without one of them it sees no GPU.
+# Libraries that TensorFlow 2.21 opens by name. If one is missing, it finds no GPU.
 _CUDA_LIBRARIES = (
     *("libcublas.so.12", "libcublasLt.so.12", "libcudart.so.12", "libcudnn.so.9"),
     *("libcufft.so.11", "libcusolver.so.11", "libcusparse.so.12"),
 )
-# Its wheel has machine code for 6.0 to 8.9, which CUDA's drivers run from 12.0 on, and that of the
-# virtual machine 9.0, made by CUDA 12.5, which newer cards' drivers compile.
+# TensorFlow's wheel contains machine code for compute capabilities 6.0 to 8.9, which needs a driver
+# for CUDA 12.0 or later. It also contains PTX code for 9.0, compiled by CUDA 12.5, which the drivers
+# of newer cards compile when it is first used.
 _OLDEST, _COMPILED_BY_DRIVER, _NOT_TRIED = (6, 0), (9, 0), (10, 0)
 _CUDA, _LEAST_CUDA = 12050, 12000
 _INSTALL = "pip install 'tensorflow[and-cuda]~=2.21.0', in a clone make setup GPU=1"
@@ -26,12 +27,12 @@ _DRIVER = "install a driver of version 555 or later"
 
 
 def examine_gpus() -> list[dict]:
-    """Return the checks of this machine's GPUs, as those of `doctor.examine`."""
+    """Check this machine's GPUs and NCCL. Returns a list of checks, see `checks.check`."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return [_no_gpu()]
-    for gpu in gpus:  # what follows is not to take all of a card from who trains on it
-        with contextlib.suppress(RuntimeError):  # TensorFlow has started
+    for gpu in gpus:  # Leave memory to other programs that use the card.
+        with contextlib.suppress(RuntimeError):  # TensorFlow may already have initialized the GPU.
             tf.config.experimental.set_memory_growth(gpu, True)
     told = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     kinds = collections.Counter(
@@ -41,7 +42,7 @@ def examine_gpus() -> list[dict]:
 
 
 def _cards(name, capability, number):
-    """Return the check of GPUs of one kind: whether TensorFlow's wheel has code for them."""
+    """Check whether TensorFlow's wheel has code for `number` GPUs of one kind."""
     cuda, by_driver = nvidia_driver.cuda_version(), capability >= _COMPILED_BY_DRIVER
     found = f"{number} × {name}, compute capability {'.'.join(map(str, capability))}"
     if capability < _OLDEST:
@@ -61,7 +62,7 @@ def _too_old(cuda):
 
 
 def _no_gpu():
-    """Return the check of a machine on which TensorFlow sees no GPU."""
+    """Explain why TensorFlow finds no GPU on this machine."""
     driver = unused_driver()
     if driver is None:
         return check("GPU", None, "none", f"optional, on a machine with a driver: {_INSTALL}")
@@ -81,7 +82,7 @@ def _no_gpu():
 
 
 def _can_be_opened(library):
-    """Return whether a library is in the linker's path, or in pip's packages of NVIDIA."""
+    """Return whether a library is in NVIDIA's pip packages or in the linker's path."""
     if any(pathlib.Path(tf.__file__).parents[1].glob(f"nvidia/*/lib/{library}")):
         return True
     try:
@@ -92,12 +93,12 @@ def _can_be_opened(library):
 
 
 def _framework():
-    """Return TensorFlow's library, which hands calls of NCCL on to that which it opens itself."""
+    """Return TensorFlow's library. It forwards NCCL calls to the NCCL library that it opens."""
     return ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
 
 
 def _nccl(number):
-    """Return the check of NCCL, which several GPUs need."""
+    """Check NCCL, which is required for several GPUs."""
     version = ctypes.c_int(0)
     code = _framework().ncclGetVersion(ctypes.byref(version))
     if code:

@@ -1,4 +1,4 @@
-"""`dtransformer doctor --hosts`: whether hosts can train together, and how they are connected."""
+"""`dtransformer doctor --hosts`: check that hosts can train together, and measure the network."""
 
 import contextlib
 import json
@@ -19,24 +19,24 @@ from dtransformer.cli.checks import check
 from dtransformer.cli.launching.hosts import parse_hosts
 from dtransformer.cli.launching.processes import is_here, ssh_command
 
-_SECONDS = 60  # for a host's Python to answer
-_MAX_CLOCK = 5.0  # seconds by which clocks may differ, with the time that Python takes to start
+_SECONDS = 60  # time limit for the answer of a host
+_MAX_CLOCK = 5.0  # maximum clock difference in seconds, including the start of Python
 _LEAST_FREE = 1.0  # GiB
 _ROUNDS, _BYTES = 20, 2**26
 
 
 def examine_hosts(names: str, ssh_options: Sequence[str] = ()) -> list[dict]:
-    """Examine hosts.
+    """Compare hosts with this host, and measure the connections to them.
 
     Args:
-        names: their names, with commas in between.
-        ssh_options: what ssh is given besides the host.
+        names: Host names, separated by commas.
+        ssh_options: Additional options of ssh.
 
     Returns:
-        Checks, as those of `doctor.examine`.
+        A list of checks, see `checks.check`.
 
     Raises:
-        InputError: a name is none.
+        InputError: If a name is not a valid host name.
     """
     hosts = list(parse_hosts(names.replace(",", "\n"), "--hosts"))
     own = host_probe.describe()
@@ -53,7 +53,7 @@ def _examine(host, own, ssh_options):
         if found is None:
             mend = "ssh without a password, and the same folder and Python there"
             return [check(f"{host}: ssh", False, error or "does not answer", mend)]
-        middle = (began + time.time()) / 2  # between the question and the answer
+        middle = (began + time.time()) / 2
         checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
         checks += _compare(host, found, own, middle)
         return [*checks, _way_to(host, found["port"])]
@@ -86,7 +86,7 @@ def _compare(host, found, own, middle):
 
 
 def _way_to(host, port):
-    """Return the check of the connection: latency there and back, and bandwidth."""
+    """Measure the round-trip time and the bandwidth of the connection to a host's probe."""
     try:
         with socket.create_connection((host, port), 10) as connection:
             connection.settimeout(30)
@@ -100,7 +100,7 @@ def _way_to(host, port):
             start = time.perf_counter()
             connection.sendall(b"!" + bytes(_BYTES))
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)  # the other side has all
+            connection.recv(1)  # Returns as soon as the host has received everything.
             rate = 8 * _BYTES / (time.perf_counter() - start) / 1e9
     except OSError as error:
         mend = "ranks listen at free ports: let the job's hosts reach each other at all of them"
@@ -111,7 +111,7 @@ def _way_to(host, port):
 
 
 def _interface(address):
-    """Return the name of the interface that has an address, for --network-interface."""
+    """Return the name of the network interface with an IPv4 address, or "unknown"."""
     found = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
     for line in found.stdout.splitlines():
         if f" {address}/" in line:
@@ -121,8 +121,8 @@ def _interface(address):
 
 @contextlib.contextmanager
 def _started(command):
-    """Start a host's Python with the probe; give it and its standard error, a file, and end it."""
-    errors = tempfile.TemporaryFile("w+")  # ssh's master of connections would keep a pipe open
+    """Run the probe in a host's Python inside the `with` block. Yield (process, standard error)."""
+    errors = tempfile.TemporaryFile("w+")  # A shared ssh connection would keep a pipe open.
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     process = subprocess.Popen(command, text=True, stderr=errors, **pipes)
     try:
@@ -136,7 +136,7 @@ def _started(command):
 
 
 def _answer(process, errors):
-    """Return what the probe has printed; or None, and why."""
+    """Return (answer of the probe, None), or (None, end of its standard error) if it failed."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         line = process.stdout.readline() if selector.select(_SECONDS) else ""

@@ -1,4 +1,4 @@
-"""`dtransformer generate`: texts of a published model, which go on with prompts or are for them."""
+"""`dtransformer generate`: generate texts for prompts with a published model or a run."""
 
 import argparse
 import json
@@ -16,9 +16,9 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import load_config
 from dtransformer.runs.loading import opened, start_job
 
-# What of a config counts here: how the work is divided, and the type to compute in.
+# Options of a config that `--set` accepts: the layout and the compute type.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
-# Options that a `TextGenerator` takes by these names.
+# Options that are also arguments of `TextGenerator`.
 _OF_GENERATOR = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("min_new_tokens", "beam_size", "length_penalty", "num_return_sequences", "seed"),
@@ -26,10 +26,10 @@ _OF_GENERATOR = (
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Generate texts for prompts, and print them; on every rank, of which rank 0 prints.
+    """Generate texts for prompts on all ranks. Rank 0 prints them.
 
     Raises:
-        InputError: the folder, a setting or an option is not usable, or there is no prompt.
+        InputError: If the folder, a setting or an option is unusable, or no prompt is given.
     """
     config, folder = _config(arguments.set), arguments.model
     start_job(config)
@@ -40,7 +40,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
-        has_system = arguments.system is not None  # an empty one switches a template's own off
+        has_system = arguments.system is not None  # "" disables the template's default.
         first = [{"role": "system", "content": arguments.system}] if has_system else []
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
         tools = tools_in(arguments.tools)
@@ -72,7 +72,7 @@ def _config(settings):
 
 
 def _read(source, boundary):
-    """Return the prompts of a stream."""
+    """Return the prompts in a stream. `boundary` is "line", "blank_line" or "file"."""
     if source is None:
         raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
     lines = decode_lines(read_limited(source.buffer, "standard input"), "standard input")

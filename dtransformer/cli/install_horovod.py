@@ -1,20 +1,19 @@
-"""`dtransformer doctor --install-horovod`: Horovod for the TensorFlow of this environment.
+"""`dtransformer doctor --install-horovod`: compile Horovod for this environment's TensorFlow.
 
-Horovod publishes no wheels, and its sources do not compile against TensorFlow 2.20 and
-later: one file, `xla_mpi_ops.cc` (XLA on GPUs, optional), includes headers that
-TensorFlow's wheel does not ship, and a function that it does not export. So the sources
-are downloaded, compared with their SHA-256, edited, compiled, and the wheel is kept in a
-cache: the next environment has it in seconds. What compiling needs is installed in a
-temporary folder; the environment gets Horovod and what it imports, nothing else.
+Horovod publishes no wheels, and its sources do not compile with TensorFlow 2.20 and later. The file
+`xla_mpi_ops.cc` (optional, for XLA on GPUs) needs headers and a function that TensorFlow's wheel does
+not contain. Therefore the sources are downloaded, compared with their SHA-256, edited and compiled.
+The wheel is stored in a cache, so the next installation takes seconds. The build tools go to a
+temporary folder. The environment only receives Horovod and its dependencies.
 
-There is one wheel for CPUs and GPUs. It is compiled without CUDA and NCCL: TensorFlow's
-wheel has CUDA's headers, and its library hands calls of CUDA and NCCL on to theirs, which
-it opens when the first one comes. So a process has one CUDA and one NCCL, TensorFlow's.
+The same wheel serves CPUs and GPUs. It is compiled without CUDA and NCCL, because TensorFlow's wheel
+contains the CUDA headers, and its library forwards calls to the CUDA and NCCL libraries that it opens
+on the first call. Each process therefore has a single CUDA and a single NCCL.
 
 Environment variables:
-    DTRANSFORMER_CACHE: folder of the cache, `~/.cache/dtransformer` by default.
-    CXX: the C++ compiler.
-    PIP_...: pip's own settings.
+    DTRANSFORMER_CACHE: Folder of the cache. Defaults to `~/.cache/dtransformer`.
+    CXX: C++ compiler. Defaults to `g++` or `c++`.
+    PIP_...: Settings of pip.
 """
 
 import hashlib
@@ -38,10 +37,10 @@ VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 _OWN_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
-# A file of Horovod's operations of TensorFlow, words of one of its lines, and what stands in its place:
-# operations on GPUs, all of them by NCCL (the letter N), for the one file that does not compile;
-# where TensorFlow has the header of streams; and memory of a gather, which is taken as it begins, so
-# that gathered weights of the next block do not wait for this one (take_expected.inc, expect_rows.inc).
+# Edits of Horovod's TensorFlow operations: (file, text of the replaced line, file with the new text).
+# The first edit adds GPU operations that use NCCL, and removes the file that does not compile. The
+# second one corrects the path of a header. The last two allocate the output of a gather when the
+# operation starts. Otherwise gathering the next block's weights would wait for the current block.
 _EDITS = [
     ("CMakeLists.txt", "xla_mpi_ops.cc", "on_gpus.cmake"),
     ("mpi_ops.cc", '#include "tensorflow/compiler/xla/stream_executor/stream.h"', "stream.inc"),
@@ -66,11 +65,11 @@ _BUILT_WITH = (
 
 
 def install_horovod():
-    """Install Horovod in this environment, from the cache or else from its sources.
+    """Install Horovod in this environment, from the cached wheel or from its sources.
 
     Raises:
-        InputError: there is no compiler or no pip, the sources cannot be had or are not
-            those that were tested, or they do not compile.
+        InputError: If pip or a compiler is missing, the sources cannot be downloaded, differ from the
+            tested sources or do not compile, or the wheel cannot be imported.
     """
     if importlib.util.find_spec("pip") is None:
         raise InputError(
@@ -84,7 +83,7 @@ def install_horovod():
         wheel = next(folder.glob("horovod-*.whl"), None) or _build(folder, log)
         pip = [sys.executable, "-m", "pip", "install", "--quiet"]
         problem = f"{wheel.name} cannot be installed; if it is damaged, remove it, beside the log"
-        # The one that is there may have been built for another TensorFlow: pip sees no difference.
+        # pip cannot know that an installed Horovod was compiled for another TensorFlow.
         run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
         run([*pip, wheel], log, problem)
     except OSError as error:
@@ -99,14 +98,14 @@ def install_horovod():
 
 
 def built_with(environment=None):
-    """Import Horovod in a process of its own: a broken build must not end this one.
+    """Import Horovod in a new process, because a broken build may crash the process.
 
     Args:
-        environment: dict of variables that the process has besides.
+        environment: Dict of additional environment variables for the process.
 
     Returns:
-        (works, found): whether it can be imported, and what it was built with (`gloo`,
-        `mpi`, `nccl`) or why it cannot be imported, one line.
+        A `(works, text)` tuple. `works` is true if Horovod can be imported. The text then lists its
+        features (`gloo`, `mpi`, `nccl`). Otherwise it is the last line of the error.
     """
     command = [sys.executable, "-c", _BUILT_WITH]
     own = {**os.environ, **(environment or {})}
@@ -117,19 +116,19 @@ def built_with(environment=None):
 
 
 def compiler():
-    """Return the C++ compiler's path, that of `CXX` where it is set; None if there is none."""
+    """Return the path of the C++ compiler, `CXX` or else g++ or c++, or `None` if it is missing."""
     named = shlex.split(os.environ.get("CXX", ""))[:1]
     return next(filter(None, map(shutil.which, named or ("g++", "c++"))), None)
 
 
 def horovodrun():
-    """Return the path of horovodrun, that of this environment first; None if there is none."""
+    """Return the path of horovodrun in this environment or in `PATH`, or `None` if it is missing."""
     own = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
     return own or shutil.which("horovodrun")
 
 
 def cache_folder():
-    """Return the folder of what was built for this Python, TensorFlow and options."""
+    """Return the folder of the wheel for this Python, TensorFlow, platform and build options."""
     root = os.environ.get("DTRANSFORMER_CACHE") or pathlib.Path.home() / ".cache/dtransformer"
     key = (
         f"horovod{VERSION}",
@@ -149,14 +148,14 @@ def _digest_of_edits():
 
 
 def _has_cuda_headers():
-    """Return whether TensorFlow's wheel is one for GPUs, too; on some platforms it is not."""
+    """Return whether TensorFlow's wheel contains CUDA headers. Some platforms have CPU wheels."""
     folder = pathlib.Path(importlib.util.find_spec("tensorflow").origin).parent
     headers = "include/third_party/gpus/cuda/include/cuda_runtime.h"
     return (folder / headers).exists()
 
 
 def _build(folder, log):
-    """Build the wheel and move it to `folder`; return its path."""
+    """Build the wheel, move it to `folder` and return its path."""
     if compiler() is None:
         raise InputError(
             f"no C++ compiler found ({os.environ.get('CXX') or 'g++, or what CXX names'}): install "
@@ -183,7 +182,7 @@ def _build(folder, log):
 
 
 def _try(wheel, folder, log):
-    """Import a wheel from a folder: what cannot be imported replaces nothing that can."""
+    """Install a wheel to a temporary folder and import it, so that a broken one is never installed."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, wheel]
     run(pip, log, f"{wheel.name} cannot be installed")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -193,9 +192,9 @@ def _try(wheel, folder, log):
 
 
 def _build_environment(tools, log):
-    """Install what compiling needs in the folder `tools`; return the environment to compile in."""
-    # The tools' versions are fixed: constraints of the environment's packages are not theirs. And
-    # setuptools runs pip in the folder of the sources, where a relative path names nothing.
+    """Install the build tools in the folder `tools` and return the environment for the compiler."""
+    # The versions of the tools are fixed, so PIP_CONSTRAINT must not apply to them. Its path may also
+    # be relative, and setuptools runs pip in the folder of the sources.
     own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
     run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
@@ -204,15 +203,15 @@ def _build_environment(tools, log):
         **_OPTIONS,
         "PATH": os.pathsep.join([str(tools / "bin"), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")])),
-        # Else a make that started this one passes its own on, and Horovod compiles on one core.
+        # MAKEFLAGS of an outer make would limit Horovod's build to one core.
         "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
     }
 
 
 def download(folder, log, environment=None):
-    """Download the sources into `folder` and check them; return their path.
+    """Download the sources to `folder`, check their hash and return the path of the archive.
 
-    pip compares the hash before it runs anything that it has downloaded.
+    pip compares the hash before it runs any downloaded code.
     """
     requirement = folder / "requirement.txt"
     requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -223,7 +222,7 @@ def download(folder, log, environment=None):
 
 
 def unpack(archive, folder):
-    """Unpack the sources, edit them (`_EDITS`), and add what GPUs need."""
+    """Unpack the sources to `folder`, apply `_EDITS`, add the GPU sources, and return their path."""
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / f"horovod-{VERSION}"
@@ -237,7 +236,7 @@ def unpack(archive, folder):
 
 
 def _replace(path, words, text):
-    """Put a text in the place of the one line of a file that has some words."""
+    """Replace the single line of a file that contains `words` with a text."""
     lines = path.read_text().splitlines(keepends=True)
     found = [number for number, line in enumerate(lines) if words in line]
     if len(found) != 1:
@@ -249,10 +248,16 @@ def _replace(path, words, text):
 
 
 def run(command, log, problem, environment=None):
-    """Run a command with its output at the end of the file `log`.
+    """Run a command and append its output to the file `log`.
+
+    Args:
+        command: List of program and arguments.
+        log: Path of a text file.
+        problem: Beginning of the error message.
+        environment: Dict of all environment variables. `None` inherits this process' variables.
 
     Raises:
-        InputError: it fails; says `problem` and the line of the output that says why.
+        InputError: If the command fails. The message includes the most relevant line of its output.
     """
     command = [str(word) for word in command]
     with open(log, "a+", encoding="utf-8", errors="replace") as output:
@@ -270,11 +275,11 @@ def run(command, log, problem, environment=None):
 
 
 def _reason(text):
-    """Return the line of a failed command's output that says best why it failed."""
+    """Return the line of a failed command's output that most likely names the cause."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for sign in (" error: ", "CMake Error", "Connection", "ERROR: "):
         for index, line in enumerate(lines):
             if sign in line:
-                # CMake says where, and on the next line what.
+                # CMake prints the position and then, on the next line, the error.
                 return " ".join(lines[index : index + 1 + line.endswith(":")])
     return lines[-1] if lines else "it ended without a word"

@@ -1,4 +1,4 @@
-"""`dtransformer plan`: memory, time and the best layout of a training."""
+"""`dtransformer plan`: estimate memory, time and the best layout of a training run."""
 
 import argparse
 import dataclasses
@@ -23,10 +23,10 @@ _MAX_DEFAULT_LENGTH = 8192
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
-    """Run the command.
+    """Plan a training run, print the table of layouts, and write the requested files.
 
     Raises:
-        InputError: If an option is missing or wrong, or options do not go together.
+        InputError: If an option is missing or wrong, or options exclude each other.
     """
     if arguments.plot:
         check_installed("matplotlib", "pictures")
@@ -55,7 +55,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
-    """Return the plan of the command's options, and notes on it: its default batch, and a hint.
+    """Return a `(plan, notes)` tuple for the command's options.
+
+    The notes are lines to print: the source of the default batch, and a hint about bfloat16.
 
     Raises:
         InputError: If an option is missing or wrong.
@@ -117,7 +119,7 @@ def _with_default_length(model, changes):
 
 
 def device_of(name: str) -> Device:
-    """Return a device by its name, or from a file that `--measure` wrote.
+    """Return a device from its name or from a YAML file, such as one written by `--measure`.
 
     Raises:
         InputError: If the device does not exist, or the file has unknown fields.

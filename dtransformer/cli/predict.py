@@ -1,4 +1,4 @@
-"""`dtransformer predict` and `dtransformer embed`: labels, numbers and vectors of texts."""
+"""`dtransformer predict` and `dtransformer embed`: compute labels, numbers or vectors of texts."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ def predict(arguments: argparse.Namespace) -> None:
         InputError: If the run, the model or a record is not usable.
     """
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # notes do not mix with predictions
+    with contextlib.redirect_stdout(sys.stderr):  # Only predictions go to standard output.
         for found in _predictions(arguments, "predict"):
             text = json.dumps(found, ensure_ascii=False) if arguments.json else _line(found)
             print(text, file=out)
@@ -94,7 +94,7 @@ def _predictions(arguments, command):
 
 
 def _records(arguments, fields):
-    """Yield the records of the files or of standard input, each after its place."""
+    """Yield a (place, record) pair for each record in the files or in standard input."""
     for path in arguments.data or ["standard input"]:
         values = placed_values(path) if arguments.data else None
         if values is None:
@@ -116,7 +116,7 @@ def _stdin_lines(name):
 
 
 def _line(found):
-    """Return a prediction as a line to read."""
+    """Return a prediction as a readable line."""
     if "words" in found:
         return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in found["words"])
     if "label" in found:

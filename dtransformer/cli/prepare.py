@@ -1,4 +1,4 @@
-"""`dtransformer prepare`: the files that training reads."""
+"""`dtransformer prepare`: write the files that training reads."""
 
 import argparse
 
@@ -9,10 +9,10 @@ _OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentenc
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write what the options say, and print where it is.
+    """Write the embedded corpus or token shards, and print their paths.
 
     Raises:
-        InputError: an option, or a file, is wrong.
+        InputError: If an option or a file is wrong.
     """
     unread, what = (_OF_CORPUS, "--embedded") if arguments.lm else (_OF_LM, "--lm")
     for name in unread:

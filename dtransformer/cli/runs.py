@@ -53,7 +53,7 @@ def new(arguments: argparse.Namespace) -> None:
 
 
 def _steps(text):
-    """Return the first and the last step of a text such as "3-5"; None of None."""
+    """Parse a range of steps such as "3-5" to a (first, last) tuple. `None` stays `None`."""
     if text is None:
         return None
     check_installed("tensorboard", "profiles")

@@ -1,4 +1,4 @@
-"""The processes of a job, on this host and on others, found by what their environment has."""
+"""Find and signal the processes of a job on all hosts by a variable in their environment."""
 
 import concurrent.futures
 import contextlib
@@ -89,7 +89,7 @@ def ssh_command(options: Sequence[str] = ()) -> list[str]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name is this host's."""
+    """Return whether `host` names this host: its address can be bound here."""
     if host in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:

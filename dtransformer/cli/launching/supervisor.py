@@ -1,7 +1,7 @@
-"""The loop of `dtransformer launch`: find hosts, start ranks, wait, start them again.
+"""Restart loop of `dtransformer launch`: find hosts, start ranks, wait, and restart them.
 
-On one host the launcher starts the ranks itself. On several hosts horovodrun does, whose output
-shows why a start has ended. If fewer ranks are left than before, they use another layout: see
+On one host the launcher starts the ranks itself. On several hosts it starts horovodrun and reads the
+cause of a failure from its output. If fewer ranks remain than before, they use another layout, see
 `runs.run.layout_plan` and `parallel.config.elastic_config`.
 """
 
@@ -25,7 +25,7 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
 
-# Exit codes of ranks that saved and left after a signal, and of ranks that refused their options.
+# Exit codes of ranks that saved a checkpoint after a signal, and of ranks with wrong options.
 PREEMPTED, REFUSED = 75, 2
 INTERRUPTED = 130
 
@@ -48,9 +48,9 @@ class Outcome:
     """The result of a start, collected from the lines that it prints."""
 
     def __init__(self):
-        self.exit_code = None  # of the rank that ended first
-        self.is_over = False  # whether a rank has failed, so that all will end
-        self.hosts = ()  # at fault
+        self.exit_code = None  # exit code of the rank that ended first
+        self.is_over = False  # whether a rank has failed, which ends all ranks
+        self.hosts = ()  # hosts that caused the failure
         self.cause, self.shown_once = "", set()
 
     def read(self, line: str) -> bool:
@@ -66,7 +66,7 @@ class Outcome:
         return not _NOISE.match(line)
 
     def rank_ended(self, rank: int, code: int) -> None:
-        """Take the exit code of a rank on this host, negative if a signal has killed it."""
+        """Record the exit code of a rank on this host. It is negative if a signal killed the rank."""
         self.exit_code = code
         if code < 0:
             self.cause = f"rank {rank} was killed by {signal.Signals(-code).name}"
@@ -80,17 +80,17 @@ class Outcome:
         return self.cause or code or "horovodrun has failed"
 
 
-_SECONDS_TO_SAVE = 120.0  # after a signal. Ranks that still run are killed then.
+_SECONDS_TO_SAVE = 120.0  # from a signal until ranks that still run are killed
 _MAX_FILE = 2**20  # bytes
-_SECONDS_TO_END = 30.0  # after a rank has ended with a failure
-_SECONDS_OF_ONE_SIGNAL = 0.5  # programs such as timeout and uv repeat the terminal's signal
-_LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
+_SECONDS_TO_END = 30.0  # from the failure of a rank until horovodrun is killed
+_SECONDS_OF_ONE_SIGNAL = 0.5  # Programs such as timeout and uv repeat the terminal's signal.
+_LOOK_AGAIN = 5.0  # seconds between searches for hosts
 _DEFAULT_RESTARTS = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def hosts_of(options: argparse.Namespace) -> dict[str, int]:
-    """Return {host: number of ranks} of the options of `dtransformer launch`, as it is now."""
+    """Read the current hosts and their slots from the file, the script or the options."""
     if options.hosts_file is not None:
         text = decode(read_bytes(options.hosts_file, _MAX_FILE), options.hosts_file)
         return parse_hosts(text, options.hosts_file)
@@ -118,7 +118,7 @@ def _words(values):
 
 
 class Supervisor:
-    """Launches a command until it succeeds, or has failed too often.
+    """Launcher that restarts a command until it succeeds or has failed too often.
 
     Args:
         options: Options of `dtransformer launch`.
@@ -142,8 +142,8 @@ class Supervisor:
         """Run the job.
 
         Returns:
-            The exit code: 0, 2 for refused options, 75 if ranks have saved after a signal, 130
-            after Ctrl-C, else 1.
+            The exit code: 0 for success, 2 for wrong options, 75 if ranks have saved after a signal,
+            130 after Ctrl-C, otherwise 1.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -181,12 +181,12 @@ class Supervisor:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
     def _find_ranks(self):
-        """Return {host: number of ranks} of hosts that answer; wait until there are enough."""
+        """Return a dict from hosts that answer to numbers of ranks. Wait until they suffice."""
         until = time.monotonic() + self._options.wait
         while self._signal is None:
             try:
                 self._all_hosts = hosts_of(self._options)
-            except InputError as error:  # of a script, or of a file that is being written
+            except InputError as error:  # The file may be incomplete while it is being written.
                 if not self._all_hosts:
                     raise
                 _say(f"{error}: takes the hosts from before")
@@ -245,7 +245,7 @@ class Supervisor:
                     if outcome.read(line):
                         with contextlib.suppress(BrokenPipeError):
                             print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
-                if outcome.is_over:  # horovodrun waits for all who hold its pipes
+                if outcome.is_over:  # horovodrun would wait for all processes with open pipes.
                     job.kill_in(_SECONDS_TO_END)
 
         job = self._job = Job(command, environments)
@@ -271,17 +271,17 @@ class Supervisor:
             threading.Thread(target=self._let_save, daemon=True).start()
 
     def _let_save(self):
-        """Let the ranks save and leave. Ask again, as ranks that start do not listen yet."""
+        """Ask the ranks to save and exit. Repeat it, because starting ranks do not listen yet."""
         while self._job is not None:
             self._hosts.ask_to_stop(self._ranks)
             time.sleep(_LOOK_AGAIN)
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Launch as the options of `dtransformer launch` say; return the exit code.
+    """Run `dtransformer launch` and return the exit code, see `Supervisor.run`.
 
     Raises:
-        InputError: an option or the hosts are wrong.
+        InputError: If an option or the list of hosts is wrong.
     """
     if arguments.rank_command[:1] == ["--"]:
         del arguments.rank_command[0]
