@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = format_warning
     try:
         if sys.stdout is None:
-            raise InputError("standard output is closed: send it to a file, or to /dev/null")
+            raise InputError("Standard output is closed. Redirect it to a file or to /dev/null.")
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # Do not depend on the locale.
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -61,15 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = "standard output" if error.filename is None else error.filename
         return _tell(f"{place}: {error.strerror or error}", 2)
     except MemoryError:
-        return _tell("this machine has not enough memory for that: give smaller numbers", 2)
+        return _tell("This machine does not have enough memory. Reduce the sizes.", 2)
     except Exception as error:
         sys.last_value = error  # Exit handlers read it.
         if is_of_another_rank(error):
-            return _tell("another rank has failed, or left: what it says tells why", 1)
+            return _tell("Another rank has failed or left the job. Its output shows the cause.", 1)
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
             raise  # Each rank prints its traceback.
         text = one_line(error, 160)
-        return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)
+        return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 prints the traceback", 1)
 
 
 def _tell(message, code):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from typing import TextIO
 
-_HELP = "/reset begins anew, /quit ends"
+_HELP = "Enter /reset to start a new conversation, /quit to exit."
 
 
 def chat(
@@ -48,7 +48,8 @@ def chat(
         try:
             (answer,) = generate([tokenizer.chat(turns, tools)], show)
         except ValueError as error:  # The conversation has become too long for the model.
-            print(f"{error}: /reset, or give a smaller --max-new-tokens", file=out, flush=True)
+            text = str(error).rstrip(".")
+            print(f"{text}. Enter /reset, or use a smaller --max-new-tokens.", file=out, flush=True)
             turns.pop()
             continue
         print(file=out)

@@ -67,7 +67,7 @@ def verify(arguments: argparse.Namespace) -> None:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
             if folders.step_of(folder) not in (-1, checkpoint.step):
-                problems.append(f"it is of step {checkpoint.step}: give it that name again")
+                problems.append(f"its name does not match its step {checkpoint.step}; rename it")
         except (InputError, OSError) as error:
             problems = [str(error)]
         print(
@@ -76,6 +76,6 @@ def verify(arguments: argparse.Namespace) -> None:
         damaged += bool(problems)
     if damaged:
         raise InputError(
-            f"{arguments.path}: {damaged} damaged; restoring takes the newest intact one, and "
-            "replaces files that have a replica"
+            f"`{arguments.path}`: {damaged} damaged. Restoring uses the newest intact checkpoint, and "
+            "replaces damaged files that have a replica."
         )

@@ -19,8 +19,8 @@ from dtransformer.nvidia_driver import gpu_names
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
-    "matplotlib": "pictures: pip install matplotlib",
-    "pyarrow": "Arrow and Parquet files: pip install pyarrow",
+    "matplotlib": "only needed for plots: pip install matplotlib",
+    "pyarrow": "only needed for Arrow and Parquet files: pip install pyarrow",
 }
 _COMPILER = "only needed to build Horovod; Debian: apt-get install g++ make"
 
@@ -100,7 +100,7 @@ def _optional(name, found, mend):
 def _horovod():
     version = _version("horovod")
     if version is None:
-        return [_optional("horovod", None, f"only for several ranks: {COMMAND}")]
+        return [_optional("horovod", None, f"only needed for several ranks: {COMMAND}")]
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]

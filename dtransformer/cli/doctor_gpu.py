@@ -46,26 +46,27 @@ def _cards(name, capability, number):
     cuda, by_driver = nvidia_driver.cuda_version(), capability >= _COMPILED_BY_DRIVER
     found = f"{number} × {name}, compute capability {'.'.join(map(str, capability))}"
     if capability < _OLDEST:
-        why = f"{found}: TensorFlow's wheel has code from {'.'.join(map(str, _OLDEST))} on"
-        return check("GPU", False, why, "CUDA_VISIBLE_DEVICES=-1 computes on CPUs")
+        why = f"{found}: TensorFlow's wheel requires at least {'.'.join(map(str, _OLDEST))}"
+        return check("GPU", False, why, "set CUDA_VISIBLE_DEVICES=-1 to compute on CPUs")
     if 0 < cuda < (_CUDA if by_driver else _LEAST_CUDA):
         return check("GPU", False, f"{found}: {_too_old(cuda)}", _DRIVER)
     if by_driver:
-        found += ": its driver compiles what is first used, for minutes, and keeps it"
+        found += ": its driver compiles kernels on their first use (takes minutes) and caches them"
     if capability >= _NOT_TRIED:
-        found += "; TensorFlow's wheel is older than this card, and nobody has tried it"
+        found += "; TensorFlow's wheel is older than this card and untested on it"
     return check("GPU", True, found)
 
 
 def _too_old(cuda):
-    return f"its driver has CUDA {cuda // 1000}.{cuda % 1000 // 10}, TensorFlow's wheel is of 12.5"
+    version = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    return f"its driver supports CUDA {version}, but TensorFlow's wheel was built with 12.5"
 
 
 def _no_gpu():
     """Explain why TensorFlow finds no GPU on this machine."""
     driver = unused_driver()
     if driver is None:
-        return check("GPU", None, "none", f"optional, on a machine with a driver: {_INSTALL}")
+        return check("GPU", None, "none", f"optional; on a machine with a driver: {_INSTALL}")
     missing = [name for name in _CUDA_LIBRARIES if not _can_be_opened(name)]
     cuda, code, mend = nvidia_driver.cuda_version(), nvidia_driver.cuda_start(), _INSTALL
     if 0 < cuda < (_LEAST_CUDA if missing else _CUDA):
@@ -75,10 +76,12 @@ def _no_gpu():
     elif code is None:
         why, mend = "libcuda.so.1 cannot be opened", "in a container: docker run --gpus all"
     elif code:
-        why, mend = f"CUDA does not start, error {code} of cuInit", "does nvidia-smi see the GPUs?"
+        why = f"CUDA does not start (error {code} of cuInit)"
+        mend = "check that nvidia-smi lists the GPUs"
     else:
-        why, mend = "all of its libraries are there", "TF_CPP_MIN_LOG_LEVEL=0 shows what it says"
-    return check("GPU", False, f"driver {driver}, and TensorFlow sees no GPU: {why}", mend)
+        why = "all CUDA libraries were found"
+        mend = "set TF_CPP_MIN_LOG_LEVEL=0 to see TensorFlow's log"
+    return check("GPU", False, f"driver {driver}, but TensorFlow finds no GPU: {why}", mend)
 
 
 def _can_be_opened(library):
@@ -102,9 +105,7 @@ def _nccl(number):
     version = ctypes.c_int(0)
     code = _framework().ncclGetVersion(ctypes.byref(version))
     if code:
-        found = (
-            f"cannot be opened (error {code} of ncclGetVersion), and GPUs send to each other by it"
-        )
+        found = f"cannot be opened (error {code} of ncclGetVersion), but several GPUs need it"
         return check("NCCL", None if number == 1 else False, found, _INSTALL)
     major, rest = divmod(version.value, 10_000)
     return check("NCCL", True, f"{major}.{rest // 100}.{rest % 100}")

@@ -23,6 +23,7 @@ _SECONDS = 60  # time limit for the answer of a host
 _MAX_CLOCK = 5.0  # maximum clock difference in seconds, including the start of Python
 _LEAST_FREE = 1.0  # GiB
 _ROUNDS, _BYTES = 20, 2**26
+_SAME = "same as this host"
 
 
 def examine_hosts(names: str, ssh_options: Sequence[str] = ()) -> list[dict]:
@@ -51,7 +52,7 @@ def _examine(host, own, ssh_options):
         began = time.time()
         found, error = _answer(process, errors)
         if found is None:
-            mend = "ssh without a password, and the same folder and Python there"
+            mend = "set up ssh without a password, and the same folder and Python on the host"
             return [check(f"{host}: ssh", False, error or "does not answer", mend)]
         middle = (began + time.time()) / 2
         checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
@@ -64,22 +65,27 @@ def _compare(host, found, own, middle):
     differ = [name for name in ours if theirs[name] != ours[name]]
     told = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
     lag, free, same = found["time"] - middle, found["free_gib"], found["files"] == own["files"]
-    gpus = f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver"
+    gpus = f"this host has {own['gpus']}; all hosts need the same GPUs and driver"
     rows = (
-        ("versions", not differ, told(theirs) or "as here", f"here it is {told(ours)}"),
-        ("files", same, "as here" if same else "dtransformer's files differ", "put the same there"),
+        ("versions", not differ, told(theirs) or _SAME, f"this host has {told(ours)}"),
+        (
+            "files",
+            same,
+            _SAME if same else "dtransformer's files differ",
+            "install the same files on the host",
+        ),
         ("GPUs", found["gpus"] == own["gpus"], found["gpus"], gpus),
         (
             "memory",
             free >= _LEAST_FREE,
             f"{free:.1f} GiB free, {found['cores']} cores",
-            "end what takes it",
+            "end programs that use memory",
         ),
         (
             "clock",
             abs(lag) <= _MAX_CLOCK,
-            f"{lag:+.1f} s, as far as ssh lets see",
-            "let chrony or ntpd set it",
+            f"{lag:+.1f} s, measured through ssh",
+            "synchronize it with chrony or ntpd",
         ),
     )
     return [check(f"{host}: {name}", *row) for name, *row in rows]
@@ -103,10 +109,10 @@ def _way_to(host, port):
             connection.recv(1)  # Returns as soon as the host has received everything.
             rate = 8 * _BYTES / (time.perf_counter() - start) / 1e9
     except OSError as error:
-        mend = "ranks listen at free ports: let the job's hosts reach each other at all of them"
-        return check(f"{host}: network", False, f"port {port} is not reached ({error})", mend)
+        mend = "open all ports between the job's hosts, because ranks listen on any free port"
+        return check(f"{host}: network", False, f"cannot connect to port {port} ({error})", mend)
     latency = 1e3 * statistics.median(times)
-    message = f"{latency:.2f} ms there and back, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
+    message = f"{latency:.2f} ms round trip, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
     return check(f"{host}: network", True, message)
 
 

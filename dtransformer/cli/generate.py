@@ -35,7 +35,7 @@ def generate(arguments: argparse.Namespace) -> None:
     start_job(config)
     for name in ("system", "tools"):
         if getattr(arguments, name) is not None and not arguments.chat:
-            raise InputError(f"--{name} goes with --chat only: add it, or leave it out")
+            raise InputError(f"--{name} requires --chat. Add --chat, or remove --{name}.")
     read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
@@ -52,7 +52,10 @@ def generate(arguments: argparse.Namespace) -> None:
         if not arguments.stream:
             return _write(given, generator(prompts), arguments.json)
     if arguments.json or generator.num_results > 1:
-        raise InputError("--stream shows one text as it is found: leave --json and several out")
+        raise InputError(
+            "--stream prints one text per prompt as it is generated. Remove --json and "
+            "--num-return-sequences."
+        )
     show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
     for prompt in prompts:
         with refusing(kinds=ValueError):
@@ -65,8 +68,8 @@ def _config(settings):
     for setting in settings:
         if not setting.startswith(_SETTINGS):
             raise InputError(
-                f"--set {shown(setting)}: only parallel.…, training.local_devices and "
-                "training.precision count here"
+                f"--set {shown(setting)} has no effect here. Use it with parallel.…, "
+                "training.local_devices or training.precision."
             )
     return load_config(None, settings)
 
@@ -74,10 +77,10 @@ def _config(settings):
 def _read(source, boundary):
     """Return the prompts in a stream. `boundary` is "line", "blank_line" or "file"."""
     if source is None:
-        raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
+        raise InputError("Standard input is closed. Write prompts to it, or add --prompt.")
     lines = decode_lines(read_limited(source.buffer, "standard input"), "standard input")
     if not lines:
-        raise InputError("there is no prompt: give a --prompt, or lines of standard input")
+        raise InputError("No prompt was given. Add --prompt, or write lines to standard input.")
     if boundary == "line":
         return lines
     return list(joined(enumerate(lines, start=1), boundary, "standard input"))
@@ -89,7 +92,7 @@ def _generator(model, tokenizer, max_new_tokens, stops, options):
         ids = tokenizer.ids_of_stop(text)
         if len(ids) != 1:
             raise InputError(
-                f"--stop {shown(text)}: is {len(ids)} tokens: give a text of one token"
+                f"--stop {shown(text)} has {len(ids)} tokens. Choose a text that is a single token."
             )
         stop_ids += ids
     return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)

@@ -57,6 +57,7 @@ _OPTIONS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_NVTX": "1",
 }
+_NO_OUTPUT = "the command printed nothing"
 _BUILT_WITH = (
     "import horovod.tensorflow as h; "
     "print('gloo' if h.gloo_built() else '', 'mpi' if h.mpi_built() else '', "
@@ -73,8 +74,8 @@ def install_horovod():
     """
     if importlib.util.find_spec("pip") is None:
         raise InputError(
-            f"{sys.prefix} has no pip, which Horovod is installed with: run "
-            f"'{sys.executable} -m ensurepip', and then '{COMMAND}' again"
+            f"{sys.prefix} has no pip to install Horovod with. Run '{sys.executable} -m ensurepip', "
+            f"then '{COMMAND}' again."
         )
     folder = cache_folder()
     log = folder / "build.log"
@@ -82,18 +83,18 @@ def install_horovod():
         folder.mkdir(parents=True, exist_ok=True)
         wheel = next(folder.glob("horovod-*.whl"), None) or _build(folder, log)
         pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-        problem = f"{wheel.name} cannot be installed; if it is damaged, remove it, beside the log"
+        problem = f"Cannot install {wheel.name}. If it is damaged, remove it from {folder}."
         # pip cannot know that an installed Horovod was compiled for another TensorFlow.
         run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
         run([*pip, wheel], log, problem)
     except OSError as error:
         raise InputError(
-            f"Horovod cannot be built in {folder} ({error}): set DTRANSFORMER_CACHE to a folder "
-            "that can be written"
+            f"Cannot build Horovod in {folder} ({error}). Set DTRANSFORMER_CACHE to a writable "
+            "folder."
         ) from error
     works, found = built_with()
     if not works:
-        raise InputError(f"Horovod {VERSION} was installed and cannot be imported: {found}")
+        raise InputError(f"Horovod {VERSION} was installed, but cannot be imported: {found}")
     print(f"Horovod {VERSION} is installed, built with {found} ({wheel})")
 
 
@@ -111,7 +112,7 @@ def built_with(environment=None):
     own = {**os.environ, **(environment or {})}
     result = subprocess.run(command, capture_output=True, text=True, env=own)
     if result.returncode:
-        return False, (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return False, (result.stderr.strip().splitlines() or [_NO_OUTPUT])[-1]
     return True, " ".join(result.stdout.split())
 
 
@@ -158,12 +159,12 @@ def _build(folder, log):
     """Build the wheel, move it to `folder` and return its path."""
     if compiler() is None:
         raise InputError(
-            f"no C++ compiler found ({os.environ.get('CXX') or 'g++, or what CXX names'}): install "
-            f"one (Debian: apt-get install g++ make) and run '{COMMAND}' again; one process trains "
-            "without"
+            f"No C++ compiler found ({os.environ.get('CXX') or 'g++ or c++'}). Install one (Debian: "
+            f"apt-get install g++ make) and run '{COMMAND}' again. A single process does not need "
+            "Horovod."
         )
     tensorflow = importlib.metadata.version("tensorflow")
-    print(f"Building Horovod {VERSION} for TensorFlow {tensorflow} (some minutes, once) ...")
+    print(f"Building Horovod {VERSION} for TensorFlow {tensorflow}. This takes minutes, only once.")
     sys.stdout.flush()
     log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -173,7 +174,7 @@ def _build(folder, log):
         source = unpack(archive, temporary)
         pip = [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps"]
         command = [*pip, "--no-build-isolation", "--wheel-dir", temporary / "dist", source]
-        run(command, log, "Horovod does not compile", environment)
+        run(command, log, "Horovod does not compile.", environment)
         built = next((temporary / "dist").glob("horovod-*.whl"))
         _try(built, temporary / "tried", log)
         partial = folder / f"{built.name}.{os.getpid()}.partial"
@@ -184,11 +185,11 @@ def _build(folder, log):
 def _try(wheel, folder, log):
     """Install a wheel to a temporary folder and import it, so that a broken one is never installed."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, wheel]
-    run(pip, log, f"{wheel.name} cannot be installed")
+    run(pip, log, f"Cannot install {wheel.name}.")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     works, found = built_with({"PYTHONPATH": path})
     if not works:
-        raise InputError(f"Horovod {VERSION} was compiled and cannot be imported: {found}")
+        raise InputError(f"Horovod {VERSION} was compiled, but cannot be imported: {found}")
 
 
 def _build_environment(tools, log):
@@ -197,7 +198,7 @@ def _build_environment(tools, log):
     # be relative, and setuptools runs pip in the folder of the sources.
     own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
-    run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
+    run([*pip, *_BUILD_TOOLS], log, f"Cannot download {', '.join(_BUILD_TOOLS)}.", own)
     return {
         **own,
         **_OPTIONS,
@@ -217,7 +218,7 @@ def download(folder, log, environment=None):
     requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     pip += ["--no-binary", ":all:", "--require-hashes", "--dest", folder, "-r", requirement]
-    run(pip, log, f"the sources of Horovod {VERSION} cannot be downloaded", environment)
+    run(pip, log, f"Cannot download the sources of Horovod {VERSION}.", environment)
     return next(folder.glob("horovod-*.tar.gz"))
 
 
@@ -241,7 +242,7 @@ def _replace(path, words, text):
     found = [number for number, line in enumerate(lines) if words in line]
     if len(found) != 1:
         raise InputError(
-            f"expected one line with {words} in Horovod's {path.name}, found {len(found)}"
+            f"Expected one line with {words} in Horovod's {path.name}, found {len(found)}."
         )
     lines[found[0]] = text
     path.write_text("".join(lines))
@@ -269,9 +270,7 @@ def run(command, log, problem, environment=None):
             return
         output.seek(begin)
         text = output.read()
-    raise InputError(
-        f"{problem} ({one_line(_reason(text), 100)}); all of what was said is in {log}"
-    )
+    raise InputError(f"{problem} The cause: {one_line(_reason(text), 100)}. See the log {log}.")
 
 
 def _reason(text):
@@ -282,4 +281,4 @@ def _reason(text):
             if sign in line:
                 # CMake prints the position and then, on the next line, the error.
                 return " ".join(lines[index : index + 1 + line.endswith(":")])
-    return lines[-1] if lines else "it ended without a word"
+    return lines[-1] if lines else _NO_OUTPUT

@@ -29,10 +29,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
         InputError: If an option is missing or wrong, or options exclude each other.
     """
     if arguments.plot:
-        check_installed("matplotlib", "pictures")
+        check_installed("matplotlib", "Plots")
     tokens = arguments.tokens
     if tokens is not None and not 0 < tokens < math.inf:
-        raise InputError(f"--tokens is {tokens:g}: give the number of training tokens, such as 1e9")
+        raise InputError(f"--tokens must be a positive number, such as 1e9, got {tokens:g}.")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 
@@ -72,7 +72,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     if arguments.devices_per_node:
         device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
     if (arguments.devices is None) == (arguments.nodes is None):
-        raise InputError("give either --devices, the number of all devices, or --nodes")
+        raise InputError("Set either --devices, the number of devices on all nodes, or --nodes.")
     devices = arguments.devices or arguments.nodes * device.devices_per_node
     batch, reason = arguments.global_batch, ""
     if batch is None:
@@ -95,7 +95,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
         InputError: If the model does not exist, or the file has unknown fields.
     """
     if name is None:
-        raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
+        raise InputError("--model is required: a name, such as gpt-175b, a folder or a YAML file.")
     if os.path.isdir(name):
         from dtransformer.models.pretrained.load import architecture_of
 
@@ -106,7 +106,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
         return _with_default_length(named(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
-        raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
+        raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024.")
     if isinstance(fields.get("base"), str):
         return named(fields.pop("base"), **{**fields, **changes})
     return checked(ModelShape, {"name": name, **fields, **changes})
@@ -128,7 +128,7 @@ def device_of(name: str) -> Device:
         return device_named(name)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
-        raise InputError(f"{name}: expected the fields of a device, as --measure writes them")
+        raise InputError(f"{name}: expected the fields of a device, in the format of --measure.")
     with refusing(name):
         base = vars(device_named(fields.pop("base"))) if "base" in fields else {}
         own = {}

@@ -45,7 +45,7 @@ def embed(arguments: argparse.Namespace) -> None:
     out = sys.stdout
     if out.isatty() and not (arguments.json or arguments.out):
         raise InputError(
-            "the NumPy file would go to the terminal: add > FILE, --out FILE or --json"
+            "The NumPy file would go to the terminal. Add > FILE, --out FILE or --json."
         )
     with contextlib.redirect_stdout(sys.stderr):
         vectors = [found["vector"] for found in _predictions(arguments, "embed")]
@@ -71,7 +71,7 @@ def _predictions(arguments, command):
     if not task.command.startswith(command):
         use = task.command.format("FOLDER")
         raise InputError(
-            f"the model is of task {config.task}, not for {command}: dtransformer {use}"
+            f"{command} does not support models of task {config.task}. Use `dtransformer {use}`."
         )
     if arguments.batch_size is not None:
         config.training.batch_size = arguments.batch_size
@@ -81,7 +81,7 @@ def _predictions(arguments, command):
     fields = {"text": arguments.field} if arguments.field else config.data.fields
     records = from_chief(lambda: list(_records(arguments, fields)), "predict/records")
     if not records:
-        raise InputError("there is no text: give lines of standard input, or --data FILE")
+        raise InputError("No text was given. Write lines to standard input, or add --data FILE.")
     for found in task.predict(make_trainer(task, 1), records):
         if job.is_chief():
             yield found
@@ -104,14 +104,14 @@ def _records(arguments, fields):
             if arguments.text or not first.startswith("{"):
                 yield from ((place, {"text": line}) for place, line in placed)
                 continue
-            hint = " (--text reads lines that are no JSON)"
+            hint = " (add --text if the lines are not JSON)"
             values = ((place, parse_json(line, place + hint)) for place, line in placed)
         yield from named_records(objects(values, ()), fields)
 
 
 def _stdin_lines(name):
     if sys.stdin is None:
-        raise InputError("standard input is closed: give its lines, or --data FILE")
+        raise InputError("Standard input is closed. Write lines to it, or add --data FILE.")
     return decode_lines(read_limited(sys.stdin.buffer, name), name)
 
 

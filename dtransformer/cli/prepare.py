@@ -17,7 +17,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     unread, what = (_OF_CORPUS, "--embedded") if arguments.lm else (_OF_LM, "--lm")
     for name in unread:
         if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} goes with {what} only: leave it out")
+            raise InputError(f"--{name.replace('_', '-')} requires {what}. Remove it.")
     if arguments.lm:
         return _token_shards(arguments)
     from dtransformer.datasets.embedded import write_corpus
@@ -33,7 +33,7 @@ def _token_shards(arguments):
     from dtransformer.datasets.sample import evenly_spread, texts_of
 
     if not arguments.input:
-        raise InputError("--lm needs --input: give files with text")
+        raise InputError("--lm requires --input. Add files with text.")
     options = {
         "field": arguments.field or "text",
         "boundary": arguments.documents or "blank_line",
@@ -48,15 +48,15 @@ def _token_shards(arguments):
         )
     else:
         raise InputError(
-            "--lm needs a tokenizer: give --tokenizer FOLDER or --train-tokenizer SIZE"
+            "--lm requires a tokenizer. Add --tokenizer FOLDER or --train-tokenizer SIZE."
         )
     size = {"shard_tokens": arguments.shard_tokens} if arguments.shard_tokens else {}
     shards = datasets.write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
-    left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(
-        shards.num_left_out
-    )
+    left_out = ""
+    if shards.num_left_out:
+        left_out = f"; skipped {shards.num_left_out:,} documents with an empty part or no text"
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"

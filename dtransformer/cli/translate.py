@@ -75,7 +75,7 @@ def translate(arguments: argparse.Namespace) -> None:
         InputError: If the run folder is unusable, or a line is not UTF-8.
     """
     if sys.stdin is None:
-        raise InputError("standard input is closed: give the lines to translate")
+        raise InputError("Standard input is closed. Write the lines to translate to it.")
     translator = make_translator(arguments.run, arguments.beam_size, arguments.length_penalty)
     lines = decode_lines(read_limited(sys.stdin.buffer, "standard input"), "standard input")
     for translation in translator(lines):
@@ -90,11 +90,11 @@ def evaluate(arguments: argparse.Namespace) -> None:
             of `--src` and `--ref` differ in length.
     """
     if (arguments.src is None) != (arguments.ref is None):
-        raise InputError("--src and --ref go together: give both")
+        raise InputError("--src and --ref require each other. Add both.")
     unread, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
     if getattr(arguments, unread):
         option = unread.replace("_", "-")
-        raise InputError(f"--{option} is not read {how} --src and --ref: leave it out")
+        raise InputError(f"--{option} has no effect {how} --src and --ref. Remove it.")
     if arguments.src is None:
         evaluate_run(arguments.run, arguments.data, arguments.json)
         return

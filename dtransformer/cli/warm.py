@@ -38,8 +38,8 @@ def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
         A list of checks, see `checks.check`.
     """
     if device_type() == "CPU":
-        why = "TensorFlow sees no GPU whose driver would compile kernels"
-        return [check("kernels", False, why, "dtransformer doctor says why")]
+        why = "TensorFlow finds no GPU whose driver could compile kernels"
+        return [check("kernels", False, why, "run dtransformer doctor to see the cause")]
     folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_OF_CUDA))
     before = _megabytes(folder)
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
@@ -60,7 +60,8 @@ def _warmed(policy):
     network.generate(ids[:, :4], max_new_tokens=2)
     is_finite = bool(np.all(np.isfinite([np.ravel(loss)[0] for loss in losses])))
     found = f"{policy}: first steps and tokens took {time.monotonic() - begin:.0f} s"
-    return check("kernels", is_finite, found, "the loss is not finite: do other programs compute?")
+    mend = "the loss is not finite; check whether other programs use the GPU"
+    return check("kernels", is_finite, found, mend)
 
 
 def _megabytes(folder):

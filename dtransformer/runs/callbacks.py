@@ -209,7 +209,7 @@ def check_logs(config: RunConfig) -> None:
     """
     for key, (_, package) in _LOGS.items():
         if getattr(config.logs, key) and package:
-            check_installed(package, f"logs.{key}: they")
+            check_installed(package, f"The logs of `logs.{key}`")
 
 
 def log_callbacks(config: RunConfig, path: pathlib.Path, run_key: str, resumes: bool) -> list:

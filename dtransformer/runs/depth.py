@@ -64,9 +64,7 @@ def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
         InputError: If the task is not "causal_lm".
     """
     if task != _TASK:
-        raise InputError(
-            f"--depth is for task {_TASK}, whose sizes the rules are of, not for {task}"
-        )
+        raise InputError(f"--depth only supports task {_TASK}, got {task}.")
     options = options_of_depth(depth)
     rows, on_cpu = options["training"]["batch_size"], cluster.device.name == "cpu"
     job = Job(rows, "float32" if on_cpu else None).on(cluster.device)

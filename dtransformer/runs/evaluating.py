@@ -38,7 +38,7 @@ def evaluate_run(
     folder = pathlib.Path(folder)
     task = open_run(folder, trained=False)
     if not hasattr(task.config.data, "dev"):
-        raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
+        raise InputError(f"`{folder}` is a translation run. Add --src and --ref.")
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")

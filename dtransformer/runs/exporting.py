@@ -29,15 +29,16 @@ def check_export(task: Task, overwrite: bool) -> None:
         return
     if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
         raise InputError(
-            f"export.saved_model: {options.saved_model} exists. Choose another path, or add --overwrite."
+            f"`export.saved_model`: {options.saved_model} exists. Choose another path, or add "
+            "--overwrite."
         )
     if not options.folder:
         return
     check_target(options.folder, overwrite)
     if getattr(task.core, "has_task_head", False) and not options.merge_adapters:
         raise InputError(
-            f"export.merge_adapters: adapters alone would lack the head of task {task.config.task}: "
-            "leave it out, so that they are added to the weights"
+            "`export.merge_adapters=false` would leave out the trained head of task "
+            f"{task.config.task}. Set it to true."
         )
     if options.merge_adapters or not adapters_of(task.core):
         with refusing("export.family"):

@@ -69,20 +69,21 @@ class RunFolder:
             return False
         if RUN not in names:
             raise InputError(
-                f"{self.path}: is not empty, and no run folder (it has no {RUN}): give another "
-                "--run, or remove it yourself"
+                f"`{self.path}` is not empty, and is not a run folder (it has no {RUN}). Choose "
+                "another --run, or remove the folder yourself."
             )
         RunIdentity.load(folder)
         if resume and _can_resume(folder, self.path):
             return True
         if not overwrite and not (resume and not _has_begun(folder)):
-            ways = "--resume, " * bool(saved_steps(folder / CHECKPOINTS)) + "or another --run"
-            raise InputError(f"{self.path}: holds a run already; give --overwrite, {ways}")
+            ways = "--resume or --overwrite" if saved_steps(folder / CHECKPOINTS) else "--overwrite"
+            raise InputError(
+                f"`{self.path}` already contains a run. Add {ways}, or choose another --run."
+            )
         _check_parts_only(names, self.path)
         if folder in pathlib.Path(config_path).resolve().parents:
             raise InputError(
-                f"{config_path}: lies in the run folder that is to be replaced: copy it elsewhere "
-                "first"
+                f"`{config_path}` is inside the run folder to replace. Copy it to another folder."
             )
         return False
 
@@ -128,7 +129,7 @@ class RunFolder:
             shutil.rmtree(self.fresh, ignore_errors=True)
             self._take_back()
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"{self.path}: the run folder cannot be written ({reason})") from None
+            raise InputError(f"Cannot write the run folder `{self.path}` ({reason}).") from None
 
     def settle(self) -> None:
         """Keep the new run if it has weights or a checkpoint. Otherwise restore the old run.
@@ -150,7 +151,7 @@ class RunFolder:
             if self._is_new and _has_begun(self._real):
                 _remove_run(self._aside, self._aside)
         except InputError as error:
-            warnings.warn(f"the run that was replaced: {error}", stacklevel=2)
+            warnings.warn(f"Cannot remove the replaced run: {error}", stacklevel=2)
 
     def _keep_one(self):
         if _has_begun(self._real):
@@ -189,13 +190,13 @@ def _can_resume(folder, path):
     lost = folders_without_manifest(folder / CHECKPOINTS)
     if lost:
         raise InputError(
-            f"{path}: no checkpoint is complete, {lost[-1].name} has lost its checkpoint.json: put it "
-            "back; or begin anew with --overwrite, which removes all"
+            f"`{path}` has no complete checkpoint: {lost[-1].name} has lost its checkpoint.json. "
+            "Restore this file, or start from scratch with --overwrite, which removes the run."
         )
     if _has_begun(folder):
         raise InputError(
-            f"{path}: has weights, and no checkpoint to resume from: begin anew with --overwrite, or "
-            "give another --run"
+            f"`{path}` has weights, but no checkpoint to resume from. Start from scratch with "
+            "--overwrite, or choose another --run."
         )
     return False
 
@@ -214,14 +215,15 @@ def _names_in(folder, path):
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(f"{path}: is no folder for a run ({error.strerror})") from None
+        raise InputError(f"Cannot use `{path}` as a run folder ({error.strerror}).") from None
 
 
 def _check_parts_only(names, path):
     others = [name for name in names if name not in PARTS and not is_partial(name)]
     if others:
         raise InputError(
-            f"{path}: also holds {others[0]}, which is no part of a run: move it elsewhere first"
+            f"`{path}` also contains {others[0]}, which does not belong to a run. Move it to another "
+            "folder."
         )
 
 
@@ -232,4 +234,4 @@ def _remove_run(folder, path):
         if os.path.exists(folder):
             shutil.rmtree(folder)
     except OSError as error:
-        raise InputError(f"{path}: cannot be removed ({error.strerror})") from None
+        raise InputError(f"Cannot remove `{path}` ({error.strerror}).") from None

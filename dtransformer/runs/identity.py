@@ -113,17 +113,17 @@ class RunIdentity:
         path = folder / RUN
         if not path.is_file():
             raise InputError(
-                f"{folder}: has no {RUN}, as it is no run folder or is of an older dtransformer: give "
-                "another run, or train it anew"
+                f"`{folder}` has no {RUN}. It is not a run folder, or an older dtransformer wrote it. "
+                "Choose another run, or train it again."
             )
         try:
             data = read_bytes(path, _MAX_BYTES)
             document = typed(parse_json(data, path, _MAX_BYTES), _Document, path)
             if document["sha256"] != _digest_of(document["run"]):
-                raise InputError(f"{path} is damaged: its checksum is another")
+                raise InputError(f"{path} is damaged: its checksum does not match")
         except InputError as error:
             raise InputError(
-                f"{error}; put the run's own back, such as the copy in its checkpoints"
+                f"{str(error).rstrip('.')}. Restore the file from a checkpoint of the run."
             ) from None
         return cls(data.decode(), document["run"]["files"], document["run"]["data"])
 
@@ -145,11 +145,11 @@ class RunIdentity:
         for name, digest in self.files.items():
             path = folder / name
             if not path.is_file():
-                raise InputError(f"{path}: is missing: put the run's own there")
+                raise InputError(f"`{path}` is missing. Restore the file of this run.")
             if sha256_of(path) != digest:
                 raise InputError(
-                    f"{path}: is not what the run began with: it was changed, is damaged, or is of "
-                    "another run; put the run's own back, such as the copy in its checkpoints"
+                    f"`{path}` has changed since the run began: it was edited, is damaged, or belongs "
+                    "to another run. Restore the file from a checkpoint of the run."
                 )
         if os.path.lexists(folder / WEIGHTS):
             check_seal(folder / WEIGHTS, self.key)
@@ -172,7 +172,8 @@ class RunIdentity:
             own = checkpoint.path / RUN
             if not own.is_file() or sha256_of(own) != self.key:
                 raise InputError(
-                    f"{path}: is a checkpoint of another run than the {RUN} of {folder}: move it away"
+                    f"`{path}` is a checkpoint of another run than the {RUN} in {folder}. Move it to "
+                    "another folder."
                 )
 
 

@@ -158,9 +158,9 @@ def harness_model(
         InputError: If `lm_eval` is not installed, the job has several ranks or a mesh, or the folder
             is unusable.
     """
-    check_installed("lm_eval", "its scores")
+    check_installed("lm_eval", "Evaluations with the harness")
     if job.size() > 1 or job.mesh() is not None:
-        raise InputError("the harness scores on one device: start one process, without a layout")
+        raise InputError("The harness runs on one device. Start one process without a layout.")
     base = importlib.import_module("lm_eval.api.model").LM
     tokenizer, network = opened(folder, precision)
     longest = network.arguments.get("max_length") or 2048

@@ -76,7 +76,7 @@ def load_run(
     folder = pathlib.Path(folder)
     config = check_run(folder)
     if task is not None and like(config.task) != task:
-        raise InputError(f"{folder}: is a run of task {config.task}, expected {task}")
+        raise InputError(f"`{folder}` is a run of task {config.task}, expected task {task}.")
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
@@ -102,7 +102,7 @@ def load_published(folder: str) -> Task:
     elif SEQUENCE in name:
         kind = "regression" if len(labels) == 1 else "classification"
     else:
-        raise InputError(f"{folder}: holds {name}, which gives no labels and no vectors")
+        raise InputError(f"`{folder}` contains {name}, which predicts neither labels nor vectors.")
     config = RunConfig(kind)
     set_option(config, "data.labels", labels, folder)
     positions = architecture_of(folder).arguments.get("max_length") or config.data.length
@@ -142,7 +142,7 @@ def opened(
         run = load_run(folder, precision)
         if like(run.config.task) == "translation":
             raise InputError(
-                f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
+                f"`{folder}` is a translation run. Use `dtransformer translate --run {folder}`."
             )
         tokenizer, model = run.tokenizer, run.core
     else:
@@ -151,13 +151,13 @@ def opened(
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(
-            f"{folder}: holds a {type(model).__name__}, which generates no text. Use dtransformer "
-            "predict for labels and numbers, or embed for vectors."
+            f"`{folder}` contains a {type(model).__name__}, which does not generate text. Use "
+            "`dtransformer predict` for labels and numbers, or `dtransformer embed` for vectors."
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
-            f"{model.vocab_size}: are the files of one model?"
+            f"The tokenizer in `{folder}` has {tokenizer.vocab_size} ids, but the model has only "
+            f"{model.vocab_size}. Use the tokenizer of this model."
         )
     if adapters is not None:
         if adapters_of(model):  # The new adapters were trained on the merged weights of the run.
@@ -173,17 +173,19 @@ def check_run(folder: pathlib.Path) -> RunConfig:
         InputError: If a file is missing, damaged, or belongs to another run.
     """
     if not os.path.isdir(folder):
-        raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
+        raise InputError(
+            f"The run folder `{folder}` does not exist. Create it with `dtransformer train`."
+        )
     if not (is_run(folder) or any((folder / x).exists() for x in (CONFIG, WEIGHTS, TOKENIZER))):
         raise InputError(_other_run(folder))
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         there = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
         if not there:
             old = replaced_run(folder)
-            hint = f"; the run that it was to replace is in {old}" if old.is_dir() else ""
+            hint = f" The replaced run is in `{old}`." if old.is_dir() else ""
             raise InputError(
-                f"{folder}: this run folder has no {name}, as its training did not get that far: "
-                f"train again, or give another run{hint}"
+                f"The run folder `{folder}` has no {name}, because its training ended too early. "
+                f"Train again, or choose another run.{hint}"
             )
     RunIdentity.load(folder).check(folder)
     return load_config(folder / CONFIG)
@@ -191,13 +193,13 @@ def check_run(folder: pathlib.Path) -> RunConfig:
 
 def _other_run(folder):
     """Return the error message for a folder that `dtransformer train` did not write."""
-    told = f"{folder}: is no run of dtransformer train"
+    told = f"`{folder}` is not a run of `dtransformer train`."
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():
-            use = "give it as --model to dtransformer generate, predict or embed"
-            return f"{told}: {inner} has a published model: {use}"
+            use = "Pass it as --model to dtransformer generate, predict or embed."
+            return f"{told} `{inner}` contains a published model. {use}"
     old = replaced_run(folder)
     if old.is_dir():
-        return f"{told}; the run that it was to replace is in {old}"
+        return f"{told} The replaced run is in `{old}`."
     found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
-    return f"{told}: it has {found}"
+    return f"{told} It contains {found}."

@@ -29,16 +29,16 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
             positions.
     """
     length, hidden = config.data.max_length, config.model.hidden_size
-    _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
+    _check(f"The position tables of data.max_length={length}", 2 * _NUMBER * length * hidden)
     steps = config.search.max_length or 1
     if steps > length + 1:
         raise InputError(
-            f"search.max_length={steps} is more than the model can count, which is "
-            f"data.max_length={length} and the end: give at most {length + 1}"
+            f"`search.max_length={steps}` is longer than the model's targets. Set it to at most "
+            f"{length + 1}, which is data.max_length={length} plus the end token."
         )
     cached = vocab_size + 2 * hidden * config.model.decoder_layers * steps
     _check(
-        f"search (beam_size={beam_size}, max_length={steps}, {sentences} sentences at once)",
+        f"A search with beam_size={beam_size}, max_length={steps} and {sentences} sentences per batch",
         _NUMBER * sentences * beam_size * cached,
     )
 
@@ -53,7 +53,7 @@ def check_network(network: object) -> None:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
     number = network.num_parameters()
-    _check(f"model ({number:,} parameters)", _TRAINED * number // _num_ranks())
+    _check(f"The model with {number:,} parameters", _TRAINED * number // _num_ranks())
 
 
 def check_published(folder: pathlib.Path) -> None:
@@ -66,7 +66,7 @@ def check_published(folder: pathlib.Path) -> None:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    _check(f"{folder} (its weights)", size // _num_ranks())
+    _check(f"Loading the weights of `{folder}`", size // _num_ranks())
 
 
 def _num_ranks():
@@ -77,6 +77,6 @@ def _check(what, need):
     free = free_memory()
     if need > free:
         raise InputError(
-            f"{what}: needs at least {need / _GIBIBYTE:,.1f} GiB of memory, and this machine has "
-            f"{free / _GIBIBYTE:,.1f} GiB free: give smaller numbers, or more ranks"
+            f"{what} needs at least {need / _GIBIBYTE:,.1f} GiB of memory, but this machine has "
+            f"{free / _GIBIBYTE:,.1f} GiB free. Reduce the sizes, or use more ranks."
         )

@@ -57,13 +57,13 @@ def make_network(
         raise InputError(f"model: {error}") from None
     if not isinstance(network, accepts or kind):
         raise InputError(
-            f"model: task {config.task} trains a {kind.__name__}, and what is given is a "
-            f"{type(network).__name__}"
+            f"Task {config.task} trains a {kind.__name__}, but `model` specifies a "
+            f"{type(network).__name__}."
         )
     if vocab_size > network.vocab_size:
         raise InputError(
-            f"model: the tokenizer has {vocab_size} ids, and the model {network.vocab_size}: is it "
-            "the model's own?"
+            f"The tokenizer has {vocab_size} ids, but the model has only {network.vocab_size}. Use "
+            "the tokenizer of this model."
         )
     return network
 
@@ -87,8 +87,8 @@ def check_positions(network: TokenModel, length: int) -> None:
     has_table = arguments.get("positions", "learned") == "learned"
     if has_table and arguments.get("max_length", length) < length:
         raise InputError(
-            f"data.length makes rows of {length} tokens, and the model has {arguments['max_length']} "
-            "positions: give less"
+            f"`data.length` results in rows of {length} tokens, but the model has only "
+            f"{arguments['max_length']} positions. Reduce data.length."
         )
 
 
@@ -126,7 +126,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
 def _made(config, kind, vocab_size, precision, given, own):
     options = config.model
     if options.from_ is not None and options.preset is not None:
-        raise InputError("model: from and preset are both given: give one of them")
+        raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
         return _loaded(config, pathlib.Path(options.from_), precision, given)
     if options.preset is not None:
@@ -147,7 +147,7 @@ def _loaded(config, folder, precision, given):
         loading = importlib.import_module("dtransformer.runs.loading")  # A circular import.
         if given:
             raise InputError(
-                f"model.{next(iter(given))}: {folder} is a run, which has its own sizes"
+                f"`model.{next(iter(given))}` cannot change the sizes of the run {folder}. Remove it."
             )
         network = loading.load_run(folder, precision).core
         if adapters_of(network):
@@ -200,7 +200,7 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
         return None
     folder = pathlib.Path(source)
     if not folder.is_dir():
-        raise InputError(f"model.from: there is no folder {shown(str(folder))}")
+        raise InputError(f"`model.from`: the folder {shown(str(folder))} does not exist.")
     return folder / "tokenizer" if is_run(folder) else folder
 
 

@@ -29,8 +29,8 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
         raise InputError(
-            f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
-            "adafactor"
+            f"`training.optimizer`: Keras has no optimizer named {name!r}. Choose for example adamw, "
+            "adam, sgd, lion or adafactor."
         ) from None
 
 
@@ -49,7 +49,10 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
             paths = matching_paths(network, group.pattern)
         for path in paths:
             if path in seen:
-                raise InputError(f"training.groups: {path} is in groups {seen[path]} and {number}")
+                raise InputError(
+                    f"`training.groups`: {path} matches groups {seen[path]} and {number}. Each weight "
+                    "can be in one group only."
+                )
             seen[path] = number
             if path in variables:
                 update = UpdateGroup(group.learning_rate_factor, group.weight_decay)
@@ -87,7 +90,7 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     if "beta_2" in inspect.signature(kind).parameters:
         keywords["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:
-        raise ValueError(f"beta_2: optimizer {options.optimizer} has none: leave it out")
+        raise ValueError(f"beta_2 is not an argument of optimizer {options.optimizer}. Remove it.")
     optimizer = kind(**keywords)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer

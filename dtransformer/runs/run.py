@@ -228,7 +228,9 @@ def _prepare(config, folder, resumes):
 def _check_same(config, old):
     """Check that the config equals the old config in all options that a resumed run must keep."""
     if config.task != old.task:
-        raise InputError(f"--resume: the run is of task {old.task}, and the config's {config.task}")
+        raise InputError(
+            f"--resume: the run has task {old.task}, but the config has task {config.task}."
+        )
     for section, values in config.sections().items():
         for field in dataclasses.fields(values):
             name = f"{section}.{field.name}"
@@ -315,7 +317,7 @@ def _tell_profile(path, first):
     if any(path.rglob("*.xplane.pb")):
         print(f"The profile is in {path}: tensorboard --logdir {path}", flush=True)
     else:
-        warnings.warn(f"--profile: training ended before step {first}", stacklevel=2)
+        warnings.warn(f"No profile was written: training ended before step {first}.", stacklevel=2)
 
 
 def _when(act, *events):

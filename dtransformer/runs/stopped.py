@@ -44,8 +44,8 @@ def explained(
             if job.is_chief():
                 print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
-            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
-            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
+            "The memory of a device is full. Set `parallel: auto` to use the first layout in the "
+            "planner's table, which rank 0 prints, or reduce batch_size."
         ) from error
 
 

@@ -65,9 +65,9 @@ def check_optimizer(name: str) -> None:
     """
     if name.lower() == "muon":
         raise InputError(
-            "training.optimizer: muon is not supported yet, because Keras' Muon would update the "
+            "`training.optimizer`: muon is not supported yet, because Keras' Muon would update the "
             "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
-            "and attention biases (two dimensions) with Muon; use adamw, adafactor, lion or sgd"
+            "and attention biases (two dimensions) with Muon. Use adamw, adafactor, lion or sgd."
         )
 
 
@@ -90,18 +90,21 @@ def check_read(config: RunConfig) -> None:
     for key in given:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])
-            raise InputError(f"{key}: task {config.task} does not read it, of tasks {readers}")
+            raise InputError(
+                f"`{key}` has no effect in task {config.task}, only in {readers}. Remove it."
+            )
     for key, other, values in _READ_WITH:
         if key not in given or other not in config.keys():
             continue
         own = config.option(other)
         if own not in values:
-            told = f"{key} is not read where {other} is {shown(own)}"
-            raise InputError(f"{told}: leave one of them out")
+            raise InputError(
+                f"`{key}` has no effect with {other}={shown(own)}. Remove one of them."
+            )
     has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
     for key in ("evaluation.every_steps", "training.early_stopping"):
         if key in given and not has_dev:
-            raise InputError(f"{key}: give held-out records, as data.dev, too")
+            raise InputError(f"`{key}` needs held-out records. Set data.dev, or data.dev_source.")
     _check_sources(config)
 
 
@@ -110,14 +113,14 @@ def _check_adapters(config):
     adapters = getattr(config.model, "adapters", None)
     if adapters is not None and config.model.from_ is None:
         raise InputError(
-            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
-            "published model or of a run"
+            "`model.adapters` needs weights to adapt. Set model.from to a published folder or a run "
+            "folder."
         )
     trains_head = like(config.task) in _NEW_HEADS
     if config.training.precision == "bfloat16" and (adapters is None or trains_head):
         raise InputError(
-            "training.precision=bfloat16 stores weights in 16 bits, in which small updates are lost. "
-            "Set model.adapters in a task without a new head, or use mixed_bfloat16"
+            "`training.precision=bfloat16` stores weights in 16 bits and would lose small updates. "
+            "Set model.adapters in a task without a new head, or use mixed_bfloat16."
         )
 
 
@@ -134,8 +137,8 @@ def _check_context(config):
         fix = f"data.packed_length to a multiple of {degree}"
     if length is None or length % degree:
         raise InputError(
-            f"parallel.context_parallel={degree} must divide the length of all rows, which varies in "
-            f"task {task} unless rows are packed. Set {fix}, or use context_parallel=1"
+            f"`parallel.context_parallel={degree}` must divide the length of all rows, which varies "
+            f"in task {task} unless rows are packed. Set {fix}, or use context_parallel=1."
         )
 
 
@@ -145,7 +148,8 @@ def _check_sources(config):
             for key, readers in _OF_SOURCES.items():
                 is_read_here = like(config.task) in readers and (key, part) != ("weight", "dev")
                 if getattr(source, key) is not None and not is_read_here:
-                    told = "tasks " + ", ".join(readers) + " of data.train" * (key == "weight")
+                    place = "data.train of " if key == "weight" else ""
                     raise InputError(
-                        f"data.{part}: {key} is not read here, of {told}: leave it out"
+                        f"`data.{part}`: {key} has no effect here, only in {place}tasks "
+                        f"{', '.join(readers)}. Remove it."
                     )

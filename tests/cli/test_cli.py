@@ -187,7 +187,7 @@ def damaged_runs(run, folder):
     weights = folder / "torn" / "model.weights.h5"
     weights.write_bytes(weights.read_bytes()[:1000])
     yield folder / "torn", "damaged"
-    yield folder / "nowhere", "no such run folder"
+    yield folder / "nowhere", "nowhere` does not exist"
 
 
 def test_unusable_runs_are_named(run, tmp_path, monkeypatch, capsys):

@@ -53,11 +53,11 @@ H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
             True,
             "8 × NVIDIA H100, compute capability 9.0: its driver compiles",
         ),
-        ([H100], (12040,), False, "its driver has CUDA 12.4, TensorFlow's wheel is of 12.5"),
+        ([H100], (12040,), False, "its driver supports CUDA 12.4, but TensorFlow's"),
         ([T4], (12020,), True, "1 × Tesla T4, compute capability 7.5"),
-        ([T4], (11080,), False, "its driver has CUDA 11.8"),
-        ([card("B200", 10, 0)], (12080,), True, "older than this card, and nobody has tried it"),
-        ([card("Quadro M4000", 5, 2)], (12080,), False, "TensorFlow's wheel has code from 6.0 on"),
+        ([T4], (11080,), False, "its driver supports CUDA 11.8"),
+        ([card("B200", 10, 0)], (12080,), True, "older than this card and untested on it"),
+        ([card("Quadro M4000", 5, 2)], (12080,), False, "TensorFlow's wheel requires at least 6.0"),
     ],
 )
 def test_cards_that_tensorflow_sees(machine, gpus, cuda, ok, told):
@@ -79,11 +79,11 @@ def test_nccl_that_cannot_be_opened(machine):
     "cuda, libraries, told, mend",
     [
         ((12080,), False, "libcublas.so.12 and 6 others cannot be opened", "make setup GPU=1"),
-        ((11040,), False, "its driver has CUDA 11.4", "version 555"),
-        ((12020,), True, "its driver has CUDA 12.2", "version 555"),
+        ((11040,), False, "its driver supports CUDA 11.4", "version 555"),
+        ((12020,), True, "its driver supports CUDA 12.2", "version 555"),
         (None, True, "libcuda.so.1 cannot be opened", "--gpus all"),
         ((12080, 803), True, "CUDA does not start, error 803", "nvidia-smi"),
-        ((12080,), True, "all of its libraries are there", "TF_CPP_MIN_LOG_LEVEL=0"),
+        ((12080,), True, "all CUDA libraries were found", "TF_CPP_MIN_LOG_LEVEL=0"),
     ],
 )
 def test_a_driver_whose_gpus_tensorflow_does_not_see(
@@ -93,7 +93,7 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(
     machine((), cuda, libraries=libraries)
     (found,) = doctor_gpu.examine_gpus()
     assert found["ok"] is False and mend in found["mend"]
-    assert found["found"].startswith("driver 580.159.04, and TensorFlow sees no GPU: ")
+    assert found["found"].startswith("driver 580.159.04, but TensorFlow finds no GPU: ")
     assert told in found["found"] and "\n" not in found["found"]
 
 
@@ -104,7 +104,7 @@ def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor_module, "_horovod", list)  # imported in another process
     assert doctor_module.doctor() == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
-    assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
+    assert "driver 580.159.04, but TensorFlow finds no GPU: libcublas.so.12 and 6 others" in line
 
 
 def test_a_driver_that_nvidia_smi_alone_shows(machine, tmp_path):
@@ -154,7 +154,7 @@ def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():
 def test_without_a_gpu_no_kernels_are_compiled(capsys, monkeypatch):
     monkeypatch.setattr(warm, "device_type", lambda: "CPU")
     assert main(["doctor", "--warm"]) == 1
-    assert "TensorFlow sees no GPU whose driver would compile kernels" in capsys.readouterr().out
+    assert "TensorFlow finds no GPU whose driver could compile kernels" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -204,7 +204,7 @@ def test_tools_of_a_chat_use_the_template_for_tools(folder, tmp_path, capsys):
         assert run(path, *prompts("dog"), "--chat", *options) == 0
         assert capsys.readouterr().out == f"{expected}\n"
     assert run(path, *prompts("dog"), *with_tools) == 2
-    assert "--tools goes with --chat only" in capsys.readouterr().err
+    assert "--tools requires --chat" in capsys.readouterr().err
 
 
 def test_options_go_to_the_search(folder, capsys):
@@ -247,7 +247,7 @@ def test_texts_for_sources(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ([], "there is no prompt: give a --prompt"),
+        ([], "No prompt was given. Add --prompt"),
         (
             ["--prompt", "x", "--temperature", "-1"],
             "temperature should be greater than or equal to 0",
@@ -255,11 +255,11 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),
         (["--prompt", "x", "--beam-size", "0"], "expected an integer from 1"),
-        (["--prompt", "x", "--stop", "two tokens"], "give a text of one token"),
+        (["--prompt", "x", "--stop", "two tokens"], "Choose a text that is a single token"),
         (["--prompt", "x", "--stream", "--json"], "leave --json and several out"),
         (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
         (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
-        (["--prompt", "x", "--system", "y"], "--system goes with --chat only"),
+        (["--prompt", "x", "--system", "y"], "--system requires --chat"),
         (["--prompt", "caf\udce9"], "character 4: byte 0xe9 is not UTF-8 text"),
         (["--prompt", "x", "--stop", "\ud83d"], "character 1: U+D83D is half of a surrogate pair"),
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
@@ -304,9 +304,9 @@ def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys)
     (own / "checkpoints").mkdir(parents=True)
     for place, told in (
         (folder, f"{folder} has a published model"),
-        (own, "it has checkpoints"),
+        (own, "It contains checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
         assert main(ask) == 2
         error = capsys.readouterr().err
-        assert "is no run of dtransformer train" in error and told in error
+        assert "is not a run of `dtransformer train`" in error and told in error

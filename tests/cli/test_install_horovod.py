@@ -64,7 +64,7 @@ def test_without_a_compiler(named, monkeypatch, tmp_path, capsys):
 def test_without_a_network(cache, capsys):
     assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
-    assert "cmake" in error and "cannot be downloaded" in error
+    assert "Cannot download cmake" in error
     (log,) = cache.rglob("build.log")
     assert log.name in error and not list(cache.rglob("*.whl*"))
 
@@ -97,7 +97,7 @@ def test_what_is_edited(tmp_path):
 
 @pytest.mark.parametrize("listing", ["list(a.cc)\n", "xla_mpi_ops.cc\n" * 2])
 def test_sources_of_another_form_are_refused(listing, tmp_path):
-    with pytest.raises(InputError, match=r"expected one line with xla_mpi_ops.cc.*found [02]"):
+    with pytest.raises(InputError, match=r"Expected one line with xla_mpi_ops.cc.*found [02]"):
         unpack(sources(tmp_path, listing), tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_a_wheel_that_cannot_be_imported_is_not_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     (tmp_path / "tried/horovod").mkdir(parents=True)
     (tmp_path / "tried/horovod/__init__.py").write_text("raise ImportError('undefined symbol')")
-    with pytest.raises(InputError, match="compiled and cannot be imported.*undefined symbol"):
+    with pytest.raises(InputError, match="compiled, but cannot be imported.*undefined symbol"):
         install_horovod._try(tmp_path / "horovod.whl", tmp_path / "tried", tmp_path / "log")
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
     (folder / "horovod-0.28.1-py3-none-any.whl").write_bytes(b"")
     capsys.readouterr()
     assert main(["doctor", "--install-horovod"]) == 2
-    assert "horovod-0.28.1-py3-none-any.whl cannot be installed" in refusal(capsys)
+    assert "Cannot install horovod-0.28.1-py3-none-any.whl" in refusal(capsys)
 
 
 def test_a_cache_that_cannot_be_written(cache, capsys):

@@ -40,10 +40,10 @@ HUGE = "9" * 5000
         (["translate", "--run", "x", "--length-penalty", "x"], "invalid float"),
         (["translate", "--run", "a" * 300], "too long"),
         (["evaluate", "--run", "x", "--src", "", "--ref", "y"], "expected a path"),
-        (["evaluate", "--run", "x", "--beam-size", "2"], "--beam-size is not read without --src"),
+        (["evaluate", "--run", "x", "--beam-size", "2"], "--beam-size has no effect without --src"),
         (
             ["evaluate", "--run", "x", "--src", "a", "--ref", "b", "--data", "c"],
-            "--data is not read with --src",
+            "--data has no effect with --src",
         ),
         (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
         (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
@@ -166,7 +166,7 @@ def test_ranks_that_are_well_say_in_a_line_that_another_has_left(monkeypatch, ca
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setattr("dtransformer.cli._run", fail)
     assert main(["doctor"]) == 1
-    assert "another rank has failed, or left" in capsys.readouterr().err
+    assert "Another rank has failed or left the job" in capsys.readouterr().err
 
 
 def test_models_are_listed(capsys):

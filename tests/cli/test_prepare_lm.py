@@ -45,12 +45,12 @@ def test_from_files_to_shards(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, told",
     [
-        (["--lm"], "--lm needs --input"),
+        (["--lm"], "--lm requires --input"),
         (["--lm", "--input", "some.txt"], "--tokenizer FOLDER or --train-tokenizer SIZE"),
-        (["--embedded", "--field", "text"], "--field goes with --lm only"),
+        (["--embedded", "--field", "text"], "--field requires --lm"),
         (["--embedded", "--lm"], "not allowed with"),
-        (["--lm", "--input", "some.txt", "--seed", "0"], "--seed goes with --embedded only"),
-        (["--lm", "--input", "some.txt", "--num-train", "3"], "--num-train goes with --embedded"),
+        (["--lm", "--input", "some.txt", "--seed", "0"], "--seed requires --embedded"),
+        (["--lm", "--input", "some.txt", "--num-train", "3"], "--num-train requires --embedded"),
         (["--lm", "--input", "none.txt", "--train-tokenizer", "26"], "none.txt does not exist"),
         (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none: there is no such folder"),
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),

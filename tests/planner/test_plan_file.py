@@ -98,7 +98,7 @@ def test_the_file_of_a_name_with_adapters_is_refused_without_the_weights(
     file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
     train = ["train", "--config", "plan.yaml", "--set", "data.train=text.txt"]
     assert main(train) == 2
-    assert "there is no folder 'models/llama2_7b'" in capsys.readouterr().err
+    assert "the folder 'models/llama2_7b' does not exist" in capsys.readouterr().err
 
 
 def test_a_preset_says_that_its_weights_are_random(tmp_path):

@@ -64,14 +64,14 @@ def test_a_run_that_made_all_its_steps_makes_no_more(place):
         ("model.num_heads=3", "num_heads"),
         (
             "data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]",
-            "weight is not read",
+            "weight has no effect",
         ),
         (
             "data.train={path: text.txt, target: text.txt}",
-            "target is not read here, of tasks seq2seq",
+            "target has no effect here, only in tasks seq2seq",
         ),
         ("tokenizer.vocab_size=5000", "5000"),
-        ("data.mean_span=2.0", "data.mean_span: task causal_lm does not read it, of tasks span_"),
+        ("data.mean_span=2.0", "`data.mean_span` has no effect in task causal_lm, only in span_"),
     ],
 )
 def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, capsys):
@@ -97,9 +97,9 @@ def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place,
     (place / "dev.jsonl").write_text("\n".join(rows))
     own = ["data.train=shards", "data.dev=shards"]
     for setting, told in (
-        ("data.field=content", "data.field is not read of folders of token shards"),
+        ("data.field=content", "`data.field` has no effect on folders of token shards"),
         ("data.documents=line", "give --documents to dtransformer prepare --lm"),
-        ("data.sentences=true", "shards was prepared without them"),
+        ("data.sentences=true", "shards was prepared without sentences"),
     ):
         assert train(*own, setting, run="runs/prepared") == 2
         assert told in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_full_memory_is_told_with_what_would_fit(place, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "fit", fails)
     assert train(run="runs/full") == 2
     told = capsys.readouterr().err
-    assert "layouts computed" in told and "the memory of a device is full" in told
+    assert "layouts computed" in told and "The memory of a device is full" in told
 
 
 def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
@@ -176,7 +176,7 @@ def test_a_profile_is_written_into_the_run(place, capsys):
     assert train(flags=flags, run="runs/profiled") == 0
     assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))
     assert train(flags=["--overwrite", "--profile", "3-2"], run="runs/profiled") == 2
-    assert "expected two numbers of steps" in capsys.readouterr().err
+    assert "must be a range of steps" in capsys.readouterr().err
 
 
 CODE = "def f(x):\n\tif x:\n\n        return  x  # no\n"

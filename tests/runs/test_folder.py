@@ -108,10 +108,10 @@ def nan_weights(run, other):
 
 
 SWAPS = {
-    "another config": (swap("config.yaml"), "config.yaml: is not what the run began with"),
-    "another tokenizer": (swap("tokenizer"), "is not what the run began with"),
+    "another config": (swap("config.yaml"), "config.yaml` has changed since the run began"),
+    "another tokenizer": (swap("tokenizer"), "has changed since the run began"),
     "other weights": (swap(WEIGHTS), "weights are of another run"),
-    "another run.json": (swap("run.json"), "is not what the run began with"),
+    "another run.json": (swap("run.json"), "has changed since the run began"),
     "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
     "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
     "a flipped end": (lambda run, other: flip(run / WEIGHTS, 0.9999), "weights are damaged"),
@@ -145,11 +145,11 @@ def add(name):
 
 # What is done to the run, the arguments of train, and what it has to say.
 REFUSED = [
-    (nothing, [], "holds a run already; give --overwrite, --resume, or another --run"),
+    (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
     (foreign, [], "no run folder"),
     (foreign, ["--overwrite"], "no run folder"),
     (foreign, ["--resume"], "no run folder"),
-    (add("notes.txt"), ["--overwrite"], "also holds notes.txt"),
+    (add("notes.txt"), ["--overwrite"], "also contains notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
     (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
     (nothing, ["--overwrite", "data.dev_source=missing.en"], "data.dev_target is not given"),
@@ -175,8 +175,8 @@ REFUSED = [
     (lose_manifests, ["--resume"], f"{STEP} has lost its checkpoint.json"),
     (swap("checkpoints"), ["--resume"], "a checkpoint of another run"),
     (swap(WEIGHTS), ["--resume"], "of another run"),
-    (swap("tokenizer"), ["--resume"], "is not what the run began with"),
-    (swap("config.yaml"), ["--resume"], "is not what the run began with"),
+    (swap("tokenizer"), ["--resume"], "has changed since the run began"),
+    (swap("config.yaml"), ["--resume"], "has changed since the run began"),
     (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
     (lambda run, other: shutil.rmtree(run / "checkpoints"), ["--resume"], "no checkpoint to"),
 ]  # fmt: skip
@@ -214,7 +214,7 @@ def test_what_can_be_no_folder_is_told_in_one_line(name, corpus, tmp_path, capsy
 def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
     before = snapshot(run)
     assert train(run, run, "--overwrite") == 2
-    assert "lies in the run folder that is to be replaced" in capsys.readouterr().err
+    assert "is inside the run folder to replace" in capsys.readouterr().err
     assert snapshot(run) == before
 
 
@@ -284,7 +284,7 @@ def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus,
     before = snapshot(run.parent)
     killed(run)
     assert train(corpus, run) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert snapshot(run.parent) == before
 
 
@@ -331,7 +331,7 @@ def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):
     lines = {line.split(": ")[0].rpartition("/")[2]: line for line in told.out.splitlines()}
     assert "checkpoint.json is missing" in lines["step-00000001"]
     assert "checkpoint.json is missing" in lines["step-00000003"]
-    assert "it is of step 2" in lines["step-00000099"]
+    assert "its name does not match its step 2" in lines["step-00000099"]
     assert "files are intact" in lines[STEP]
     assert "3 damaged" in told.err
     for path in ("", ".", "..", "/"):

@@ -41,7 +41,7 @@ def test_defaults_are_read(task):
             "training.label_smoothing=0.1",
             ["label_smoothing", "of tasks translation,"],
         ),
-        ("reward", "training.label_smoothing=0.1", ["task reward does not read it"]),
+        ("reward", "training.label_smoothing=0.1", ["has no effect in task reward"]),
         ("preference", "data.train_on=all", ["data.train_on", "of tasks chat"]),
         ("reward", "evaluation.samples=[a]", ["evaluation.samples", "causal_lm, chat"]),
         ("reward", "data.packed=true", ["data.packed"]),
@@ -52,11 +52,11 @@ def test_defaults_are_read(task):
         ("chat", "training.bleu_sentences=3", ["bleu_sentences", "translation"]),
         ("translation", "tokenizer.folder=x", ["tokenizer.folder"]),
         ("seq2seq", "data.mixture=repeat", ["data.mixture"]),
-        ("seq2seq", "data.train={path: a, weight: 1}", ["data.train: weight is not read here"]),
-        ("chat", "data.dev={path: a, weight: 1}", ["data.dev: weight is not read here"]),
+        ("seq2seq", "data.train={path: a, weight: 1}", ["`data.train`: weight has no effect here"]),
+        ("chat", "data.dev={path: a, weight: 1}", ["`data.dev`: weight has no effect here"]),
         ("chat", "training.decay_steps=3", ["decay_steps", "schedule is 'cosine'"]),
         ("translation", "training.final_learning_rate=0.1", ["'inverse_sqrt'"]),
-        ("chat", "evaluation.every_steps=2", ["evaluation.every_steps: give held-out records"]),
+        ("chat", "evaluation.every_steps=2", ["`evaluation.every_steps` needs held-out records"]),
         ("translation", "training.early_stopping=2", ["training.early_stopping: give held-out"]),
     ],
 )
@@ -89,7 +89,9 @@ def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
     config = load_config(None, ["task=mine", setting])
     if is_read:
         return check_read(config)
-    with pytest.raises(InputError, match="weight is not read here, of tasks chat, "):
+    with pytest.raises(
+        InputError, match="weight has no effect here, only in data.train of tasks chat, "
+    ):
         check_read(config)
 
 
@@ -129,7 +131,7 @@ def test_context_parallelism_accepts_rows_of_one_length(settings):
 def test_a_tokenizer_that_is_given_is_not_trained():
     settings = ["task=chat", "model.from=x", "tokenizer.vocab_size=50"]
     with pytest.raises(
-        InputError, match=r"tokenizer.vocab_size is not read where model.from is 'x'"
+        InputError, match=r"tokenizer.vocab_size` has no effect with model.from='x'"
     ):
         check_read(load_config(None, settings))
 

@@ -35,12 +35,12 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
         slots = int(found[2] or found[3] or 1) if found else 0
         if not 0 < slots <= _MAX_SLOTS or found["host"] in hosts:
             raise InputError(
-                f"{name}: line {number} is {shown(line)}, expected a host that is there once, with "
-                "its number of ranks, such as 'node1 slots=4'"
+                f"{name}, line {number}: expected a host that appears only once, with its slots, such "
+                f"as 'node1 slots=4', got {shown(line)}."
             )
         hosts[found["host"]] = slots
     if not hosts:
-        raise InputError(f"{name}: has no host: give one a line, such as 'node1 slots=4'")
+        raise InputError(f"{name} has no hosts. Add one per line, such as 'node1 slots=4'.")
     return hosts
 
 

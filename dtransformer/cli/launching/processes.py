@@ -55,7 +55,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 return None
             except OSError as error:
-                raise InputError(f"ssh cannot be started ({error.strerror}): install it") from None
+                raise InputError(f"Cannot start ssh ({error.strerror}). Install it.") from None
             return done.stdout if done.returncode == 0 else None
 
         hosts = list(hosts)
@@ -107,9 +107,9 @@ def discovered(script: str | os.PathLike) -> str:
     try:
         done = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"{script}: the script cannot be run ({error})") from None
+        raise InputError(f"Cannot run the script `{script}` ({error}).") from None
     if done.returncode:
         raise InputError(
-            f"{script}: the script has ended with code {done.returncode}: {done.stderr[-100:]}"
+            f"The script `{script}` has ended with code {done.returncode}: {done.stderr[-100:]}"
         )
     return done.stdout

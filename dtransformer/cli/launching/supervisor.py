@@ -129,7 +129,7 @@ class Supervisor:
         self._hosts = Hosts(ssh_options(options))
         self._horovodrun = horovodrun()
         if self._horovodrun is None:
-            raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
+            raise InputError(f"horovodrun is not installed. Run '{COMMAND}'.")
         self._all_hosts, self._signal, self._job = {}, None, None
         self._signal_time, self._lock = -math.inf, threading.Lock()
         self._min_ranks, self._restarts = options.min_ranks, options.restarts
@@ -174,7 +174,9 @@ class Supervisor:
                 return REFUSED
             failures += 1
             if failures > self._restarts:
-                _say(f"{outcome}: failed {failures} times, and ends" if self._restarts else outcome)
+                _say(
+                    f"{outcome}: failed {failures} times, giving up" if self._restarts else outcome
+                )
                 return 1
             _say(f"{outcome}: restart {failures} of {self._restarts}")
             if outcome.exit_code != PREEMPTED:
@@ -189,11 +191,11 @@ class Supervisor:
             except InputError as error:  # The file may be incomplete while it is being written.
                 if not self._all_hosts:
                     raise
-                _say(f"{error}: takes the hosts from before")
+                _say(f"{str(error).rstrip('.')}: using the previous hosts")
             usable = self._book.usable(self._all_hosts, time.monotonic())
             answers = self._hosts.end_all(usable)
             for host in [host for host, answer in answers.items() if answer is None]:
-                _say(f"host {host} does not answer, and is left out for a while")
+                _say(f"host {host} does not answer and is excluded for a while")
                 self._book.failed(host, time.monotonic())
                 del usable[host]
             ranks = take_ranks(usable, self._options.num_ranks)
@@ -204,8 +206,8 @@ class Supervisor:
                 return ranks
             if time.monotonic() > until:
                 raise InputError(
-                    f"the hosts take {number} ranks, and {self._min_ranks} are needed: add hosts, or "
-                    "give --min-ranks"
+                    f"The hosts have slots for {number} ranks, but {self._min_ranks} are needed. Add "
+                    "hosts, or set --min-ranks."
                 )
             time.sleep(_LOOK_AGAIN)
         return {}
@@ -286,9 +288,9 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.rank_command[:1] == ["--"]:
         del arguments.rank_command[0]
     if not arguments.rank_command:
-        raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
+        raise InputError("No command was given. Add it after --: launch -np 2 -- python x.py")
     if arguments.num_ranks and (arguments.min_ranks or 0) > arguments.num_ranks:
-        raise InputError(f"--min-ranks is more than the {arguments.num_ranks} ranks of -np")
+        raise InputError(f"--min-ranks exceeds the {arguments.num_ranks} ranks of -np. Reduce it.")
     return Supervisor(arguments).run()
 
 

@@ -29,9 +29,9 @@ def register_task(name: str, kind: type[Task], like: str) -> None:
     """
     RunConfig(like)
     if name in SECTIONS and name not in _OWN:
-        raise InputError(f"task {name} is the library's own: register yours by another name")
+        raise InputError(f"Task {name} is built in. Register your task with another name.")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise InputError(f"task {name}: expected a class that derives from Task, got {kind!r}")
+        raise InputError(f"Task {name} must be a subclass of Task, got {kind!r}.")
     SECTIONS[name], LIKE[name], _OWN[name] = SECTIONS[like], like, kind
 
 

@@ -114,8 +114,8 @@ class Task(abc.ABC):
         """
         if getattr(core, "has_task_head", False):
             raise InputError(
-                f"model: {self.config.model.from_} has a {type(core.head).__name__}, and task "
-                f"{self.config.task} trains a head of the vocabulary: give a folder with one"
+                f"`model.from`: {self.config.model.from_} has a {type(core.head).__name__}, but task "
+                f"{self.config.task} trains a vocabulary head. Choose a folder with one."
             )
         return core
 
@@ -263,7 +263,7 @@ class Task(abc.ABC):
         value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(
-                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
-                f"config, or give --set {section}.{key}=FILE"
+                f"Task {self.config.task} requires `{section}.{key}`. Add it to the config, or use "
+                f"--set {section}.{key}=FILE."
             )
         return value

@@ -84,7 +84,9 @@ class ChatRecords(RecordTask):
             if one.is_plain and end is not None and ids[-1:] != [end]:
                 ids, labels = [*ids, end], [*labels, end]
             if np.equal(labels, IGNORED).all():
-                raise InputError(f"{place}: no token is learnt: is its answer empty?")
+                raise InputError(
+                    f"{place}: no token has a label. Check that the answer is not empty."
+                )
             rows.append((ids, labels))
         return rows
 

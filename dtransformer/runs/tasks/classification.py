@@ -45,7 +45,7 @@ class LabelTask(RecordTask):
         given = [self.texts(record, place) for place, record in records]
         self._sides |= {len(texts) for texts in given}
         if len(self._sides) > 1:
-            raise InputError("data: some records have a text_pair, and some have none")
+            raise InputError("Some records have a text_pair and others do not. Use one kind only.")
         if len(given[0]) == 2:
             found = self.tokenizer.encode_with_offsets(*zip(*given))
             return [(one.ids, one.types) for one in found]
@@ -96,7 +96,10 @@ class LabelTask(RecordTask):
         names = [getattr(one, "label_names", None) for one in (old, head)]
         goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
         if goes_on and getattr(old, "problem_type", None) == "multi_label_classification":
-            raise InputError("model: its problem_type is multi_label, and records have one label")
+            raise InputError(
+                "The model's problem_type is multi_label_classification, but each record has a single "
+                "label. Choose another model."
+            )
         return core if goes_on else with_task_head(core, head)
 
     def row(self, records, numbers, length) -> dict:
@@ -135,7 +138,7 @@ class Classification(LabelTask):
                 names, key=lambda x: (not x.isdigit(), x.isdigit() and int(x), x)
             )
         if len(options.labels) < 2:
-            raise InputError(f"data.labels: there are {len(options.labels)}: expected two or more")
+            raise InputError(f"`data.labels` must have at least two labels, got {options.labels}.")
 
     def labels_of_record(self, record, place) -> list[str]:
         """Return the names of a record's labels."""
@@ -151,7 +154,8 @@ class Classification(LabelTask):
         for name in found:
             if name not in names:
                 raise InputError(
-                    f"{place}: the label {shown(name)} is none of {shown(', '.join(names), 100)}"
+                    f"{place}: the label {shown(name)} is not in {shown(', '.join(names), 100)}. "
+                    "Add it to data.labels, or correct the record."
                 )
         return [names.index(name) for name in found]
 
@@ -212,7 +216,7 @@ def label_name(label: object, place: str) -> str:
     if not is_label or not 0 < len(str(label)) <= _MAX_NAME:
         raise InputError(
             f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
-            "integer: name it in data.fields"
+            "integer. If the label has another name, set data.fields."
         )
     return check_whole(str(label), f"{place}, label")
 

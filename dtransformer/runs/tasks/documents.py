@@ -54,8 +54,8 @@ class DocumentTask(Task):
         for key in ("field", "documents"):
             if getattr(options, key) != getattr(usual, key):
                 raise InputError(
-                    f"data.{key} is not read of folders of token shards: leave it out, and give "
-                    f"--{key} to dtransformer prepare --lm, which read the texts"
+                    f"`data.{key}` has no effect on folders of token shards. Remove it, and pass "
+                    f"--{key} to `dtransformer prepare --lm` instead."
                 )
 
     def _shards(self, name, sources):
@@ -65,14 +65,15 @@ class DocumentTask(Task):
             shards = TokenShards(paths[0])
             if options.sentences and not shards.has_parts:
                 raise InputError(
-                    f"data.sentences: {paths[0]} was prepared without them: prepare it with --sentences"
+                    f"`data.sentences`: {paths[0]} was prepared without sentences. Prepare it again "
+                    "with --sentences."
                 )
             theirs = load_tokenizer(shards.tokenizer_folder)
             own = self.tokenizer or self._tokenizer_of_model()
             if own is not None and not _are_same(own, theirs):
                 raise InputError(
-                    f"data.{name}: {paths[0]} was prepared with another tokenizer than the run's or "
-                    "the model's: prepare it with that one"
+                    f"`data.{name}`: {paths[0]} was prepared with another tokenizer than the run or "
+                    "the model uses. Prepare it again with their tokenizer."
                 )
             self.tokenizer = own or theirs
             return shards

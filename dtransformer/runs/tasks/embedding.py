@@ -71,8 +71,8 @@ class Embedding(LabelTask):
         for name in ("negative", "negatives"):
             if record.get(name) is not None:
                 raise InputError(
-                    f"{place}: {name} is not read, as the batch's other texts are what a query is not "
-                    "near to: leave it out"
+                    f"{place}: {name} is not supported, because the other texts of the batch are the "
+                    "negatives. Remove it."
                 )
         return [text_of(record, name, place) for name in ("query", "positive")]
 
@@ -80,9 +80,9 @@ class Embedding(LabelTask):
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
         if self.config.parallel.micro_batch_num > 1 or shards_mesh:
             raise InputError(
-                "parallel: the task embedding compares each query with all texts of a batch. Set "
+                "Task embedding compares each query with all texts of a batch. Set `parallel` to "
                 "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
-                "context_parallel or local_devices"
+                "context_parallel or local_devices."
             )
         super().read(part)
 

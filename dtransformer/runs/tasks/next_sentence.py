@@ -17,8 +17,8 @@ class NextSentence(MaskedLanguageModel):
         network = super().make_network(precision)
         if network.sentence_head is None:
             raise InputError(
-                "model: the network has no head for sentences, which task next_sentence trains: give "
-                "task masked_lm, or weights that have it"
+                "The model has no next-sentence head, but task next_sentence trains one. Use task "
+                "masked_lm, or a model with this head."
             )
         return network
 

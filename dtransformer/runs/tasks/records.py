@@ -46,13 +46,15 @@ class RecordTask(Task):
     def _of_source(self, source):
         found = list(read_records(source.path, self.config.data.fields, source.target))
         if not found:
-            raise InputError(f"{source.path}: holds no record")
+            raise InputError(f"`{source.path}` contains no records.")
         return found
 
     def _texts(self, found):
         """Return a sample of the training texts for a new tokenizer."""
         if "train" not in found:
-            raise InputError("tokenizer.folder is not given, and there are no data.train for one")
+            raise InputError(
+                "A tokenizer cannot be trained without data.train. Set tokenizer.folder."
+            )
         placed = itertools.chain.from_iterable(found["train"])
         return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
@@ -100,11 +102,11 @@ class RecordTask(Task):
         encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
         if min(sizes) == 0:
             raise InputError(
-                f"data.{name}: all records of a file have more than data.length={options.length} "
-                "tokens: give more"
+                f"`data.{name}`: all records of a file have more than data.length={options.length} "
+                "tokens. Increase data.length."
             )
         if encoded.learnt_share == 0 and targets == []:
-            raise InputError(f"data.{name}: nothing of the records is learnt: see data.train_on")
+            raise InputError(f"`data.{name}`: no token has a label. Check data.train_on.")
         return encoded, sizes
 
     def told(self) -> list[str]:
@@ -129,8 +131,8 @@ class RecordTask(Task):
         is_mixture = part == "train" and (options.mixture != "once" or any(weights))
         if is_mixture and None in weights:
             raise InputError(
-                f"data.train: {weights.count(None)} of {len(weights)} files of a mixture have no "
-                "weight. Give each of them one."
+                f"`data.train`: {weights.count(None)} of {len(weights)} files of a mixture have no "
+                "weight. Set a weight for each file."
             )
         return RecordBatches(
             self.records[part],
@@ -179,8 +181,8 @@ class RecordTask(Task):
     def encode_inputs(self, records: list[Placed]) -> list:
         """Encode records for prediction, without reading labels. Returns `rows`, see `encode`."""
         raise InputError(
-            f"task {self.config.task} predicts no label or number: dtransformer "
-            + self.command.format("RUN")
+            f"Task {self.config.task} predicts neither labels nor numbers. Use `dtransformer "
+            f"{self.command.format('RUN')}`."
         )
 
     def prediction(self, record: Record, row: list, output: np.ndarray) -> dict[str, Any]:

@@ -29,16 +29,14 @@ class TokenClassification(Classification):
             return _WORD.findall(text_of(record, "text", place))
         words = record.get("tokens")
         if not isinstance(words, list) or not all(isinstance(x, str) and x for x in words):
-            raise InputError(f"{place}: tokens are {shown(words)}, expected a list of words")
+            raise InputError(f"{place}: tokens is {shown(words)}, expected a list of words.")
         return words
 
     def labels_of_record(self, record, place) -> list[str]:
         words = self._words({"tokens": record.get("tokens")}, place)
         labels = record.get("labels")
         if not isinstance(labels, list) or len(labels) != len(words):
-            raise InputError(
-                f"{place}: labels are {shown(labels)}, expected one for each of tokens"
-            )
+            raise InputError(f"{place}: labels is {shown(labels)}, expected one label per token.")
         labels = (str(x) if isinstance(x, bool) else x for x in labels)
         return [label_name(label, place) for label in labels]
 

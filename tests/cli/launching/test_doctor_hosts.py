@@ -11,7 +11,7 @@ def test_this_host(capsys):
     told = capsys.readouterr().out
     for what in ("ssh", "versions", "files", "GPUs", "memory", "clock", "network"):
         assert f"localhost: {what}" in told
-    assert "ms there and back" in told and "FAILED" not in told
+    assert "ms round trip" in told and "FAILED" not in told
 
 
 def test_a_host_that_does_not_answer(capsys):
@@ -25,7 +25,7 @@ def test_a_host_that_does_not_answer(capsys):
     ("files", "another", "dtransformer's files differ"),
     ("gpus", "8 × NVIDIA H100, 550.54", "8 × NVIDIA H100"),
     ("free_gib", 0.2, "0.2 GiB free"),
-    ("time", 0.0, " s, as far as ssh lets see"),
+    ("time", 0.0, " s, measured through ssh"),
 ])  # fmt: skip
 def test_what_differs_is_told(field, value, told):
     own = host_probe.describe()

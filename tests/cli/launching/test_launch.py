@@ -70,13 +70,13 @@ def test_a_signal_is_passed_on_to_ranks_that_catch_it():
 
 
 @pytest.mark.parametrize("options, told", [
-    ([], "there is no command"),
+    ([], "No command was given"),
     (["--hosts", "/nowhere/hosts", "--", "x"], "/nowhere/hosts"),
     (["--hosts", "a", "--host-discovery-script", "b", "--", "x"], "not allowed with"),
     (["--host-discovery-script", "/bin/false", "--", "x"], "has ended with code 1"),
     (["--restarts", "-1", "--", "x"], "expected an integer"),
     (["-np", "0", "--", "x"], "expected an integer"),
-    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks is more than the 2 ranks of -np"),
+    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks exceeds the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
 def test_wrong_options_are_told_in_one_line(options, told, capsys):
