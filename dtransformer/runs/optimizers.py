@@ -29,8 +29,8 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
         raise InputError(
-            f"`training.optimizer`: Keras has no optimizer named {name!r}. Choose for example adamw, "
-            "adam, sgd, lion or adafactor."
+            "`training.optimizer` must be a Keras optimizer such as adamw, adam, sgd, lion or "
+            f"adafactor, got {name!r}."
         ) from None
 
 

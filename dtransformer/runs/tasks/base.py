@@ -263,7 +263,7 @@ class Task(abc.ABC):
         value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(
-                f"Task {self.config.task} requires `{section}.{key}`. Add it to the config, or use "
-                f"--set {section}.{key}=FILE."
+                f"`{section}.{key}` is missing, and task {self.config.task} requires it. Add it to the "
+                f"config, or pass --set {section}.{key}=FILE."
             )
         return value
