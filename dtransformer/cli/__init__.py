@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except InputError as error:
-        return _tell(error, 2)
+        return _print_error(error, 2)
     except BrokenPipeError:  # The reader of the output has ended, such as `head`.
         _drop_output()
         return 1
@@ -59,20 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         place = "standard output" if error.filename is None else error.filename
-        return _tell(f"{place}: {error.strerror or error}", 2)
+        return _print_error(f"{place}: {error.strerror or error}", 2)
     except MemoryError:
-        return _tell("This machine does not have enough memory. Reduce the sizes.", 2)
+        return _print_error("This machine does not have enough memory. Reduce the sizes.", 2)
     except Exception as error:
         sys.last_value = error  # Exit handlers read it.
         if is_of_another_rank(error):
-            return _tell("Another rank has failed or left the job. Its output shows the cause.", 1)
+            return _print_error(
+                "Another rank has failed or left the job. Its output shows the cause.", 1
+            )
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
             raise  # Each rank prints its traceback.
         text = one_line(error, 160)
-        return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 prints the traceback", 1)
+        return _print_error(
+            f"{type(error).__name__}: {text}; {_TRACEBACK}=1 prints the traceback", 1
+        )
 
 
-def _tell(message, code):
+def _print_error(message, code):
     """Print an error as one line and return the exit code."""
     with contextlib.suppress(OSError):  # Standard error may be closed.
         print(one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)

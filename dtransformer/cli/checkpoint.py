@@ -14,8 +14,8 @@ from dtransformer.trainers.checkpoint import Checkpoint, export, folders
 
 def export_weights(arguments: argparse.Namespace) -> None:
     """Write the weights of a checkpoint to one file. Errors are the same as in `export`."""
-    number = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
-    print(f"{arguments.out}: {number} tensors")
+    num_tensors = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
+    print(f"{arguments.out}: {num_tensors} tensors")
 
 
 def inspect(arguments: argparse.Namespace) -> None:

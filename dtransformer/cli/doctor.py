@@ -71,13 +71,13 @@ def doctor(as_json=False, checks=None):
     if as_json:
         print(json.dumps(checks, indent=2))
     else:
-        width = max(len(one["name"]) for one in checks)
-        for one in checks:
-            mark = {True: "ok     ", None: "missing", False: "FAILED "}[one["ok"]]
-            print(f"{mark}  {one['name']:{width}}  {one['found']}")
-            if not one["ok"] and one["mend"]:
-                print(f"{'':9}{'':{width}}  -> {one['mend']}")
-    return 1 if any(one["ok"] is False for one in checks) else 0
+        width = max(len(item["name"]) for item in checks)
+        for item in checks:
+            mark = {True: "ok     ", None: "missing", False: "FAILED "}[item["ok"]]
+            print(f"{mark}  {item['name']:{width}}  {item['found']}")
+            if not item["ok"] and item["mend"]:
+                print(f"{'':9}{'':{width}}  -> {item['mend']}")
+    return 1 if any(item["ok"] is False for item in checks) else 0
 
 
 def _version(name):
@@ -87,10 +87,12 @@ def _version(name):
         return None
 
 
-def _package(name, wanted):
+def _package(name, required):
     version = _version(name)
-    ok = version is not None and version.split(".")[: wanted.count(".") + 1] == wanted.split(".")
-    return check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
+    ok = version is not None and version.split(".")[: required.count(".") + 1] == required.split(
+        "."
+    )
+    return check(name, ok, version or "not installed", f"pip install '{name}=={required}.*'")
 
 
 def _optional(name, found, mend):
@@ -104,9 +106,9 @@ def _horovod():
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
-    launcher, serves = horovodrun(), "nccl" in found.lower() or not gpu_names()
+    launcher, is_suitable = horovodrun(), "nccl" in found.lower() or not gpu_names()
     return [
-        check("horovod", serves, f"{version}, built with {found}", COMMAND),
+        check("horovod", is_suitable, f"{version}, built with {found}", COMMAND),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 

@@ -21,7 +21,7 @@ from dtransformer.cli.launching.processes import is_here, ssh_command
 
 _SECONDS = 60  # time limit for the answer of a host
 _MAX_CLOCK = 5.0  # maximum clock difference in seconds, including the start of Python
-_LEAST_FREE = 1.0  # GiB
+_MIN_FREE_GIB = 1.0  # GiB
 _ROUNDS, _BYTES = 20, 2**26
 _SAME = "same as this host"
 
@@ -40,45 +40,50 @@ def examine_hosts(names: str, ssh_options: Sequence[str] = ()) -> list[dict]:
         InputError: If a name is not a valid host name.
     """
     hosts = list(parse_hosts(names.replace(",", "\n"), "--hosts"))
-    own = host_probe.describe()
-    return [found for host in hosts for found in _examine(host, own, ssh_options)]
+    local = host_probe.describe()
+    return [result for host in hosts for result in _check_host(host, local, ssh_options)]
 
 
-def _examine(host, own, ssh_options):
+def _check_host(host, local, ssh_options):
     here = is_here(host)
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -"
     command = ["sh", "-c", shell] if here else [*ssh_command(ssh_options), host, shell]
-    with _started(command) as (process, errors):
+    with _run_probe(command) as (process, errors):
         began = time.time()
-        found, error = _answer(process, errors)
-        if found is None:
+        answer, error = _read_answer(process, errors)
+        if answer is None:
             mend = "set up ssh without a password, and the same folder and Python on the host"
             return [check(f"{host}: ssh", False, error or "does not answer", mend)]
         middle = (began + time.time()) / 2
         checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
-        checks += _compare(host, found, own, middle)
-        return [*checks, _way_to(host, found["port"])]
+        checks += _compare(host, answer, local, middle)
+        return [*checks, _measure_network(host, answer["port"])]
 
 
-def _compare(host, found, own, middle):
-    theirs, ours = found["versions"], own["versions"]
-    differ = [name for name in ours if theirs[name] != ours[name]]
-    told = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
-    lag, free, same = found["time"] - middle, found["free_gib"], found["files"] == own["files"]
-    gpus = f"this host has {own['gpus']}; all hosts need the same GPUs and driver"
+def _compare(host, answer, local, middle):
+    host_versions, local_versions = answer["versions"], local["versions"]
+    differ = [name for name in local_versions if host_versions[name] != local_versions[name]]
+    describe = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
+    lag, free, same = answer["time"] - middle, answer["free_gib"], answer["files"] == local["files"]
+    gpus = f"this host has {local['gpus']}; all hosts need the same GPUs and driver"
     rows = (
-        ("versions", not differ, told(theirs) or _SAME, f"this host has {told(ours)}"),
+        (
+            "versions",
+            not differ,
+            describe(host_versions) or _SAME,
+            f"this host has {describe(local_versions)}",
+        ),
         (
             "files",
             same,
             _SAME if same else "dtransformer's files differ",
             "install the same files on the host",
         ),
-        ("GPUs", found["gpus"] == own["gpus"], found["gpus"], gpus),
+        ("GPUs", answer["gpus"] == local["gpus"], answer["gpus"], gpus),
         (
             "memory",
-            free >= _LEAST_FREE,
-            f"{free:.1f} GiB free, {found['cores']} cores",
+            free >= _MIN_FREE_GIB,
+            f"{free:.1f} GiB free, {answer['cores']} cores",
             "end programs that use memory",
         ),
         (
@@ -91,13 +96,13 @@ def _compare(host, found, own, middle):
     return [check(f"{host}: {name}", *row) for name, *row in rows]
 
 
-def _way_to(host, port):
+def _measure_network(host, port):
     """Measure the round-trip time and the bandwidth of the connection to a host's probe."""
     try:
         with socket.create_connection((host, port), 10) as connection:
             connection.settimeout(30)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            own, times = connection.getsockname()[0], []
+            address, times = connection.getsockname()[0], []
             for _ in range(_ROUNDS):
                 start = time.perf_counter()
                 connection.sendall(b".")
@@ -112,21 +117,23 @@ def _way_to(host, port):
         mend = "open all ports between the job's hosts, because ranks listen on any free port"
         return check(f"{host}: network", False, f"cannot connect to port {port} ({error})", mend)
     latency = 1e3 * statistics.median(times)
-    message = f"{latency:.2f} ms round trip, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
+    message = (
+        f"{latency:.2f} ms round trip, {rate:.1f} Gbit/s, from {address} ({_interface(address)})"
+    )
     return check(f"{host}: network", True, message)
 
 
 def _interface(address):
     """Return the name of the network interface with an IPv4 address, or "unknown"."""
-    found = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
-    for line in found.stdout.splitlines():
+    result = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
+    for line in result.stdout.splitlines():
         if f" {address}/" in line:
             return line.split()[1]
     return "unknown"
 
 
 @contextlib.contextmanager
-def _started(command):
+def _run_probe(command):
     """Run the probe in a host's Python inside the `with` block. Yield (process, standard error)."""
     errors = tempfile.TemporaryFile("w+")  # A shared ssh connection would keep a pipe open.
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
@@ -141,13 +148,13 @@ def _started(command):
         process.wait()
 
 
-def _answer(process, errors):
+def _read_answer(process, errors):
     """Return (answer of the probe, None), or (None, end of its standard error) if it failed."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        line = process.stdout.readline() if selector.select(_SECONDS) else ""
+        text = process.stdout.readline() if selector.select(_SECONDS) else ""
     with contextlib.suppress(ValueError):
-        return json.loads(line), None
+        return json.loads(text), None
     process.kill()
     process.wait()
     errors.seek(0)

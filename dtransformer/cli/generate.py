@@ -19,7 +19,7 @@ from dtransformer.runs.loading import opened, start_job
 # Options of a config that `--set` accepts: the layout and the compute type.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
 # Options that are also arguments of `TextGenerator`.
-_OF_GENERATOR = (
+_GENERATOR_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("min_new_tokens", "beam_size", "length_penalty", "num_return_sequences", "seed"),
 )
@@ -31,13 +31,13 @@ def generate(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If the folder, a setting or an option is unusable, or no prompt is given.
     """
-    config, folder = _config(arguments.set), arguments.model
+    config, folder = _load_config(arguments.set), arguments.model
     start_job(config)
     for name in ("system", "tools"):
         if getattr(arguments, name) is not None and not arguments.chat:
             raise InputError(f"--{name} requires --chat. Add --chat, or remove --{name}.")
-    read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
-    prompts = given = from_chief(read, "generate/prompts")
+    read_prompts = lambda: arguments.prompt or _read_prompts(sys.stdin, arguments.boundary)
+    prompts = inputs = from_chief(read_prompts, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
         has_system = arguments.system is not None  # "" disables the template's default.
@@ -45,12 +45,12 @@ def generate(arguments: argparse.Namespace) -> None:
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
         tools = tools_in(arguments.tools)
         prompts = [tokenizer.chat(messages, tools) for messages in turns]
-    asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
-    options = {name: value for name, value in asked.items() if value is not None}
+    values = {name: getattr(arguments, name) for name in _GENERATOR_OPTIONS}
+    options = {name: value for name, value in values.items() if value is not None}
     with refusing(kinds=ValueError):
         generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
         if not arguments.stream:
-            return _write(given, generator(prompts), arguments.json)
+            return _print_texts(inputs, generator(prompts), arguments.json)
     if arguments.json or generator.num_results > 1:
         raise InputError(
             "--stream prints one text per prompt as it is generated. Remove --json and "
@@ -64,7 +64,7 @@ def generate(arguments: argparse.Namespace) -> None:
     return None
 
 
-def _config(settings):
+def _load_config(settings):
     for setting in settings:
         if not setting.startswith(_SETTINGS):
             raise InputError(
@@ -74,7 +74,7 @@ def _config(settings):
     return load_config(None, settings)
 
 
-def _read(source, boundary):
+def _read_prompts(source, boundary):
     """Return the prompts in a stream. `boundary` is "line", "blank_line" or "file"."""
     if source is None:
         raise InputError("Standard input is closed. Write prompts to it, or add --prompt.")
@@ -98,8 +98,8 @@ def _generator(model, tokenizer, max_new_tokens, stops, options):
     return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)
 
 
-def _write(prompts, texts, as_json):
-    each = len(texts) // len(prompts)
-    for number, text in enumerate(texts if job.is_chief() else ()):
-        record = {"prompt": prompts[number // each], "text": text}
+def _print_texts(prompts, texts, as_json):
+    per_prompt = len(texts) // len(prompts)
+    for index, text in enumerate(texts if job.is_chief() else ()):
+        record = {"prompt": prompts[index // per_prompt], "text": text}
         print(json.dumps(record, ensure_ascii=False) if as_json else text)

@@ -47,16 +47,16 @@ def gpus():
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return "none"
-    found = [line.strip() for line in done.stdout.splitlines()]
-    return "; ".join(f"{found.count(one)} × {one}" for one in dict.fromkeys(found)) or "none"
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    return "; ".join(f"{lines.count(line)} × {line}" for line in dict.fromkeys(lines)) or "none"
 
 
 def digest():
     """Return the SHA-256 of the Python files of `dtransformer`, or `None` if it is not installed."""
-    found = importlib.util.find_spec("dtransformer")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("dtransformer")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    folder, content = pathlib.Path(found.submodule_search_locations[0]), hashlib.sha256()
+    folder, content = pathlib.Path(spec.submodule_search_locations[0]), hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return content.hexdigest()

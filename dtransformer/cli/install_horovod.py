@@ -36,7 +36,7 @@ COMMAND = "dtransformer doctor --install-horovod"
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-_OWN_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
+_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
 # Edits of Horovod's TensorFlow operations: (file, text of the replaced line, file with the new text).
 # The first edit adds GPU operations that use NCCL, and removes the file that does not compile. The
 # second one corrects the path of a header. The last two allocate the output of a gather when the
@@ -109,8 +109,8 @@ def built_with(environment=None):
         features (`gloo`, `mpi`, `nccl`). Otherwise it is the last line of the error.
     """
     command = [sys.executable, "-c", _BUILT_WITH]
-    own = {**os.environ, **(environment or {})}
-    result = subprocess.run(command, capture_output=True, text=True, env=own)
+    variables = {**os.environ, **(environment or {})}
+    result = subprocess.run(command, capture_output=True, text=True, env=variables)
     if result.returncode:
         return False, (result.stderr.strip().splitlines() or [_NO_OUTPUT])[-1]
     return True, " ".join(result.stdout.split())
@@ -124,8 +124,8 @@ def compiler():
 
 def horovodrun():
     """Return the path of horovodrun in this environment or in `PATH`, or `None` if it is missing."""
-    own = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
-    return own or shutil.which("horovodrun")
+    local = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
+    return local or shutil.which("horovodrun")
 
 
 def cache_folder():
@@ -143,8 +143,8 @@ def cache_folder():
 
 
 def _digest_of_edits():
-    own = [file.read_text("utf-8") for file in sorted(_OWN_SOURCES.glob("*.*"))]
-    text = repr([own, _EDITS, _OPTIONS, _BUILD_TOOLS, _has_cuda_headers()])
+    sources = [file.read_text("utf-8") for file in sorted(_SOURCES.glob("*.*"))]
+    text = repr([sources, _EDITS, _OPTIONS, _BUILD_TOOLS, _has_cuda_headers()])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -196,11 +196,11 @@ def _build_environment(tools, log):
     """Install the build tools in the folder `tools` and return the environment for the compiler."""
     # The versions of the tools are fixed, so PIP_CONSTRAINT must not apply to them. Its path may also
     # be relative, and setuptools runs pip in the folder of the sources.
-    own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    variables = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
-    run([*pip, *_BUILD_TOOLS], log, f"Cannot download {', '.join(_BUILD_TOOLS)}.", own)
+    run([*pip, *_BUILD_TOOLS], log, f"Cannot download {', '.join(_BUILD_TOOLS)}.", variables)
     return {
-        **own,
+        **variables,
         **_OPTIONS,
         "PATH": os.pathsep.join([str(tools / "bin"), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")])),
@@ -227,11 +227,11 @@ def unpack(archive, folder):
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / f"horovod-{VERSION}"
-    for name, words, own in _EDITS:
-        is_left_out = own == "on_gpus.cmake" and not _has_cuda_headers()
-        text = "" if is_left_out else (_OWN_SOURCES / own).read_text("utf-8")
+    for name, words, replacement in _EDITS:
+        is_left_out = replacement == "on_gpus.cmake" and not _has_cuda_headers()
+        text = "" if is_left_out else (_SOURCES / replacement).read_text("utf-8")
         _replace(source / "horovod/tensorflow" / name, words, text)
-    for file in (*_OWN_SOURCES.glob("*.cc"), *_OWN_SOURCES.glob("*.h")):
+    for file in (*_SOURCES.glob("*.cc"), *_SOURCES.glob("*.h")):
         shutil.copy(file, source / "horovod/common/ops/cuda")
     return source
 
@@ -239,12 +239,12 @@ def unpack(archive, folder):
 def _replace(path, words, text):
     """Replace the single line of a file that contains `words` with a text."""
     lines = path.read_text().splitlines(keepends=True)
-    found = [number for number, line in enumerate(lines) if words in line]
-    if len(found) != 1:
+    matches = [index for index, line in enumerate(lines) if words in line]
+    if len(matches) != 1:
         raise InputError(
-            f"Expected one line with {words} in Horovod's {path.name}, found {len(found)}."
+            f"Expected one line with {words} in Horovod's {path.name}, found {len(matches)}."
         )
-    lines[found[0]] = text
+    lines[matches[0]] = text
     path.write_text("".join(lines))
 
 

@@ -102,7 +102,7 @@ _SIZES = {
 }
 
 
-def _own():
+def _sizes():
     return _SIZES[device_type()]
 
 
@@ -170,19 +170,19 @@ def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
         features that reach half of it. The peak is the best of several sizes, because the largest
         size does not fit into the caches of CPUs.
     """
-    rows, few, least = _own().rows, _own().few, _own().features[0]
-    peak = max(_product_flops(rows, features, features, dtype) for features in _own().features)
-    few_rows = _product_flops(few, least, least, dtype)
+    rows, few, min_features = _sizes().rows, _sizes().few, _sizes().features[0]
+    peak = max(_product_flops(rows, features, features, dtype) for features in _sizes().features)
+    few_rows = _product_flops(few, min_features, min_features, dtype)
     few_features = _product_flops(rows, few, few, dtype)
     # Solve speed = peak / (1 + half_rows / M) / (1 + half_features / N)² for both halves.
     half_features = max(few * ((peak / few_features) ** 0.5 - 1), 0.0)
-    slower = (1 + half_features / least) ** 2
+    slower = (1 + half_features / min_features) ** 2
     half_rows = max(few * (peak / few_rows / slower - 1), 0.0)
     return peak, half_rows, half_features
 
 
 def _product_flops(rows, inputs, outputs, dtype="float32"):
-    times = int(min(max(_own().flops / (2.0 * rows * inputs * outputs), 2), 32))
+    times = int(min(max(_sizes().flops / (2.0 * rows * inputs * outputs), 2), 32))
     normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
     many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
     products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
@@ -191,21 +191,21 @@ def _product_flops(rows, inputs, outputs, dtype="float32"):
 
 
 def _memory_bytes_per_second():
-    number = _own().memory_items
-    x, one = tf.Variable(tf.zeros([number])), tf.ones([number])
-    step = tf.function(lambda: x.assign_add(one)[0])  # Each element needs two reads and one write.
-    return 12.0 * number / _seconds(lambda: step().numpy())
+    num_elements = _sizes().memory_items
+    x, ones = tf.Variable(tf.zeros([num_elements])), tf.ones([num_elements])
+    step = tf.function(lambda: x.assign_add(ones)[0])  # Each element needs two reads and one write.
+    return 12.0 * num_elements / _seconds(lambda: step().numpy())
 
 
 def _overhead_seconds():
     """Return the seconds of a tiny block's forward pass, which is mainly overhead."""
-    block, x = _block(1, 2, 8, 2)
+    block, x = _make_block(1, 2, 8, 2)
     times = lambda x: functools.reduce(lambda x, _: block(x, training=True), range(_BLOCKS), x)
     blocks = tf.function(times)
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
-def _block(rows, length, hidden_size, num_heads):
+def _make_block(rows, length, hidden_size, num_heads):
     """Return a built Transformer block and its inputs."""
     block = TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size)
     x = tf.random.stateless_normal([rows, length, hidden_size], [0, 1])
@@ -219,9 +219,9 @@ def _block_bytes_per_second(device):
     The time beyond the matrix products, as predicted for `device`, is attributed to the bytes that
     `planner.work` counts.
     """
-    rows, length, hidden, heads = _own().block
+    rows, length, hidden, heads = _sizes().block
     model = ModelShape("block", hidden, heads, 1, length, num_layers=1)
-    block, x = _block(rows, length, hidden, heads)
+    block, x = _make_block(rows, length, hidden, heads)
 
     @tf.function
     def both(x):
@@ -233,8 +233,8 @@ def _block_bytes_per_second(device):
     layouts = Layouts.of(micro_batch=rows)
 
     def planned(rate):
-        own = dataclasses.replace(device, memory_gb_per_second=rate)
-        return float(block_passes(own, model, model.kinds[0], layouts, False).total[0])
+        infinite = dataclasses.replace(device, memory_gb_per_second=rate)
+        return float(block_passes(infinite, model, model.kinds[0], layouts, False).total[0])
 
     products = planned(math.inf)
     beyond = max(_seconds(lambda: both(x).numpy()) - products, 0.01 * products)
@@ -245,7 +245,7 @@ def _all_reduce_seconds(size):
     """Return the seconds of an all-reduce of `size` bytes in a bucket of 16 tensors."""
     x, group = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET, job.whole_job()
     step = tf.function(lambda x: all_reduce_together(x, group, f"measure_{size}")[0][0])
-    return _waited_seconds(lambda: step(x).numpy())
+    return _collective_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
@@ -260,7 +260,7 @@ def _send_seconds(size):
             link.receive(specs, 0, "measure_there").result()
             link.send([x], 0, "measure_back").result()
 
-    return _waited_seconds(there_and_back) / 2
+    return _collective_seconds(there_and_back) / 2
 
 
 def _mesh_seconds(size):
@@ -271,7 +271,7 @@ def _mesh_seconds(size):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
 
     step = MeshFunction(sums, [])
-    return _waited_seconds(lambda: step(x))
+    return _collective_seconds(lambda: step(x))
 
 
 def _link(seconds_of, members=1):
@@ -281,7 +281,7 @@ def _link(seconds_of, members=1):
         seconds_of: Function from a size in bytes to seconds.
         members: Number of ranks in the ring of an all-reduce, or 1 for a send.
     """
-    size = _own().large_bytes
+    size = _sizes().large_bytes
     small, large = seconds_of(_SMALL_BYTES), seconds_of(size)
     sent = 2 * (members - 1) / members * size if members > 1 else size
     rate = sent / max(large - small, 0.1 * large)
@@ -298,10 +298,10 @@ def _seconds(run: Callable) -> float:
     run()
     once = max(time.perf_counter() - start, 1e-6)
     times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
-    return _least_of_rounds(run, np.zeros(times))
+    return _min_of_rounds(run, np.zeros(times))
 
 
-def _waited_seconds(run: Callable) -> float:
+def _collective_seconds(run: Callable) -> float:
     """Return the mean seconds of a collective that starts at a random time.
 
     Horovod starts collectives at fixed intervals. A collective directly after another one would wait
@@ -309,10 +309,10 @@ def _waited_seconds(run: Callable) -> float:
     random time before each call.
     """
     run()
-    return _least_of_rounds(run, np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS))
+    return _min_of_rounds(run, np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS))
 
 
-def _least_of_rounds(run, pauses):
+def _min_of_rounds(run, pauses):
     """Return the mean seconds per call in the fastest round, measured on its slowest rank.
 
     Other programs on the machine only add time, so the minimum is the best estimate. All ranks start
@@ -322,7 +322,7 @@ def _least_of_rounds(run, pauses):
         run: Function without arguments.
         pauses: Array of seconds to pause before each call.
     """
-    found = []
+    rounds = []
     for _ in range(_ROUNDS):
         job.barrier()
         seconds = 0.0
@@ -332,5 +332,8 @@ def _least_of_rounds(run, pauses):
             start = time.perf_counter()
             run()
             seconds += time.perf_counter() - start
-        found.append(seconds / len(pauses))
-    return min(max(of_ranks) for of_ranks in zip(*all_gather_json(found, "measure/rounds")))
+        rounds.append(seconds / len(pauses))
+    return min(
+        max(seconds_of_ranks)
+        for seconds_of_ranks in zip(*all_gather_json(rounds, "measure/rounds"))
+    )

@@ -46,10 +46,10 @@ def models(arguments: argparse.Namespace) -> None:
         return
     for title, rows in tables.items():
         print(f"\n{title}\n")
-        print("\n".join(columns([list(rows[0]), *(map(_shown, x.values()) for x in rows)])))
+        print("\n".join(columns([list(rows[0]), *(map(_format_cell, x.values()) for x in rows)])))
 
 
-def _shown(value):
+def _format_cell(value):
     """Return a value as the text of a table cell."""
     if isinstance(value, list):
         return ", ".join(value)

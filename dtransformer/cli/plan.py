@@ -40,17 +40,17 @@ def run_plan(arguments: argparse.Namespace) -> None:
         arguments.device = arguments.measure
         if arguments.model is None:
             return
-    found, notes = plan_of(arguments)
-    config = yaml_of(found, arguments.model if os.path.isdir(arguments.model) else None)
+    result, notes = plan_of(arguments)
+    config = yaml_of(result, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
         write_text_atomically(arguments.yaml, config)
     if arguments.plot:
-        report.draw(found, arguments.plot)
+        report.draw(result, arguments.plot)
     if arguments.json:
-        print(json.dumps({**report.json_of(found, tokens), "notes": notes}, indent=2))
+        print(json.dumps({**report.json_of(result, tokens), "notes": notes}, indent=2))
         return
-    print("\n".join([report.text_of(found, tokens), *notes]))
-    if found.fits and not arguments.yaml:
+    print("\n".join([report.text_of(result, tokens), *notes]))
+    if result.fits and not arguments.yaml:
         print(f"\n{config}", end="")
 
 
@@ -79,8 +79,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
         batch, reason = default_batch(model, devices, arguments.tokens)
     fixed = dict(parse_setting(text, "--fix", "FIELD=VALUE") for text in arguments.fix)
     job = Job(batch, arguments.precision, arguments.optimizer, fixed)
-    found = plan(model, Cluster(device, devices), job, arguments.top)
-    return found, [note for note in (reason, bfloat16_hint(found)) if note]
+    result = plan(model, Cluster(device, devices), job, arguments.top)
+    return result, [note for note in (reason, bfloat16_hint(result)) if note]
 
 
 def model_of(name: str | None, **changes) -> ModelShape:
@@ -131,11 +131,13 @@ def device_of(name: str) -> Device:
         raise InputError(f"{name}: expected the fields of a device, in the format of --measure.")
     with refusing(name):
         base = vars(device_named(fields.pop("base"))) if "base" in fields else {}
-        own = {}
+        converted = {}
         if "links" in fields:
-            own["links"] = {axis: checked(Link, x) for axis, x in dict(fields["links"]).items()}
+            converted["links"] = {
+                axis: checked(Link, x) for axis, x in dict(fields["links"]).items()
+            }
         if "constants" in fields:
-            given = vars(base["constants"]) if base else {}
-            own["constants"] = checked(Constants, {**given, **fields["constants"]})
+            defaults = vars(base["constants"]) if base else {}
+            converted["constants"] = checked(Constants, {**defaults, **fields["constants"]})
         custom = {"source": "custom"} if base else {}
-        return checked(Device, {**base, **custom, **fields, **own})
+        return checked(Device, {**base, **custom, **fields, **converted})

@@ -30,8 +30,12 @@ def predict(arguments: argparse.Namespace) -> None:
     """
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # Only predictions go to standard output.
-        for found in _predictions(arguments, "predict"):
-            text = json.dumps(found, ensure_ascii=False) if arguments.json else _line(found)
+        for prediction in _predictions(arguments, "predict"):
+            text = (
+                json.dumps(prediction, ensure_ascii=False)
+                if arguments.json
+                else _format_prediction(prediction)
+            )
             print(text, file=out)
 
 
@@ -48,7 +52,7 @@ def embed(arguments: argparse.Namespace) -> None:
             "The NumPy file would go to the terminal. Add > FILE, --out FILE or --json."
         )
     with contextlib.redirect_stdout(sys.stderr):
-        vectors = [found["vector"] for found in _predictions(arguments, "embed")]
+        vectors = [prediction["vector"] for prediction in _predictions(arguments, "embed")]
     if not job.is_chief():
         return
     if arguments.json:
@@ -79,12 +83,12 @@ def _predictions(arguments, command):
         check_positions(task.core, arguments.max_length)
         config.data.length = arguments.max_length
     fields = {"text": arguments.field} if arguments.field else config.data.fields
-    records = from_chief(lambda: list(_records(arguments, fields)), "predict/records")
+    records = from_chief(lambda: list(_read_records(arguments, fields)), "predict/records")
     if not records:
         raise InputError("No text was given. Write lines to standard input, or add --data FILE.")
-    for found in task.predict(make_trainer(task, 1), records):
+    for prediction in task.predict(make_trainer(task, 1), records):
         if job.is_chief():
-            yield found
+            yield prediction
     if task.num_cut:
         job.print_once(
             f"dtransformer: warning: {task.num_cut:,} of {len(records):,} texts have more than "
@@ -93,7 +97,7 @@ def _predictions(arguments, command):
         )
 
 
-def _records(arguments, fields):
+def _read_records(arguments, fields):
     """Yield a (place, record) pair for each record in the files or in standard input."""
     for path in arguments.data or ["standard input"]:
         values = placed_values(path) if arguments.data else None
@@ -115,10 +119,10 @@ def _stdin_lines(name):
     return decode_lines(read_limited(sys.stdin.buffer, name), name)
 
 
-def _line(found):
+def _format_prediction(prediction):
     """Return a prediction as a readable line."""
-    if "words" in found:
-        return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in found["words"])
-    if "label" in found:
-        return f"{found['label']}\t{found['probability']:.4f}"
-    return "\t".join(f"{score:.6g}" for score in found.values())
+    if "words" in prediction:
+        return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in prediction["words"])
+    if "label" in prediction:
+        return f"{prediction['label']}\t{prediction['probability']:.4f}"
+    return "\t".join(f"{score:.6g}" for score in prediction.values())

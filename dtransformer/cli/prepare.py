@@ -4,8 +4,16 @@ import argparse
 
 from dtransformer.errors import InputError
 
-_OF_CORPUS = "num_train", "seed"
-_OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentences", "shard_tokens"
+_CORPUS_OPTIONS = "num_train", "seed"
+_LM_OPTIONS = (
+    "input",
+    "tokenizer",
+    "train_tokenizer",
+    "field",
+    "documents",
+    "sentences",
+    "shard_tokens",
+)
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -14,16 +22,16 @@ def prepare(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If an option or a file is wrong.
     """
-    unread, what = (_OF_CORPUS, "--embedded") if arguments.lm else (_OF_LM, "--lm")
-    for name in unread:
+    unused, required = (_CORPUS_OPTIONS, "--embedded") if arguments.lm else (_LM_OPTIONS, "--lm")
+    for name in unused:
         if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} requires {what}. Remove it.")
+            raise InputError(f"--{name.replace('_', '-')} requires {required}. Remove it.")
     if arguments.lm:
         return _token_shards(arguments)
     from dtransformer.datasets.embedded import write_corpus
 
-    numbers = {k: x for k in _OF_CORPUS if (x := getattr(arguments, k)) is not None}
-    paths = write_corpus(arguments.out, **numbers, overwrite=arguments.overwrite)
+    options = {k: x for k in _CORPUS_OPTIONS if (x := getattr(arguments, k)) is not None}
+    paths = write_corpus(arguments.out, **options, overwrite=arguments.overwrite)
     print(*paths.values(), sep="\n")
     return None
 

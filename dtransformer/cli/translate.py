@@ -91,9 +91,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """
     if (arguments.src is None) != (arguments.ref is None):
         raise InputError("--src and --ref require each other. Add both.")
-    unread, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
-    if getattr(arguments, unread):
-        option = unread.replace("_", "-")
+    unused, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
+    if getattr(arguments, unused):
+        option = unused.replace("_", "-")
         raise InputError(f"--{option} has no effect {how} --src and --ref. Remove it.")
     if arguments.src is None:
         evaluate_run(arguments.run, arguments.data, arguments.json)

@@ -25,7 +25,7 @@ _SIZES = {
     "num_layers": 1,
 }  # The compiled kernels do not depend on sizes.
 _VOCAB_SIZE, _ROWS, _LENGTH = 64, 4, 64
-_OF_CUDA = "~/.nv/ComputeCache"  # CUDA's default without CUDA_CACHE_PATH
+_DEFAULT_CACHE = "~/.nv/ComputeCache"  # CUDA's default without CUDA_CACHE_PATH
 
 
 def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
@@ -40,17 +40,17 @@ def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
     if device_type() == "CPU":
         why = "TensorFlow finds no GPU whose driver could compile kernels"
         return [check("kernels", False, why, "run dtransformer doctor to see the cause")]
-    folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_OF_CUDA))
+    folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_DEFAULT_CACHE))
     before = _megabytes(folder)
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
-    checks = [_warmed(policy) for policy in policies]
+    checks = [_warm_policy(policy) for policy in policies]
     found = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
     return [*checks, check("CUDA's cache", True, found)]
 
 
-def _warmed(policy):
+def _warm_policy(policy):
     """Train with TensorFlow's and with XLA's kernels, generate text, and return the check."""
-    begin = time.monotonic()
+    start = time.monotonic()
     ids = np.random.default_rng(0).integers(1, _VOCAB_SIZE, (_ROWS, _LENGTH))
     for jit_compile in (False, "auto"):
         network = CausalLM(_VOCAB_SIZE, **_SIZES, dtype=policy)
@@ -59,9 +59,9 @@ def _warmed(policy):
         losses = [trainer.train_on_batch(ids[:, :-1], ids[:, 1:]) for _ in range(2)]
     network.generate(ids[:, :4], max_new_tokens=2)
     is_finite = bool(np.all(np.isfinite([np.ravel(loss)[0] for loss in losses])))
-    found = f"{policy}: first steps and tokens took {time.monotonic() - begin:.0f} s"
+    text = f"{policy}: first steps and tokens took {time.monotonic() - start:.0f} s"
     mend = "the loss is not finite; check whether other programs use the GPU"
-    return check("kernels", is_finite, found, mend)
+    return check("kernels", is_finite, text, mend)
 
 
 def _megabytes(folder):

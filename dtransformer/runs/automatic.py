@@ -22,13 +22,13 @@ _DENSE = tuple(
     f"{x}/block_0/feed_forward" for x in ("blocks", "transformer/encoder", "transformer/decoder")
 )
 # The planner's name of each kernel that can have an adapter, and the layers that contain it.
-_ADAPTED = {
+_ADAPTABLE_KERNELS = {
     **dict.fromkeys(("query", "key", "value", "output", "latent"), _ATTENTION),
     **dict.fromkeys(("query_down", "query_up", "key_value"), _ATTENTION),
     **dict.fromkeys(("mapping", "gate", "projection"), _DENSE),
 }
 # The planner assumes that a mean sentence has a quarter of `data.max_length` tokens.
-_USUAL_SHARE = 4
+_LENGTH_DIVISOR = 4
 
 
 def plan_of_run(
@@ -75,8 +75,8 @@ def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
     """
     data = config.data
     if not isinstance(data, TranslationData):
-        return data.length, _class_of(config).num_sequences * config.training.batch_size
-    length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
+        return data.length, _task_class(config).num_sequences * config.training.batch_size
+    length = data.packed_length or max(data.max_length // _LENGTH_DIVISOR, 8)
     rows = data.batch_size or max(data.batch_tokens // length, 1)
     return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices
 
@@ -94,15 +94,18 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
     vocab_size = config.tokenizer.vocab_size or USUAL_VOCABULARY
     if not isinstance(config.data, TranslationData):
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
-        found = networks.architecture(config, _class_of(config).kind.__name__, vocab_size)
+        base = networks.architecture(config, _task_class(config).kind.__name__, vocab_size)
         adapters = config.model.adapters
-        asked = {}
+        adapter_options = {}
         if adapters is not None:
-            asked = {"adapter_rank": adapters.rank, "adapter_targets": _targets(adapters.targets)}
-            asked["adapter_kind"] = adapters.kind
+            adapter_options = {
+                "adapter_rank": adapters.rank,
+                "adapter_targets": _adapter_targets(adapters.targets),
+            }
+            adapter_options["adapter_kind"] = adapters.kind
         name = config.model.preset or config.model.from_ or f"{config.task} model"
-        return from_architecture(name, found, sequence_length=length, **asked)
-    longest = config.data.max_length
+        return from_architecture(name, base, sequence_length=length, **adapter_options)
+    max_length = config.data.max_length
     arguments = {
         **vars(config.model),
         "source_vocab_size": vocab_size,
@@ -112,18 +115,20 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
         "translation model",
         Architecture("TranslationTransformer", arguments, ""),
         sequence_length=length,
-        learned_positions=2 * longest if config.model.positions == "learned" else 0,
+        learned_positions=2 * max_length if config.model.positions == "learned" else 0,
     )
 
 
-def _class_of(config):
+def _task_class(config):
     return importlib.import_module("dtransformer.runs.tasks").class_of(config)  # imports TensorFlow
 
 
-def _targets(patterns):
+def _adapter_targets(patterns):
     """Return the planner's names of all kernels that the adapters' patterns match."""
     weight_paths = importlib.import_module("dtransformer.models.weight_paths")  # imports TensorFlow
-    paths = {name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTED.items()}
+    paths = {
+        name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTABLE_KERNELS.items()
+    }
     paths["head"] = ["head/kernel"]
     is_matched = lambda path: weight_paths.is_matched(path, patterns)
     return tuple(name for name, kernels in paths.items() if any(map(is_matched, kernels)))

@@ -56,16 +56,16 @@ class EverySteps(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int | None):
         super().__init__()
-        self.every_steps, self._before = every_steps, 0
+        self.every_steps, self._last_step = every_steps, 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._before = self.model.num_steps
+        self._last_step = self.model.num_steps
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        before, self._before = self._before, self.model.num_steps
-        if self.every_steps and before // self.every_steps < self._before // self.every_steps:
+        previous, self._last_step = self._last_step, self.model.num_steps
+        if self.every_steps and previous // self.every_steps < self._last_step // self.every_steps:
             with self.model.averaged_weights():
-                self.look(f"step: {self._before}")
+                self.look(f"step: {self._last_step}")
 
 
 class Evaluations(EverySteps):
@@ -86,20 +86,20 @@ class Evaluations(EverySteps):
         self._batches, self._scores, self._sinks = batches, scores, list(sinks)
 
     def look(self, when: str) -> None:
-        states = [variable for metric in self.model.metrics for variable in metric.variables]
+        variables = [variable for metric in self.model.metrics for variable in metric.variables]
         # `evaluate` resets the metrics, so the values of the running epoch are restored below.
-        before = [variable.numpy() for variable in states]
+        saved_values = [variable.numpy() for variable in variables]
         results = self.model.evaluate(self._batches, verbose=0, return_dict=True)
         results |= self._scores(self.model)
-        for variable, value in zip(states, before):
+        for variable, value in zip(variables, saved_values):
             variable.assign(value)
         logs = {f"val_{name}": value for name, value in results.items()}
         for sink in self._sinks:
             if hasattr(sink, "write"):
                 sink.write("evaluation", logs)
         names = dict.fromkeys(["val_loss", *logs])  # the loss first
-        told = ", ".join(f"{name}: {logs[name]:.6g}" for name in names)
-        job.print_once(f"{when}, {told}")
+        text = ", ".join(f"{name}: {logs[name]:.6g}" for name in names)
+        job.print_once(f"{when}, {text}")
 
 
 class Samples(EverySteps):
@@ -156,8 +156,8 @@ class LogSink(keras.callbacks.Callback):
             kind: "step", "epoch" or "evaluation".
             logs: Dict of numbers. `None` is an empty dict.
         """
-        numbers = {f"{kind}/{name}": float(value) for name, value in (logs or {}).items()}
-        self._log(numbers, self.model.num_steps)
+        values = {f"{kind}/{name}": float(value) for name, value in (logs or {}).items()}
+        self._log(values, self.model.num_steps)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self.model.logs_are_new:
@@ -172,20 +172,20 @@ class LogSink(keras.callbacks.Callback):
 
 def _wandb(project, path, config, run_key, resumes):
     module = importlib.import_module("wandb")
-    same = {"id": run_key, "resume": "allow"}  # Append if the run is resumed.
-    run = module.init(project=project, name=path.name, dir=str(path), config=config, **same)
-    return LogSink(lambda numbers, step: run.log(numbers, step=step), run.finish)
+    options = {"id": run_key, "resume": "allow"}  # Append if the run is resumed.
+    run = module.init(project=project, name=path.name, dir=str(path), config=config, **options)
+    return LogSink(lambda logs, step: run.log(logs, step=step), run.finish)
 
 
 def _mlflow(experiment, path, config, run_key, resumes):
     module = importlib.import_module("mlflow")
     module.set_experiment(experiment)
-    same = {"filter_string": f"tags.run_key = '{run_key}'", "output_format": "list"}
-    ids = [run.info.run_id for run in module.search_runs(experiment_names=[experiment], **same)]
+    query = {"filter_string": f"tags.run_key = '{run_key}'", "output_format": "list"}
+    ids = [run.info.run_id for run in module.search_runs(experiment_names=[experiment], **query)]
     module.start_run(ids[0] if ids else None, run_name=path.name, tags={"run_key": run_key})
     if not ids:  # MLflow rejects changed parameters of an existing run.
         module.log_params({name: str(value)[:500] for name, value in config.items()})
-    return LogSink(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
+    return LogSink(lambda logs, step: module.log_metrics(logs, step=step), module.end_run)
 
 
 def _tensorboard(_, path, *also):
@@ -222,5 +222,5 @@ def log_callbacks(config: RunConfig, path: pathlib.Path, run_key: str, resumes: 
         resumes: Boolean. Append to existing logs.
     """
     options = {key: config.option(key) for key in config.keys()}
-    asked = [(make, getattr(config.logs, key)) for key, (make, _) in _LOGS.items()]
-    return [make(value, path, options, run_key, resumes) for make, value in asked if value]
+    requested = [(make, getattr(config.logs, key)) for key, (make, _) in _LOGS.items()]
+    return [make(value, path, options, run_key, resumes) for make, value in requested if value]

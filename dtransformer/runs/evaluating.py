@@ -57,7 +57,7 @@ def evaluate_run(
     finally:
         if job.is_chief():
             shutil.rmtree(task.folder, ignore_errors=True)
-    shown = {name: float(value) for name, value in results.items()}
-    lines = (f"{name}: {value:.6g}" for name, value in shown.items())
-    job.print_once(json.dumps(shown) if as_json else "\n".join(lines))
+    values = {name: float(value) for name, value in results.items()}
+    lines = (f"{name}: {value:.6g}" for name, value in values.items())
+    job.print_once(json.dumps(values) if as_json else "\n".join(lines))
     return results

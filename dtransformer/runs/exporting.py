@@ -74,26 +74,28 @@ def export(
         load_lora(network, run / ADAPTERS)
     if options.saved_model:
         trainer.export(options.saved_model, verbose=False)
-        _told(options.saved_model, "The SavedModel is", "TensorFlow")
+        _print_use(options.saved_model, "The SavedModel is", "TensorFlow")
         if not options.folder:
             return None
     if adapters_of(network):
         if not options.merge_adapters:
             base = task.config.model.from_
             # peft needs a published folder as the base, which a run folder is not.
-            family, also = ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
-            landed = save_lora(network, options.folder, family, overwrite)
-            use = f"dtransformer generate --model {base} --adapters {landed}{also}"
-            return _told(landed, "The adapters are", use)
+            family, more_uses = (
+                ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
+            )
+            exported = save_lora(network, options.folder, family, overwrite)
+            use = f"dtransformer generate --model {base} --adapters {exported}{more_uses}"
+            return _print_use(exported, "The adapters are", use)
         merge_lora(network)
-    landed = save_pretrained(
+    exported = save_pretrained(
         network, options.folder, options.family, overwrite, task.tokenizer, options.dtype
     )
-    command = task.command.replace("--run", "--model").format(landed)
-    also = "" if command.startswith("evaluate") else f" and dtransformer {command}"
-    return _told(landed, "The model is", f"transformers{also}")
+    command = task.command.replace("--run", "--model").format(exported)
+    more_uses = "" if command.startswith("evaluate") else f" and dtransformer {command}"
+    return _print_use(exported, "The model is", f"transformers{more_uses}")
 
 
-def _told(folder, what, use):
+def _print_use(folder, what, use):
     job.print_once(f"{what} in {folder}, for {use}")
     return folder

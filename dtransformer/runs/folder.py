@@ -27,7 +27,7 @@ from dtransformer.runs.identity import (
 from dtransformer.trainers.checkpoint.export import RUN
 from dtransformer.trainers.checkpoint.folders import folders_without_manifest, saved_steps
 
-_FRESH, _ASIDE = ".unfinished", ".replaced"
+_UNFINISHED_SUFFIX, _REPLACED_SUFFIX = ".unfinished", ".replaced"
 
 
 class RunFolder:
@@ -43,14 +43,14 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
-        self._real = pathlib.Path(os.path.realpath(path))
-        self.fresh, self._aside = beside(self._real, _FRESH), replaced_run(path)
-        self._made = []  # folders that did not exist before
+        self._real_path = pathlib.Path(os.path.realpath(path))
+        self.fresh, self._replaced = beside(self._real_path, _UNFINISHED_SUFFIX), replaced_run(path)
+        self._created = []  # folders that did not exist before
         self._is_new = False
 
     def is_in_order(self) -> bool:
         """Return whether no earlier process left a folder that `recover` must clean up."""
-        return not os.path.exists(self.fresh) and not is_run(self._aside)
+        return not os.path.exists(self.fresh) and not is_run(self._replaced)
 
     def check(self, config_path: str | os.PathLike, overwrite: bool, resume: bool) -> bool:
         """Return whether training resumes from a checkpoint, without changing any file.
@@ -63,8 +63,8 @@ class RunFolder:
         Raises:
             InputError: If the folder contains a run that may not be replaced, or other files.
         """
-        folder = self._real
-        names = _names_in(folder, self.path)
+        folder = self._real_path
+        names = _list_folder(folder, self.path)
         if not names:
             return False
         if RUN not in names:
@@ -97,13 +97,17 @@ class RunFolder:
             InputError: If a folder that must be removed contains files of other programs.
         """
         _remove_run(self.fresh, self.fresh)
-        if is_run(self._aside):
-            self._keep_one()
-        if is_run(self._real):
-            for path in self._real.iterdir():
+        if is_run(self._replaced):
+            self._keep_valid_run()
+        if is_run(self._real_path):
+            for path in self._real_path.iterdir():
                 if is_partial(path.name):
                     path.unlink(missing_ok=True)
-        self._made = [one for one in (self._real, *self._real.parents) if not os.path.exists(one)]
+        self._created = [
+            folder
+            for folder in (self._real_path, *self._real_path.parents)
+            if not os.path.exists(folder)
+        ]
 
     def begin(self, config: RunConfig, tokenizer: object, data: dict[str, str | None]) -> None:
         """Create the folder of a new run. An existing run is renamed to `RUN.replaced`.
@@ -121,13 +125,13 @@ class RunFolder:
             save_config(config, self.fresh / CONFIG)
             tokenizer.save(self.fresh / TOKENIZER)
             RunIdentity.new(self.fresh, data).save(self.fresh / RUN)
-            if is_run(self._real):
-                os.rename(self._real, self._aside)
-            os.rename(self.fresh, self._real)  # This also replaces an empty folder.
+            if is_run(self._real_path):
+                os.rename(self._real_path, self._replaced)
+            os.rename(self.fresh, self._real_path)  # This also replaces an empty folder.
             self._is_new = True
         except (OSError, InputError) as error:
             shutil.rmtree(self.fresh, ignore_errors=True)
-            self._take_back()
+            self._restore_old_run()
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"Cannot write the run folder `{self.path}` ({reason}).") from None
 
@@ -140,42 +144,42 @@ class RunFolder:
             InputError: If a run cannot be removed, or its folder contains files of other programs.
         """
         if self._is_new:
-            self._keep_one()
+            self._keep_valid_run()
         else:
             shutil.rmtree(self.fresh, ignore_errors=True)
-            self._take_back()
+            self._restore_old_run()
 
     def remove_replaced(self) -> None:
         """Remove the old run if the new one has weights or a checkpoint. Warn if that fails."""
         try:
-            if self._is_new and _has_begun(self._real):
-                _remove_run(self._aside, self._aside)
+            if self._is_new and _has_begun(self._real_path):
+                _remove_run(self._replaced, self._replaced)
         except InputError as error:
             warnings.warn(f"Cannot remove the replaced run: {error}", stacklevel=2)
 
-    def _keep_one(self):
-        if _has_begun(self._real):
-            _remove_run(self._aside, self._aside)
+    def _keep_valid_run(self):
+        if _has_begun(self._real_path):
+            _remove_run(self._replaced, self._replaced)
         else:
-            _remove_run(self._real, self.path)
-            self._take_back()
+            _remove_run(self._real_path, self.path)
+            self._restore_old_run()
 
-    def _take_back(self):
+    def _restore_old_run(self):
         """Restore the old run, if any, and remove the empty folders that this object created."""
-        if os.path.exists(self._real):
+        if os.path.exists(self._real_path):
             return
-        if is_run(self._aside):
-            os.rename(self._aside, self._real)
-        elif self._real not in self._made:
-            self._real.mkdir(exist_ok=True)
-        for folder in self._made:
+        if is_run(self._replaced):
+            os.rename(self._replaced, self._real_path)
+        elif self._real_path not in self._created:
+            self._real_path.mkdir(exist_ok=True)
+        for folder in self._created:
             if folder.is_dir() and not os.listdir(folder):
                 folder.rmdir()
 
 
 def replaced_run(path: str | os.PathLike) -> pathlib.Path:
     """Return the path `RUN.replaced`, where the old run of the folder `path` waits for its removal."""
-    return beside(os.path.realpath(path), _ASIDE)
+    return beside(os.path.realpath(path), _REPLACED_SUFFIX)
 
 
 def _can_resume(folder, path):
@@ -187,11 +191,12 @@ def _can_resume(folder, path):
     """
     if saved_steps(folder / CHECKPOINTS):
         return True
-    lost = folders_without_manifest(folder / CHECKPOINTS)
-    if lost:
+    incomplete = folders_without_manifest(folder / CHECKPOINTS)
+    if incomplete:
         raise InputError(
-            f"`{path}` has no complete checkpoint: {lost[-1].name} has lost its checkpoint.json. "
-            "Restore this file, or start from scratch with --overwrite, which removes the run."
+            f"`{path}` has no complete checkpoint: {incomplete[-1].name} has lost its "
+            "checkpoint.json. Restore this file, or start from scratch with --overwrite, which removes "
+            "the run."
         )
     if _has_begun(folder):
         raise InputError(
@@ -208,7 +213,7 @@ def _has_begun(folder):
     )
 
 
-def _names_in(folder, path):
+def _list_folder(folder, path):
     """Return the sorted names in a folder, or an empty list if it does not exist."""
     try:
         return sorted(os.listdir(folder))
@@ -219,17 +224,17 @@ def _names_in(folder, path):
 
 
 def _check_parts_only(names, path):
-    others = [name for name in names if name not in PARTS and not is_partial(name)]
-    if others:
+    foreign_names = [name for name in names if name not in PARTS and not is_partial(name)]
+    if foreign_names:
         raise InputError(
-            f"`{path}` also contains {others[0]}, which does not belong to a run. Move it to another "
-            "folder."
+            f"`{path}` also contains {foreign_names[0]}, which does not belong to a run. Move it to "
+            "another folder."
         )
 
 
 def _remove_run(folder, path):
     """Remove a run folder, if it exists and contains nothing else."""
-    _check_parts_only(_names_in(folder, path), path)
+    _check_parts_only(_list_folder(folder, path), path)
     try:
         if os.path.exists(folder):
             shutil.rmtree(folder)

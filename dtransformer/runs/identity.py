@@ -100,7 +100,7 @@ class RunIdentity:
         paths = [folder / CONFIG, *tokenizer]
         files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
         body = {"version": _VERSION, "id": secrets.token_hex(16), "files": files, "data": data}
-        text = json.dumps({"run": body, "sha256": _digest_of(body)}, indent=1) + "\n"
+        text = json.dumps({"run": body, "sha256": _digest(body)}, indent=1) + "\n"
         return cls(text, files, data)
 
     @classmethod
@@ -119,7 +119,7 @@ class RunIdentity:
         try:
             data = read_bytes(path, _MAX_BYTES)
             document = typed(parse_json(data, path, _MAX_BYTES), _Document, path)
-            if document["sha256"] != _digest_of(document["run"]):
+            if document["sha256"] != _digest(document["run"]):
                 raise InputError(f"{path} is damaged: its checksum does not match")
         except InputError as error:
             raise InputError(
@@ -169,8 +169,8 @@ class RunIdentity:
                     continue
             except (InputError, OSError):
                 continue
-            own = checkpoint.path / RUN
-            if not own.is_file() or sha256_of(own) != self.key:
+            copy = checkpoint.path / RUN
+            if not copy.is_file() or sha256_of(copy) != self.key:
                 raise InputError(
                     f"`{path}` is a checkpoint of another run than the {RUN} in {folder}. Move it to "
                     "another folder."
@@ -186,5 +186,5 @@ def digest_of_records(records: Iterable) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(body):
+def _digest(body):
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -26,11 +26,13 @@ from dtransformer.models.generation.text_generator import as_lists
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 
-_MULTIPLE = 64  # Rows are padded to a multiple of 64 tokens, so that few lengths are compiled.
-_DRAWS = ("temperature", "top_p", "top_k")  # sampling options of requests
+_LENGTH_MULTIPLE = (
+    64  # Rows are padded to a multiple of 64 tokens, so that few lengths are compiled.
+)
+_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # sampling options of requests
 
 
-class _Scores:
+class _HarnessMethods:
     """The three methods of `lm_eval.api.model.LM` for a network and its tokenizer on one device."""
 
     def __init__(self, network, tokenizer, batch_size, max_length):
@@ -55,12 +57,12 @@ class _Scores:
         """
         rows, owners = [], []
         for owner, request in enumerate(requests):
-            (text,), most = request.args, self._max_length
+            (text,), max_length = request.args, self._max_length
             (ids,) = as_lists(self._tokenizer.encode([text]))
-            whole = [self._first(), *ids]
-            for start in range(0, len(ids), most):
-                end = min(start + most, len(ids))
-                rows.append((whole[max(0, end - most) : end + 1], end - start))
+            tokens = [self._start_token(), *ids]
+            for start in range(0, len(ids), max_length):
+                end = min(start + max_length, len(ids))
+                rows.append((tokens[max(0, end - max_length) : end + 1], end - start))
                 owners.append(owner)
         totals = np.zeros(len(requests))
         np.add.at(totals, owners, [total for total, _ in self._score(rows)])
@@ -73,18 +75,20 @@ class _Scores:
         """
         texts = []
         for context, options in (request.args for request in requests):
-            number = options.get("max_gen_toks", options.get("max_new_tokens", 256))
-            draws = {key: options[key] for key in _DRAWS if key in options}
-            if not options.get("do_sample", bool(draws.get("temperature"))):
-                draws = {}
-            draws["max_source_length"] = max(self._max_length - number, 1)
-            (text,) = TextGenerator(self._network, self._tokenizer, number, **draws)([context])
-            ends = options.get("until") or []
-            ends = [ends] if isinstance(ends, str) else ends
-            texts.append(re.split("|".join(map(re.escape, ends)), text)[0] if ends else text)
+            max_new_tokens = options.get("max_gen_toks", options.get("max_new_tokens", 256))
+            sampling = {key: options[key] for key in _SAMPLING_OPTIONS if key in options}
+            if not options.get("do_sample", bool(sampling.get("temperature"))):
+                sampling = {}
+            sampling["max_source_length"] = max(self._max_length - max_new_tokens, 1)
+            (text,) = TextGenerator(self._network, self._tokenizer, max_new_tokens, **sampling)(
+                [context]
+            )
+            stops = options.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            texts.append(re.split("|".join(map(re.escape, stops)), text)[0] if stops else text)
         return texts
 
-    def _first(self):
+    def _start_token(self):
         start = self._network.start_id
         return self._network.end_id if start is None else start
 
@@ -92,18 +96,21 @@ class _Scores:
         """Return the ids of a context with its continuation, and the number of continuation ids."""
         spaces = context[len(context.rstrip()) :]  # Tokens of words include the space before them.
         context, continuation = context.rstrip(), spaces + continuation
-        whole, before = self._prompts([context + continuation, context])
+        full_ids, context_ids = self._prompts([context + continuation, context])
         if not context:
-            (whole,), before = as_lists(self._tokenizer.encode([continuation])), [self._first()]
-            whole = [*before, *whole]
-        number = min(len(whole) - len(before), self._max_length)
-        return whole[-(self._max_length + 1) :], number
+            (full_ids,), context_ids = (
+                as_lists(self._tokenizer.encode([continuation])),
+                [self._start_token()],
+            )
+            full_ids = [*context_ids, *full_ids]
+        count = min(len(full_ids) - len(context_ids), self._max_length)
+        return full_ids[-(self._max_length + 1) :], count
 
     def _prompts(self, texts):
         """Return the ids of texts, with the start tokens that the network was trained with."""
         if hasattr(self._tokenizer, "encode_prompts"):
             return as_lists(self._tokenizer.encode_prompts(texts))
-        return [[self._first(), *row] for row in as_lists(self._tokenizer.encode(texts))]
+        return [[self._start_token(), *row] for row in as_lists(self._tokenizer.encode(texts))]
 
     def _score(self, rows):
         """Return a (log p, is_greedy) pair for each row.
@@ -112,22 +119,22 @@ class _Scores:
             rows: List of (ids, count) pairs. The last `count` ids of a row are scored.
         """
         order = sorted(range(len(rows)), key=lambda x: -len(rows[x][0]))
-        found = [None] * len(rows)
+        results = [None] * len(rows)
         for start in range(0, len(rows), self._batch_size):
-            numbers = order[start : start + self._batch_size]
-            length = len(rows[numbers[0]][0]) - 1
-            shape = self._batch_size, min(length + -length % _MULTIPLE, self._max_length)
+            batch = order[start : start + self._batch_size]
+            length = len(rows[batch[0]][0]) - 1
+            shape = self._batch_size, min(length + -length % _LENGTH_MULTIPLE, self._max_length)
             tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
             labels = np.full(shape, -100, np.int32)
-            for place, number in enumerate(numbers):
-                ids, count = rows[number]
+            for row, index in enumerate(batch):
+                ids, count = rows[index]
                 size = len(ids) - 1
-                tokens[place, :size], segments[place, :size] = ids[:-1], 1
-                labels[place, size - count : size] = ids[len(ids) - count :]
+                tokens[row, :size], segments[row, :size] = ids[:-1], 1
+                labels[row, size - count : size] = ids[len(ids) - count :]
             totals, are_likeliest = self._compiled(tokens, segments, labels)
-            for number, total, is_likeliest in zip(numbers, totals.numpy(), are_likeliest.numpy()):
-                found[number] = float(total), bool(is_likeliest)
-        return found
+            for index, total, is_likeliest in zip(batch, totals.numpy(), are_likeliest.numpy()):
+                results[index] = float(total), bool(is_likeliest)
+        return results
 
     def _scores(self, tokens, segments, labels):
         logits = self._network({"tokens": tokens, "segments": segments}, training=False)
@@ -163,6 +170,8 @@ def harness_model(
         raise InputError("The harness runs on one device. Start one process without a layout.")
     base = importlib.import_module("lm_eval.api.model").LM
     tokenizer, network = opened(folder, precision)
-    longest = network.arguments.get("max_length") or 2048
-    kind = type("HarnessModel", (_Scores, base), {})
-    return kind(network, tokenizer, batch_size, min(max_length or longest, longest))
+    default_length = network.arguments.get("max_length") or 2048
+    model_class = type("HarnessModel", (_HarnessMethods, base), {})
+    return model_class(
+        network, tokenizer, batch_size, min(max_length or default_length, default_length)
+    )

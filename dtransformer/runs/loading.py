@@ -35,8 +35,8 @@ def start_job(config: RunConfig) -> None:
         InputError: If the layout does not fit the number of ranks.
     """
     fields = ("seed", "local_devices", "deterministic")
-    own = {name: getattr(config.training, name) for name in fields}
-    dtransformer.init(config.parallel, **own)
+    options = {name: getattr(config.training, name) for name in fields}
+    dtransformer.init(config.parallel, **options)
 
 
 def open_run(folder: str | os.PathLike, trained: bool = True) -> Task:
@@ -77,12 +77,12 @@ def load_run(
     config = check_run(folder)
     if task is not None and like(config.task) != task:
         raise InputError(f"`{folder}` is a run of task {config.task}, expected task {task}.")
-    own = task_of(config, old_run=folder, folder=folder)
-    own.load_tokenizer(folder)
-    own.make_network(precision)
+    loaded = task_of(config, old_run=folder, folder=folder)
+    loaded.load_tokenizer(folder)
+    loaded.make_network(precision)
     if trained and _compat.makes_values():
-        load_trained(own)
-    return own
+        load_trained(loaded)
+    return loaded
 
 
 def load_published(folder: str) -> Task:
@@ -94,15 +94,17 @@ def load_published(folder: str) -> Task:
         InputError: If the folder is unusable, or its network has no suitable head.
     """
     fields = read_object(f"{folder}/config.json")
-    labels, name = labels_of(fields, folder), str(fields.get("architectures"))
+    labels, architecture = labels_of(fields, folder), str(fields.get("architectures"))
     if os.path.exists(f"{folder}/{MODULES}"):
         kind = "embedding"
-    elif TOKENS in name:
+    elif TOKENS in architecture:
         kind = "token_classification"
-    elif SEQUENCE in name:
+    elif SEQUENCE in architecture:
         kind = "regression" if len(labels) == 1 else "classification"
     else:
-        raise InputError(f"`{folder}` contains {name}, which predicts neither labels nor vectors.")
+        raise InputError(
+            f"`{folder}` contains {architecture}, which predicts neither labels nor vectors."
+        )
     config = RunConfig(kind)
     set_option(config, "data.labels", labels, folder)
     positions = architecture_of(folder).arguments.get("max_length") or config.data.length
@@ -179,10 +181,10 @@ def check_run(folder: pathlib.Path) -> RunConfig:
     if not (is_run(folder) or any((folder / x).exists() for x in (CONFIG, WEIGHTS, TOKENIZER))):
         raise InputError(_other_run(folder))
     for name in (CONFIG, TOKENIZER, WEIGHTS):
-        there = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
-        if not there:
-            old = replaced_run(folder)
-            hint = f" The replaced run is in `{old}`." if old.is_dir() else ""
+        exists = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
+        if not exists:
+            replaced = replaced_run(folder)
+            hint = f" The replaced run is in `{replaced}`." if replaced.is_dir() else ""
             raise InputError(
                 f"The run folder `{folder}` has no {name}, because its training ended too early. "
                 f"Train again, or choose another run.{hint}"
@@ -193,13 +195,13 @@ def check_run(folder: pathlib.Path) -> RunConfig:
 
 def _other_run(folder):
     """Return the error message for a folder that `dtransformer train` did not write."""
-    told = f"`{folder}` is not a run of `dtransformer train`."
+    message = f"`{folder}` is not a run of `dtransformer train`."
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():
-            use = "Pass it as --model to dtransformer generate, predict or embed."
-            return f"{told} `{inner}` contains a published model. {use}"
+            hint = "Pass it as --model to dtransformer generate, predict or embed."
+            return f"{message} `{inner}` contains a published model. {hint}"
     old = replaced_run(folder)
     if old.is_dir():
-        return f"{told} The replaced run is in `{old}`."
-    found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
-    return f"{told} It contains {found}."
+        return f"{message} The replaced run is in `{old}`."
+    names = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
+    return f"{message} It contains {names}."

@@ -8,8 +8,8 @@ from dtransformer.inputs.files import free_memory
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 
-_NUMBER = 4  # bytes of a float32
-_TRAINED = 3 * _NUMBER  # bytes of a weight, its gradient and one optimizer state
+_FLOAT_BYTES = 4  # bytes of a float32
+_TRAINED_BYTES = 3 * _FLOAT_BYTES  # bytes of a weight, its gradient and one optimizer state
 _GIBIBYTE = 2**30
 # Number of ranks that a dry run plans for. A dry run is a single process.
 planned_ranks: contextvars.ContextVar[float] = contextvars.ContextVar("planned_ranks", default=1)
@@ -29,17 +29,17 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
             positions.
     """
     length, hidden = config.data.max_length, config.model.hidden_size
-    _check(f"The position tables of data.max_length={length}", 2 * _NUMBER * length * hidden)
+    _check(f"The position tables of data.max_length={length}", 2 * _FLOAT_BYTES * length * hidden)
     steps = config.search.max_length or 1
     if steps > length + 1:
         raise InputError(
             f"`search.max_length={steps}` is longer than the model's targets. Set it to at most "
             f"{length + 1}, which is data.max_length={length} plus the end token."
         )
-    cached = vocab_size + 2 * hidden * config.model.decoder_layers * steps
+    per_beam = vocab_size + 2 * hidden * config.model.decoder_layers * steps
     _check(
         f"A search with beam_size={beam_size}, max_length={steps} and {sentences} sentences per batch",
-        _NUMBER * sentences * beam_size * cached,
+        _FLOAT_BYTES * sentences * beam_size * per_beam,
     )
 
 
@@ -52,8 +52,11 @@ def check_network(network: object) -> None:
     Raises:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
-    number = network.num_parameters()
-    _check(f"The model with {number:,} parameters", _TRAINED * number // _num_ranks())
+    num_parameters = network.num_parameters()
+    _check(
+        f"The model with {num_parameters:,} parameters",
+        _TRAINED_BYTES * num_parameters // _num_ranks(),
+    )
 
 
 def check_published(folder: pathlib.Path) -> None:

@@ -18,10 +18,13 @@ from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run
 from dtransformer.runs.options import USUAL_VOCABULARY
 
-_IDS = {name: name for name in ("pad_id", "start_id", "end_id")}
+_ID_NAMES = {name: name for name in ("pad_id", "start_id", "end_id")}
 # Maps arguments of networks to the tokenizer's special ids. By default all ids have the same names.
 # Encoder-decoders start with padding, as T5 does, because padding is never a label.
-_IDS_OF_KINDS = {MaskedLM: {"pad_id": "pad_id"}, EncoderDecoderLM: {**_IDS, "start_id": "pad_id"}}
+_ID_NAMES_BY_CLASS = {
+    MaskedLM: {"pad_id": "pad_id"},
+    EncoderDecoderLM: {**_ID_NAMES, "start_id": "pad_id"},
+}
 _NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
 
 
@@ -48,9 +51,9 @@ def make_network(
             does not suit the task, or its vocabulary is smaller than the tokenizer's.
     """
     precision = precision or config.training.precision
-    given = sizes_of(config)
+    sizes = sizes_of(config)
     try:
-        network = _made(config, kind, vocab_size, precision, given, own)
+        network = _create(config, kind, vocab_size, precision, sizes, own)
     except InputError:
         raise
     except (TypeError, ValueError) as error:
@@ -103,51 +106,53 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     Raises:
         InputError: If the preset or the folder does not exist.
     """
-    options, given = config.model, sizes_of(config)
+    options, sizes = config.model, sizes_of(config)
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
         if is_run(folder):
             loading = importlib.import_module("dtransformer.runs.loading")
-            other = loading.check_run(folder)
-            return architecture(other, kind, other.tokenizer.vocab_size or USUAL_VOCABULARY)
-        found = architecture_of(folder)
+            other_config = loading.check_run(folder)
+            return architecture(
+                other_config, kind, other_config.tokenizer.vocab_size or USUAL_VOCABULARY
+            )
+        base = architecture_of(folder)
     elif options.preset is not None:
-        _, found = architecture_named(options.preset)
+        _, base = architecture_named(options.preset)
     else:
-        usual = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
+        defaults = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
         stacks = (
             ("encoder_layers", "decoder_layers") if kind == "EncoderDecoderLM" else ("num_layers",)
         )
-        usual |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
-        found = Architecture(kind, usual, "")
-    return Architecture(found.network, {**found.arguments, **given}, found.source)
+        defaults |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
+        base = Architecture(kind, defaults, "")
+    return Architecture(base.network, {**base.arguments, **sizes}, base.source)
 
 
-def _made(config, kind, vocab_size, precision, given, own):
+def _create(config, kind, vocab_size, precision, sizes, arguments):
     options = config.model
     if options.from_ is not None and options.preset is not None:
         raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
-        return _loaded(config, pathlib.Path(options.from_), precision, given)
+        return _load(config, pathlib.Path(options.from_), precision, sizes)
     if options.preset is not None:
         _, preset = architecture_named(options.preset)
-        usual = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
-        network = from_preset(options.preset, **{**usual, **given}, dtype=precision)
+        defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
+        network = from_preset(options.preset, **{**defaults, **sizes}, dtype=precision)
     else:
-        own = {"max_length": config.data.length, **own, **given}
-        network = kind(vocab_size, **own, dtype=precision)
+        arguments = {"max_length": config.data.length, **arguments, **sizes}
+        network = kind(vocab_size, **arguments, dtype=precision)
     needs.check_network(network)
     network.build()
     return network
 
 
-def _loaded(config, folder, precision, given):
+def _load(config, folder, precision, sizes):
     """Return the network of a published folder, or of another run with its adapters merged."""
     if is_run(folder):
         loading = importlib.import_module("dtransformer.runs.loading")  # A circular import.
-        if given:
+        if sizes:
             raise InputError(
-                f"`model.{next(iter(given))}` cannot change the sizes of the run {folder}. Remove it."
+                f"`model.{next(iter(sizes))}` cannot change the sizes of the run {folder}. Remove it."
             )
         network = loading.load_run(folder, precision).core
         if adapters_of(network):
@@ -155,7 +160,7 @@ def _loaded(config, folder, precision, given):
             unfreeze(network)
         return network
     needs.check_published(folder)
-    return from_pretrained(folder, dtype=precision, **given)
+    return from_pretrained(folder, dtype=precision, **sizes)
 
 
 def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> None:
@@ -172,10 +177,15 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
     options = config.model
     with refusing("model.adapters, model.freeze"):
         if options.adapters is not None:
-            asked = options.adapters
-            alpha = asked.alpha * (asked.rank**0.5 if asked.rslora else 1)
+            adapters = options.adapters
+            alpha = adapters.alpha * (adapters.rank**0.5 if adapters.rslora else 1)
             add_lora(
-                network, asked.rank, alpha, asked.targets, dropout=asked.dropout, kind=asked.kind
+                network,
+                adapters.rank,
+                alpha,
+                adapters.targets,
+                dropout=adapters.dropout,
+                kind=adapters.kind,
             )
             if always is not None:
                 unfreeze(network, always)
@@ -209,5 +219,5 @@ def special_ids(tokenizer: object, kind: type[TokenModel]) -> dict[str, int | No
 
     An id that the tokenizer does not have is `None`.
     """
-    names = _IDS_OF_KINDS.get(kind, _IDS)
-    return {ours: getattr(tokenizer, theirs, None) for ours, theirs in names.items()}
+    names = _ID_NAMES_BY_CLASS.get(kind, _ID_NAMES)
+    return {argument: getattr(tokenizer, token, None) for argument, token in names.items()}

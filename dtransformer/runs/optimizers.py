@@ -12,7 +12,12 @@ from dtransformer.trainers import lr_schedules
 from dtransformer.trainers.optimizer.apply import UpdateGroup
 
 # Schedules that depend on the number of training steps, and their additional options.
-_ENDING = {"linear": (), "cosine": (), "wsd": ("decay_steps",), "restarts": ("restarts",)}
+_SCHEDULES_WITH_END = {
+    "linear": (),
+    "cosine": (),
+    "wsd": ("decay_steps",),
+    "restarts": ("restarts",),
+}
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
@@ -43,17 +48,17 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
         InputError: If a pattern matches no weight, or two groups match the same weight.
     """
     variables = {path_in(network, variable): variable for variable in network.variables}
-    seen = {}
-    for number, group in enumerate(config.training.groups, 1):
+    groups = {}
+    for index, group in enumerate(config.training.groups, 1):
         with refusing("training.groups"):
             paths = matching_paths(network, group.pattern)
         for path in paths:
-            if path in seen:
+            if path in groups:
                 raise InputError(
-                    f"`training.groups`: {path} matches groups {seen[path]} and {number}. Each weight "
+                    f"`training.groups`: {path} matches groups {groups[path]} and {index}. Each weight "
                     "can be in one group only."
                 )
-            seen[path] = number
+            groups[path] = index
             if path in variables:
                 update = UpdateGroup(group.learning_rate_factor, group.weight_decay)
                 variables[path].update_group = update
@@ -75,22 +80,22 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}
-    if options.schedule in _ENDING:
+    if options.schedule in _SCHEDULES_WITH_END:
         schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
         schedule["final_learning_rate"] = options.final_learning_rate
-        schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
-    keywords = {
+        schedule |= {name: getattr(options, name) for name in _SCHEDULES_WITH_END[options.schedule]}
+    arguments = {
         "learning_rate": lr_schedules.get(options.schedule, **schedule),
         "weight_decay": options.weight_decay,  # Also set if it is 0, because AdamW's default is not.
     }
     if options.ema:
-        keywords |= {"use_ema": True, "ema_momentum": options.ema}
+        arguments |= {"use_ema": True, "ema_momentum": options.ema}
     if options.clip_norm:
-        keywords["global_clipnorm"] = options.clip_norm
+        arguments["global_clipnorm"] = options.clip_norm
     if "beta_2" in inspect.signature(kind).parameters:
-        keywords["beta_2"] = options.beta_2
+        arguments["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:
         raise ValueError(f"beta_2 is not an argument of optimizer {options.optimizer}. Remove it.")
-    optimizer = kind(**keywords)
+    optimizer = kind(**arguments)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer

@@ -54,18 +54,18 @@ from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
-# `--resume` accepts new paths of the data, and changed values of all options that are not in `_KEPT`.
-_MAY_MOVE = (
+# `--resume` accepts new paths of the data, and new values of all options outside `_FIXED_ON_RESUME`.
+_PATHS = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
     *("tokenizer.folder", "model.from_"),
 )
 # Fields of `parallel` that the planner may change if the layout does not fit the remaining ranks.
-_FREE = (
+_LAYOUT_FIELDS = (
     *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
     *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
     *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
-_KEPT = (
+_FIXED_ON_RESUME = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
@@ -98,17 +98,17 @@ def train(
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)
-    found = layout_plan(config)
-    if found is not None:
-        config.parallel = found.best.config
+    plan = layout_plan(config)
+    if plan is not None:
+        config.parallel = plan.best.config
     start_job(config)
 
     def resumes_from():
         folder.recover()
         return folder.check(config_path, overwrite, resume)
 
-    if found is not None:
-        job.print_once(summary(found))
+    if plan is not None:
+        job.print_once(summary(plan))
     resumes = from_chief(resumes_from, "run/resumes")
     try:
         # Create everything before the folder is changed, so that errors leave it as it was.
@@ -117,8 +117,8 @@ def train(
         together(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         task.moved(folder.path)
-        if found is not None and job.is_chief():
-            write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
+        if plan is not None and job.is_chief():
+            write_text_atomically(folder.path / PLAN, text_of(plan) + "\n")
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
@@ -149,19 +149,24 @@ def layout_plan(config: RunConfig) -> Plan | None:
     Raises:
         InputError: If `parallel` is `auto` and no layout fits in memory.
     """
-    local, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
         return plan_of_run(config)
-    number = num_ranks() * local
+    num_devices = num_ranks() * local_devices
     try:
-        config.parallel.resolve(number, local)
+        config.parallel.resolve(num_devices, local_devices)
     except ValueError:
         # The optimizer may not be one that can update shards.
-        given = fields_of(config.parallel)
-        given["optimizer_shard"] = int(config.parallel.optimizer_shard)
-        fixed = {name: value for name, value in given.items() if name not in _FREE}
+        fields = fields_of(config.parallel)
+        fields["optimizer_shard"] = int(config.parallel.optimizer_shard)
+        fixed = {name: value for name, value in fields.items() if name not in _LAYOUT_FIELDS}
         with contextlib.suppress(InputError):
-            cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)
+            cluster = Cluster(
+                this_device(per_host),
+                num_devices,
+                per_host * local_devices,
+                local_devices=local_devices,
+            )
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
 
@@ -234,17 +239,18 @@ def _check_same(config, old):
     for section, values in config.sections().items():
         for field in dataclasses.fields(values):
             name = f"{section}.{field.name}"
-            if name in _MAY_MOVE or not {section, name} & set(_KEPT):
+            if name in _PATHS or not {section, name} & set(_FIXED_ON_RESUME):
                 continue
-            own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
-            if own != its:
+            value = _without_paths(getattr(values, field.name))
+            old_value = _without_paths(getattr(getattr(old, section), field.name))
+            if value != old_value:
                 raise InputError(
-                    f"--resume: {name} is {own!r}, but the run began with {its!r}. Restore this "
+                    f"--resume: {name} is {value!r}, but the run began with {old_value!r}. Restore this "
                     "value, or train another --run."
                 )
 
 
-def _placeless(value):
+def _without_paths(value):
     """Return an option's value, or the mixture weights of sources, whose paths may change."""
     is_sources = isinstance(value, tuple) and value and isinstance(value[0], Source)
     return tuple(source.weight for source in value) if is_sources else value
@@ -257,8 +263,8 @@ def _begin(folder, task, resumes):
         return
     run = RunIdentity.load(folder.path)
     run.check_checkpoints(folder.path)
-    for name, its in run.data.items():
-        if its != task.digests[name]:
+    for name, digest in run.data.items():
+        if digest != task.digests[name]:
             raise InputError(
                 f"--resume: the {name} records have changed since the run began. Give the same files, "
                 "or train another --run."
@@ -269,34 +275,38 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = []
     if resumes:
-        callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
+        callbacks.append(
+            _callback_on(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin")
+        )
     callbacks += limits(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
         swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
-        callbacks.append(_when(swap, "on_epoch_end"))
+        callbacks.append(_callback_on(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
-        callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))
+        callbacks.append(
+            _callback_on(lambda: _report_profile(path / PROFILE, profile[0]), "on_train_end")
+        )
     if options.early_stopping:
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
     # Checkpoints store the initial config of the run, even if `--resume` changes options.
-    own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
+    initial_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
     seals = lambda fresh: seal(fresh, run.key)
     save = functools.partial(trainer.save_weights, path / WEIGHTS, before=seals)
     if only_adapters_are_trained(task.network):
-        own = {"family": "dtransformer", "overwrite": True}
-        save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
+        lora_options = {"family": "dtransformer", "overwrite": True}
+        save = functools.partial(save_lora, task.core, path / ADAPTERS, **lora_options)
     callbacks.append(BestWeights(save, monitor, best))
     if options.ema:  # Checkpoints need the weights themselves, validation their averages.
-        callbacks.append(_when(swap, "on_epoch_end"))
-        sinks.append(_when(swap, "on_test_begin", "on_test_end"))
+        callbacks.append(_callback_on(swap, "on_epoch_end"))
+        sinks.append(_callback_on(swap, "on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -304,15 +314,15 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             every_minutes=options.checkpoint_minutes or None,
             keep=options.keep_checkpoints,
             monitor=monitor,
-            assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
+            assets={RUN: run, CONFIG: initial_config, TOKENIZER: task.tokenizer},
         ),
         # The old run is removed only after the callbacks above have saved the new one.
-        _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
+        _callback_on(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
 
 
-def _tell_profile(path, first):
+def _report_profile(path, first):
     """Print the path of the profile, or warn if training ended before its first step."""
     if any(path.rglob("*.xplane.pb")):
         print(f"The profile is in {path}: tensorboard --logdir {path}", flush=True)
@@ -320,9 +330,9 @@ def _tell_profile(path, first):
         warnings.warn(f"No profile was written: training ended before step {first}.", stacklevel=2)
 
 
-def _when(act, *events):
+def _callback_on(action, *events):
     """Return a callback that calls `act()` at the named events."""
-    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: action()))
 
 
 def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
@@ -334,27 +344,27 @@ def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
         steps: Integer. Limit on the steps of the run, including steps before a resume. `None`
             disables it.
     """
-    found = []
+    callbacks = []
     if minutes:
         timer = SharedTimer(60 * minutes)
-        found.append(_when(lambda: timer.start(trainer.num_steps), "on_train_begin"))
-        found.append(_stops(trainer, timer.is_over))
+        callbacks.append(_callback_on(lambda: timer.start(trainer.num_steps), "on_train_begin"))
+        callbacks.append(_stop_when(trainer, timer.is_over))
     # The optimizer skips steps with infinite gradients, and these do not count. Reading its counter
     # blocks the host, so the counter is compared only after `steps` steps.
     if steps:
-        made = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
-        found.append(_stops(trainer, made))
-    return found
+        is_done = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
+        callbacks.append(_stop_when(trainer, is_done))
+    return callbacks
 
 
-def _stops(trainer, is_over):
+def _stop_when(trainer, is_over):
     """Return a callback that stops training as soon as `is_over(num_steps)` is true."""
 
     def stop():
         if is_over(trainer.num_steps):
             trainer.stop_training = True
 
-    return _when(stop, "on_train_batch_end")
+    return _callback_on(stop, "on_train_batch_end")
 
 
 def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:

@@ -41,16 +41,16 @@ def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
     >>> sorted(entities(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"]))
     [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC')]
     """
-    found, start = set(), 0
+    spans, start = set(), 0
     pairs = itertools.pairwise([*labels, "O"])
     for end, (label, after) in enumerate(pairs, start=1):
-        kind = label[2:]
-        if label[:2] in ("B-", "I-") and after in (f"I-{kind}", f"E-{kind}"):
+        entity_type = label[2:]
+        if label[:2] in ("B-", "I-") and after in (f"I-{entity_type}", f"E-{entity_type}"):
             continue
         if label[:2] in ("B-", "I-", "E-", "S-"):
-            found.add((start, end, kind))
+            spans.add((start, end, entity_type))
         start = end
-    return found
+    return spans
 
 
 def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[str, float]:
@@ -73,7 +73,7 @@ def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[s
     texts = texts[np.unique(ids, return_index=True)[1]]
     texts = texts / np.maximum(np.linalg.norm(texts, axis=1, keepdims=True), 1e-12)
     scores = (texts @ query for query in queries)
-    ranks = np.array([np.sum(x >= x[own]) for x, own in zip(scores, ids)])
+    ranks = np.array([np.sum(x >= x[target]) for x, target in zip(scores, ids)])
     recalls = {f"recall@{k}": float(np.mean(ranks <= k)) for k in (1, 5, 10)}
     return {**recalls, "mrr": float(np.mean(1 / ranks))}
 
@@ -93,8 +93,8 @@ def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
     1.0
     """
     classes = np.union1d(labels, predicted)
-    own, their = ((x[:, None] == classes).astype(float) for x in (labels, predicted))
-    return _correlation(own, their)
+    actual, guessed = ((x[:, None] == classes).astype(float) for x in (labels, predicted))
+    return _correlation(actual, guessed)
 
 
 def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
@@ -149,18 +149,18 @@ def perplexities(
     >>> {name: round(value, 3) for name, value in found.items()}
     {'perplexity': 2.0, 'byte_perplexity': 1.414, 'word_perplexity': 4.0}
     """
-    found, spans = np.zeros(2, np.int64), iter(spans)
-    while some := list(itertools.islice(spans, 1024)):
-        texts = tokenizer.decode(some)
-        found += [
+    sizes, spans = np.zeros(2, np.int64), iter(spans)
+    while batch := list(itertools.islice(spans, 1024)):
+        texts = tokenizer.decode(batch)
+        sizes += [
             sum(len(x.encode(errors="replace")) for x in texts),
             sum(len(x.split()) for x in texts),
         ]
-    each = {"perplexity": num_tokens, "byte_perplexity": found[0], "word_perplexity": found[1]}
+    counts = {"perplexity": num_tokens, "byte_perplexity": sizes[0], "word_perplexity": sizes[1]}
     return {
-        name: math.exp(min(loss * num_tokens / number, _MAX_EXPONENT))
-        for name, number in each.items()
-        if number
+        name: math.exp(min(loss * num_tokens / count, _MAX_EXPONENT))
+        for name, count in counts.items()
+        if count
     }
 
 
@@ -176,5 +176,7 @@ def learnt_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
     >>> learnt_spans(np.arange(5), np.array([0, 1, -100, 3, 4]))
     [array([1]), array([3, 4])]
     """
-    places = np.flatnonzero(labels[1:] != -100) + 1
-    return [ids[x] for x in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(x)]
+    positions = np.flatnonzero(labels[1:] != -100) + 1
+    return [
+        ids[x] for x in np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(x)
+    ]

@@ -28,22 +28,22 @@ READ = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
-_OF_SOURCES = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
+_SOURCE_KEYS = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
 LIKE: dict[str, str] = {}  # Registered tasks, each with the built-in task that has the same keys.
-_NOT_GIVEN = (None, "", (), [], False)
-_ENDING = ("linear", "cosine", "wsd", "restarts")
+_UNSET = (None, "", (), [], False)
+_SCHEDULES_WITH_END = ("linear", "cosine", "wsd", "restarts")
 # Tuples (key, other key, values): `key` is read only if the other key has one of these values. Keys
 # that only refine a disabled feature, such as export.family, are accepted.
-_READ_WITH = (
+_READ_ONLY_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
-    ("training.final_learning_rate", "training.schedule", _ENDING),
+    ("training.final_learning_rate", "training.schedule", _SCHEDULES_WITH_END),
     *(
-        (f"tokenizer.{key}", other, _NOT_GIVEN)
+        (f"tokenizer.{key}", other, _UNSET)
         for key in ("vocab_size", "lower_case", "algorithm")
         for other in ("tokenizer.folder", "model.from")
     ),
-    ("data.num_buckets", "data.packed_length", _NOT_GIVEN),
+    ("data.num_buckets", "data.packed_length", _UNSET),
 )
 
 
@@ -81,29 +81,29 @@ def check_read(config: RunConfig) -> None:
     check_optimizer(config.training.optimizer)
     _check_adapters(config)
     _check_context(config)
-    given = {
+    changed = {
         f"{name}.{key_of(field)}": value
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
     }
-    for key in given:
+    for key in changed:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])
             raise InputError(
                 f"`{key}` has no effect in task {config.task}, only in {readers}. Remove it."
             )
-    for key, other, values in _READ_WITH:
-        if key not in given or other not in config.keys():
+    for key, other, values in _READ_ONLY_WITH:
+        if key not in changed or other not in config.keys():
             continue
-        own = config.option(other)
-        if own not in values:
+        other_value = config.option(other)
+        if other_value not in values:
             raise InputError(
-                f"`{key}` has no effect with {other}={shown(own)}. Remove one of them."
+                f"`{key}` has no effect with {other}={shown(other_value)}. Remove one of them."
             )
     has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
     for key in ("evaluation.every_steps", "training.early_stopping"):
-        if key in given and not has_dev:
+        if key in changed and not has_dev:
             raise InputError(f"`{key}` needs held-out records. Set data.dev, or data.dev_source.")
     _check_sources(config)
 
@@ -145,7 +145,7 @@ def _check_context(config):
 def _check_sources(config):
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
-            for key, readers in _OF_SOURCES.items():
+            for key, readers in _SOURCE_KEYS.items():
                 is_read_here = like(config.task) in readers and (key, part) != ("weight", "dev")
                 if getattr(source, key) is not None and not is_read_here:
                     place = "data.train of " if key == "weight" else ""

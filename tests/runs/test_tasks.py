@@ -314,7 +314,7 @@ def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
 def test_records_are_encoded_some_at_a_time(place, monkeypatch):
     whole, parts = (task_of(load_config(write_config("classification", place))) for _ in range(2))
     whole.read()
-    monkeypatch.setattr("dtransformer.runs.tasks.records._ENCODED", 5)
+    monkeypatch.setattr("dtransformer.runs.tasks.records._GROUP_SIZE", 5)
     parts.read()
     assert parts.records["train"].fingerprint == whole.records["train"].fingerprint
     rows = [{"text": "a", "label": str(n % 2)} for n in range(5)]

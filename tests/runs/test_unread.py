@@ -83,7 +83,7 @@ def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
     from dtransformer.runs import tasks
     from dtransformer.runs.unread import LIKE
 
-    for table in (SECTIONS, LIKE, tasks._OWN):  # which are as before when the test ends
+    for table in (SECTIONS, LIKE, tasks._REGISTERED):  # which are as before when the test ends
         monkeypatch.setitem(table, "mine", None)
     tasks.register_task("mine", tasks.class_of(RunConfig(like)), like=like)
     config = load_config(None, ["task=mine", setting])

@@ -8,7 +8,9 @@ from dtransformer.errors import InputError, shown
 # The format of horovodrun's host files and discovery scripts: "a slots=2", "a:2" or "a".
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots=(\d+)|:(\d+))?")
 _MAX_SLOTS = 1024
-_TIMES = 2  # A host is excluded after it has failed this number of consecutive starts.
+_MAX_CONSECUTIVE_FAULTS = (
+    2  # A host is excluded after it has failed this number of consecutive starts.
+)
 
 
 def parse_hosts(text: str, name: str) -> dict[str, int]:
@@ -31,14 +33,14 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = _LINE.fullmatch(line)
-        slots = int(found[2] or found[3] or 1) if found else 0
-        if not 0 < slots <= _MAX_SLOTS or found["host"] in hosts:
+        match = _LINE.fullmatch(line)
+        slots = int(match[2] or match[3] or 1) if match else 0
+        if not 0 < slots <= _MAX_SLOTS or match["host"] in hosts:
             raise InputError(
                 f"{name}, line {number}: expected a host that appears only once, with its slots, such "
                 f"as 'node1 slots=4', got {shown(line)}."
             )
-        hosts[found["host"]] = slots
+        hosts[match["host"]] = slots
     if not hosts:
         raise InputError(f"{name} has no hosts. Add one per line, such as 'node1 slots=4'.")
     return hosts
@@ -63,7 +65,9 @@ class HostBook:
     def at_fault(self, hosts: Iterable[str], now: float) -> None:
         """Record the hosts whose ranks caused a failure. Exclude hosts that caused two in a row."""
         self._faults = {host: self._faults.get(host, 0) + 1 for host in hosts}
-        for host in [host for host, times in self._faults.items() if times >= _TIMES]:
+        for host in [
+            host for host, times in self._faults.items() if times >= _MAX_CONSECUTIVE_FAULTS
+        ]:
             self.failed(host, now)
 
     def usable(self, hosts: dict[str, int], now: float) -> dict[str, int]:
@@ -87,9 +91,9 @@ def take_ranks(hosts: dict[str, int], num_ranks: int | None) -> dict[str, int]:
     >>> take_ranks({"a": 2, "b": 4}, 3), take_ranks({"a": 2, "b": 4}, None)
     ({'a': 2, 'b': 1}, {'a': 2, 'b': 4})
     """
-    taken, left = {}, sum(hosts.values()) if num_ranks is None else num_ranks
+    assigned, remaining = {}, sum(hosts.values()) if num_ranks is None else num_ranks
     for host, slots in hosts.items():
-        if left > 0:
-            taken[host] = min(slots, left)
-            left -= taken[host]
-    return taken
+        if remaining > 0:
+            assigned[host] = min(slots, remaining)
+            remaining -= assigned[host]
+    return assigned

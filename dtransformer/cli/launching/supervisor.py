@@ -56,13 +56,13 @@ class Outcome:
     def read(self, line: str) -> bool:
         """Read a line of horovodrun or of a rank. Return whether the user should see it."""
         self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
-        if found := _EXIT_CODE.search(line):
-            self.exit_code = int(found[1])
+        if match := _EXIT_CODE.search(line):
+            self.exit_code = int(match[1])
             return False
-        if found := _VERDICT.search(line):
-            self.cause = self.cause or found[1][:_MAX_CAUSE]
-            if found[2]:
-                self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
+        if match := _VERDICT.search(line):
+            self.cause = self.cause or match[1][:_MAX_CAUSE]
+            if match[2]:
+                self.hosts = self.hosts or tuple(match[2].replace(", …", "").split(", "))
         return not _NOISE.match(line)
 
     def rank_ended(self, rank: int, code: int) -> None:
@@ -101,7 +101,7 @@ def hosts_of(options: argparse.Namespace) -> dict[str, int]:
 
 def ssh_options(options: argparse.Namespace) -> list[str]:
     """Return the options of ssh."""
-    return _words({"-i": options.ssh_identity_file, "-p": options.ssh_port})
+    return _to_arguments({"-i": options.ssh_identity_file, "-p": options.ssh_port})
 
 
 def _horovodrun_options(options):
@@ -110,10 +110,10 @@ def _horovodrun_options(options):
         "--ssh-port": options.ssh_port,
         "--network-interface": options.network_interface,
     }
-    return _words(values)
+    return _to_arguments(values)
 
 
-def _words(values):
+def _to_arguments(values):
     return [str(word) for pair in values.items() if pair[1] is not None for word in pair]
 
 
@@ -159,26 +159,26 @@ class Supervisor:
         while True:
             ranks = self._find_ranks()
             if self._signal is None:
-                _say(f"starting {sum(ranks.values())} ranks on {_told(ranks)}")
+                _log(f"starting {sum(ranks.values())} ranks on {_format_hosts(ranks)}")
                 outcome = self._start(ranks)
                 self._hosts.end_all(ranks)
                 if outcome.exit_code == 0:
                     return 0
             if self._signal == signal.SIGINT:
-                _say("interrupted")
+                _log("interrupted")
                 return INTERRUPTED
             if self._signal is not None:
-                _say(f"asked to stop: {outcome or 'no ranks were started'}")
+                _log(f"asked to stop: {outcome or 'no ranks were started'}")
                 return 1 if outcome and outcome.exit_code != PREEMPTED else PREEMPTED
             if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1
             if failures > self._restarts:
-                _say(
+                _log(
                     f"{outcome}: failed {failures} times, giving up" if self._restarts else outcome
                 )
                 return 1
-            _say(f"{outcome}: restart {failures} of {self._restarts}")
+            _log(f"{outcome}: restart {failures} of {self._restarts}")
             if outcome.exit_code != PREEMPTED:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
@@ -191,22 +191,22 @@ class Supervisor:
             except InputError as error:  # The file may be incomplete while it is being written.
                 if not self._all_hosts:
                     raise
-                _say(f"{str(error).rstrip('.')}: using the previous hosts")
+                _log(f"{str(error).rstrip('.')}: using the previous hosts")
             usable = self._book.usable(self._all_hosts, time.monotonic())
             answers = self._hosts.end_all(usable)
             for host in [host for host, answer in answers.items() if answer is None]:
-                _say(f"host {host} does not answer and is excluded for a while")
+                _log(f"host {host} does not answer and is excluded for a while")
                 self._book.failed(host, time.monotonic())
                 del usable[host]
             ranks = take_ranks(usable, self._options.num_ranks)
-            number = sum(ranks.values())
+            num_ranks = sum(ranks.values())
             if self._min_ranks is None:
                 self._min_ranks = sum(take_ranks(self._all_hosts, self._options.num_ranks).values())
-            if number >= self._min_ranks:
+            if num_ranks >= self._min_ranks:
                 return ranks
             if time.monotonic() > until:
                 raise InputError(
-                    f"The hosts have slots for {number} ranks, but {self._min_ranks} are needed. Add "
+                    f"The hosts have slots for {num_ranks} ranks, but {self._min_ranks} are needed. Add "
                     "hosts, or set --min-ranks."
                 )
             time.sleep(_LOOK_AGAIN)
@@ -214,7 +214,7 @@ class Supervisor:
 
     def _start(self, ranks):
         """Start the ranks, wait until they have ended, and return the `Outcome`."""
-        outcome, number, self._ranks = Outcome(), sum(ranks.values()), ranks
+        outcome, num_ranks, self._ranks = Outcome(), sum(ranks.values()), ranks
         command = self._options.rank_command
         is_local = all(map(is_here, ranks))
         launcher = sys.argv[1 : len(sys.argv) - len(command)]
@@ -227,10 +227,10 @@ class Supervisor:
             shared[FITS_LAYOUT] = str(max(ranks.values()))
         environments = [shared]
         if is_local:
-            environments = [{**shared, **own} for own in horovod_variables(number)]
+            environments = [{**shared, **variables} for variables in horovod_variables(num_ranks)]
         else:
             command = [
-                *(self._horovodrun, "--gloo", "-np", str(number), "-H", _told(ranks)),
+                *(self._horovodrun, "--gloo", "-np", str(num_ranks), "-H", _format_hosts(ranks)),
                 *_horovodrun_options(self._options),
                 *command,
             ]
@@ -294,9 +294,9 @@ def launch(arguments: argparse.Namespace) -> int:
     return Supervisor(arguments).run()
 
 
-def _told(ranks):
-    return ",".join(f"{host}:{number}" for host, number in ranks.items())
+def _format_hosts(ranks):
+    return ",".join(f"{host}:{num_ranks}" for host, num_ranks in ranks.items())
 
 
-def _say(text):
+def _log(text):
     print(f"dtransformer launch: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import LIKE
 
-_OWN: dict[str, type[Task]] = {}  # classes of registered tasks by name
+_REGISTERED: dict[str, type[Task]] = {}  # classes of registered tasks by name
 
 
 def register_task(name: str, kind: type[Task], like: str) -> None:
@@ -28,17 +28,17 @@ def register_task(name: str, kind: type[Task], like: str) -> None:
             `Task`.
     """
     RunConfig(like)
-    if name in SECTIONS and name not in _OWN:
+    if name in SECTIONS and name not in _REGISTERED:
         raise InputError(f"Task {name} is built in. Register your task with another name.")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise InputError(f"Task {name} must be a subclass of Task, got {kind!r}.")
-    SECTIONS[name], LIKE[name], _OWN[name] = SECTIONS[like], like, kind
+    SECTIONS[name], LIKE[name], _REGISTERED[name] = SECTIONS[like], like, kind
 
 
 def class_of(config: RunConfig) -> type[Task]:
     """Return the `Task` subclass of a config's task."""
-    if config.task in _OWN:
-        return _OWN[config.task]
+    if config.task in _REGISTERED:
+        return _REGISTERED[config.task]
     return importlib.import_module(f"dtransformer.runs.tasks.{config.task}").TASK
 
 

@@ -125,9 +125,9 @@ class Task(abc.ABC):
 
     def make_core(self, precision: str | None = None) -> TokenModel:
         """Create and build the core network, without head, adapters or `GroupModel`."""
-        own = self.arguments()
+        arguments = self.arguments()
         network = networks.make_network(
-            self.config, self.kind, self.vocab_size(), precision, self.accepts, **own
+            self.config, self.kind, self.vocab_size(), precision, self.accepts, **arguments
         )
         networks.check_positions(network, self.config.data.length + self.num_added)
         return network

@@ -18,11 +18,11 @@ class LanguageModel(DocumentTask):
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
         results, shards = super().results(trainer, batches), self.shards["dev"]
         # The first token of a document is predicted only if a start token precedes it.
-        first = int(shards.special_ids.get("start") is None)
-        ends = (shards.special_ids.get("end") is not None) * shards.num_documents
-        number = shards.num_tokens - first * shards.num_documents + ends
-        spans = (ids[first:] for ids in shards)
-        return {**results, **perplexities(results["loss"], spans, number, self.tokenizer)}
+        num_skipped = int(shards.special_ids.get("start") is None)
+        num_ends = (shards.special_ids.get("end") is not None) * shards.num_documents
+        num_tokens = shards.num_tokens - num_skipped * shards.num_documents + num_ends
+        spans = (ids[num_skipped:] for ids in shards)
+        return {**results, **perplexities(results["loss"], spans, num_tokens, self.tokenizer)}
 
 
 TASK = LanguageModel

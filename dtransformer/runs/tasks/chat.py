@@ -16,7 +16,7 @@ from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
-_READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
+_TEXT_KEYS = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
 
 
 class ChatRecords(RecordTask):
@@ -26,16 +26,16 @@ class ChatRecords(RecordTask):
     _template = None
 
     def texts(self, record, place) -> list[str]:
-        return list(_strings([record[key] for key in _READ if key in record]))
+        return list(_strings([record[key] for key in _TEXT_KEYS if key in record]))
 
     def settle(self, found) -> None:
-        given = self.config.data.template
+        template = self.config.data.template
         if self.old_run is not None:
             return  # The tokenizer of the old run contains the template.
-        if given == _CHATML:
+        if template == _CHATML:
             self.tokenizer.template_source = CHATML
-        elif given is not None:
-            self.tokenizer.template_source = decode(read_bytes(pathlib.Path(given)), given)
+        elif template is not None:
+            self.tokenizer.template_source = decode(read_bytes(pathlib.Path(template)), template)
 
     @property
     def template(self) -> ChatTemplate:
@@ -55,11 +55,11 @@ class ChatRecords(RecordTask):
         Returns:
             A list with one record per entry, each a list of a single (ids, labels) pair.
         """
-        found, train_on = [], self.config.data.train_on
+        texts, train_on = [], self.config.data.train_on
         for place, record in records:
             is_chat = "messages" in record or isinstance(record.get("prompt"), list)
-            found.append(rendered(record, self.template if is_chat else None, train_on, place))
-        rows = self.encode_rendered(found, [place for place, _ in records])
+            texts.append(rendered(record, self.template if is_chat else None, train_on, place))
+        rows = self.encode_rendered(texts, [place for place, _ in records])
         return [[row] for row in rows]
 
     def encode_rendered(self, found, places) -> list[tuple]:
@@ -75,13 +75,13 @@ class ChatRecords(RecordTask):
             InputError: If no token of a text has a label.
         """
         start, end = self.tokenizer.start_id, self.tokenizer.end_id
-        encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
+        encoded = self.tokenizer.encode_with_offsets([item.text for item in found])
         rows = []
-        for one, (ids, spots, _), place in zip(found, encoded, places, strict=True):
-            labels = labels_of(ids, spots, one.spans)
-            if one.is_plain and start is not None and ids[:1] != [start]:
+        for item, (ids, offsets, _), place in zip(found, encoded, places, strict=True):
+            labels = labels_of(ids, offsets, item.spans)
+            if item.is_plain and start is not None and ids[:1] != [start]:
                 ids, labels = [start, *ids], [IGNORED, *labels]
-            if one.is_plain and end is not None and ids[-1:] != [end]:
+            if item.is_plain and end is not None and ids[-1:] != [end]:
                 ids, labels = [*ids, end], [*labels, end]
             if np.equal(labels, IGNORED).all():
                 raise InputError(
@@ -112,7 +112,7 @@ class Chat(ChatRecords):
         if self._template is None:
             return texts
         turns = [[{"role": "user", "content": text}] for text in texts]
-        return [self._template.render(one, True) for one in turns]
+        return [self._template.render(turn, True) for turn in turns]
 
 
 def _strings(value):

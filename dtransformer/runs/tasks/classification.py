@@ -42,14 +42,14 @@ class LabelTask(RecordTask):
         Raises:
             InputError: If only some of the records have a second text.
         """
-        given = [self.texts(record, place) for place, record in records]
-        self._sides |= {len(texts) for texts in given}
+        inputs = [self.texts(record, place) for place, record in records]
+        self._sides |= {len(texts) for texts in inputs}
         if len(self._sides) > 1:
             raise InputError("Some records have a text_pair and others do not. Use one kind only.")
-        if len(given[0]) == 2:
-            found = self.tokenizer.encode_with_offsets(*zip(*given))
-            return [(one.ids, one.types) for one in found]
-        return self.encode_whole([text for (text,) in given])
+        if len(inputs[0]) == 2:
+            encodings = self.tokenizer.encode_with_offsets(*zip(*inputs))
+            return [(encoding.ids, encoding.types) for encoding in encodings]
+        return self.encode_whole([text for (text,) in inputs])
 
     def encode_inputs(self, records):
         return [[row] for row in self.encode_texts(records)]
@@ -93,14 +93,14 @@ class LabelTask(RecordTask):
 
     def with_head(self, core: OneStackModel) -> OneStackModel:
         old, head = core.head, self.head(self.num_labels, core)
-        names = [getattr(one, "label_names", None) for one in (old, head)]
-        goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
-        if goes_on and getattr(old, "problem_type", None) == "multi_label_classification":
+        names = [getattr(layer, "label_names", None) for layer in (old, head)]
+        keeps_head = core.has_task_head and type(old) is type(head) and names[0] == names[1]
+        if keeps_head and getattr(old, "problem_type", None) == "multi_label_classification":
             raise InputError(
                 "The model's problem_type is multi_label_classification, but each record has a single "
                 "label. Choose another model."
             )
-        return core if goes_on else with_task_head(core, head)
+        return core if keeps_head else with_task_head(core, head)
 
     def row(self, records, numbers, length) -> dict:
         """Return the inputs of a row of `length` tokens as a dict of int32 arrays [s].
@@ -110,9 +110,9 @@ class LabelTask(RecordTask):
         tokens, mask = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for number in numbers:
-            ids, own = records.sequence(int(number))
+            ids, row_types = records.sequence(int(number))
             tokens[: len(ids)], mask[: len(ids)] = ids, 1
-            types[: len(ids)] = np.maximum(own, 0)
+            types[: len(ids)] = np.maximum(row_types, 0)
         inputs = {"tokens": tokens, "attention_mask": mask}
         return {**inputs, "token_types": types} if isinstance(self.core, MaskedLM) else inputs
 
@@ -150,14 +150,14 @@ class Classification(LabelTask):
         Raises:
             InputError: If a label is not in `data.labels`.
         """
-        names, found = self.config.data.labels, self.labels_of_record(record, place)
-        for name in found:
+        names, labels = self.config.data.labels, self.labels_of_record(record, place)
+        for name in labels:
             if name not in names:
                 raise InputError(
                     f"{place}: the label {shown(name)} is not in {shown(', '.join(names), 100)}. "
                     "Add it to data.labels, or correct the record."
                 )
-        return [names.index(name) for name in found]
+        return [names.index(name) for name in labels]
 
     def encode(self, records):
         targets = [self.numbers(record, place) for place, record in records]
@@ -174,9 +174,9 @@ class Classification(LabelTask):
     def describe(self, records):
         names, labels = self.config.data.labels, np.concatenate(self.labels(records))
         counts = np.bincount(labels[labels >= 0], minlength=len(names))
-        shown = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
-        shown += ["…"] * (len(names) > _MAX_SHOWN)
-        return f", {len(names)} labels: {', '.join(shown)}"
+        entries = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
+        entries += ["…"] * (len(names) > _MAX_SHOWN)
+        return f", {len(names)} labels: {', '.join(entries)}"
 
     def scores_of_dev(self, trainer) -> dict[str, float]:
         outputs, labels = self.predictions(trainer, "dev"), self.labels(self.records["dev"])

@@ -48,11 +48,11 @@ class DocumentTask(Task):
 
     def _check_prepared(self):
         """Check that `data.field` and `data.documents` are not set if all sources are token shards."""
-        options, usual = self.config.data, type(self.config.data)()
+        options, defaults = self.config.data, type(self.config.data)()
         if not all(_is_prepared(x) for name in PARTS for x in getattr(options, name)):
             return
         for key in ("field", "documents"):
-            if getattr(options, key) != getattr(usual, key):
+            if getattr(options, key) != getattr(defaults, key):
                 raise InputError(
                     f"`data.{key}` has no effect on folders of token shards. Remove it, and pass "
                     f"--{key} to `dtransformer prepare --lm` instead."
@@ -68,22 +68,22 @@ class DocumentTask(Task):
                     f"`data.sentences`: {paths[0]} was prepared without sentences. Prepare it again "
                     "with --sentences."
                 )
-            theirs = load_tokenizer(shards.tokenizer_folder)
-            own = self.tokenizer or self._tokenizer_of_model()
-            if own is not None and not _are_same(own, theirs):
+            shard_tokenizer = load_tokenizer(shards.tokenizer_folder)
+            run_tokenizer = self.tokenizer or self._tokenizer_of_model()
+            if run_tokenizer is not None and not _are_equal(run_tokenizer, shard_tokenizer):
                 raise InputError(
                     f"`data.{name}`: {paths[0]} was prepared with another tokenizer than the run or "
                     "the model uses. Prepare it again with their tokenizer."
                 )
-            self.tokenizer = own or theirs
+            self.tokenizer = run_tokenizer or shard_tokenizer
             return shards
         if self.tokenizer is None:
             self.find_tokenizer(lambda: evenly_spread(texts_of(self._documents(paths))))
         folder = self.folder / SHARDS / name
-        done = self.old_run is not None and (folder / MANIFEST).is_file()
+        is_written = self.old_run is not None and (folder / MANIFEST).is_file()
 
         def write():
-            if not done:
+            if not is_written:
                 write_token_shards(self._documents(paths), self.tokenizer, folder, overwrite=True)
 
         from_chief(write, f"run/shards/{name}")
@@ -142,8 +142,8 @@ def _is_prepared(source):
     return (pathlib.Path(source.path) / MANIFEST).is_file()
 
 
-def _are_same(tokenizer, other):
+def _are_equal(tokenizer, other):
     """Return whether two tokenizers have equal vocabulary sizes and encode a sample text equally."""
     texts = ["The quick brown Fox, 12 + 3: naïve façade."]
-    first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
+    first, second = (candidate.encode(texts).to_list() for candidate in (tokenizer, other))
     return tokenizer.vocab_size == other.vocab_size and first == second

@@ -87,12 +87,12 @@ class Embedding(LabelTask):
         super().read(part)
 
     def encode(self, records):
-        given = [text for place, record in records for text in self.texts(record, place)]
-        rows = self.encode_whole(given)
+        texts = [text for place, record in records for text in self.texts(record, place)]
+        rows = self.encode_whole(texts)
         return list(zip(rows[::2], rows[1::2])), None
 
-    def _encoded(self, name, sources):
-        records, sizes = super()._encoded(name, sources)
+    def _encode_part(self, name, sources):
+        records, sizes = super()._encode_part(name, sources)
         texts = [records.sequence(0, i)[0].tobytes() for i in range(records.lengths.size)]
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
         records.targets = np.float32(ids.reshape(-1, 2) + 1)

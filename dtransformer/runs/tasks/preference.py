@@ -24,18 +24,18 @@ class PairTask(ChatRecords):
     with_labels, num_sequences = True, 2
 
     def encode(self, records):
-        found, places = [], []
+        texts, places = [], []
         for place, record in records:
             prompt, *answers = preferred(record, place)
             tools = tools_of(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place, tools))
+                texts.append(self._render_answer(prompt, answer, place, tools))
                 places.append(place)
-        rows = self.encode_rendered(found, places)
+        rows = self.encode_rendered(texts, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _rendered(self, prompt, answer, place, tools):
+    def _render_answer(self, prompt, answer, place, tools):
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
@@ -72,13 +72,13 @@ class Preference(PairTask):
 
     def metrics(self) -> dict:
         beta = self.config.training.beta
-        of_pairs = {
-            "accuracy": lambda ref, own: keras.ops.cast(margins(ref, own) > 0, "float32"),
-            "margin": lambda ref, own: beta * margins(ref, own),
-            "chosen_reward": lambda ref, own: beta * (own - ref)[:, 0],
-            "rejected_reward": lambda ref, own: beta * (own - ref)[:, 1],
+        functions = {
+            "accuracy": lambda ref, log_p: keras.ops.cast(margins(ref, log_p) > 0, "float32"),
+            "margin": lambda ref, log_p: beta * margins(ref, log_p),
+            "chosen_reward": lambda ref, log_p: beta * (log_p - ref)[:, 0],
+            "rejected_reward": lambda ref, log_p: beta * (log_p - ref)[:, 1],
         }
-        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in of_pairs.items()]
+        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in functions.items()]
         return {"weighted_metrics": means}
 
 

@@ -17,7 +17,7 @@ from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
-_ENCODED = 4096  # Records are encoded in groups, because lists of tokens need much memory.
+_GROUP_SIZE = 4096  # Records are encoded in groups, because lists of tokens need much memory.
 
 
 class RecordTask(Task):
@@ -30,32 +30,32 @@ class RecordTask(Task):
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
             self.needed("data", "train")
-        found = {
-            name: [self._of_source(source) for source in getattr(self.config.data, name)]
+        parts = {
+            name: [self._read_source(source) for source in getattr(self.config.data, name)]
             for name in PARTS
             if part in (None, name) and getattr(self.config.data, name)
         }
-        for name, sources in found.items():
+        for name, sources in parts.items():
             self.digests[name] = digest_of_records(x for source in sources for _, x in source)
-        self.find_tokenizer(lambda: self._texts(found))
-        self.settle(found)
+        self.find_tokenizer(lambda: self._sample_texts(parts))
+        self.settle(parts)
         self.records, self._sizes = {}, {}
-        for name, sources in found.items():
-            self.records[name], self._sizes[name] = self._encoded(name, sources)
+        for name, sources in parts.items():
+            self.records[name], self._sizes[name] = self._encode_part(name, sources)
 
-    def _of_source(self, source):
-        found = list(read_records(source.path, self.config.data.fields, source.target))
-        if not found:
+    def _read_source(self, source):
+        records = list(read_records(source.path, self.config.data.fields, source.target))
+        if not records:
             raise InputError(f"`{source.path}` contains no records.")
-        return found
+        return records
 
-    def _texts(self, found):
+    def _sample_texts(self, parts):
         """Return a sample of the training texts for a new tokenizer."""
-        if "train" not in found:
+        if "train" not in parts:
             raise InputError(
                 "A tokenizer cannot be trained without data.train. Set tokenizer.folder."
             )
-        placed = itertools.chain.from_iterable(found["train"])
+        placed = itertools.chain.from_iterable(parts["train"])
         return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:
@@ -85,20 +85,24 @@ class RecordTask(Task):
             InputError: If a record is wrong. The message names its place.
         """
 
-    def _encoded(self, name, sources):
+    def _encode_part(self, name, sources):
         """Return the `EncodedRecords` of a part, and the number of records of each source."""
         options, rows, targets, sizes = self.config.data, [], [], []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
-            own, their = [], []
-            for start in range(0, len(source), _ENCODED):
-                found, more = self.encode(source[start : start + _ENCODED])
-                own += [[[np.asarray(x, np.int32) for x in pair] for pair in one] for one in found]
-                their += more or ()
-            kept, own = prepared_lengths(own, options.length, longer, f"Records ({name})")
-            rows += own
-            targets += [their[number] for number in kept] if their else []
-            sizes.append(len(own))
+            source_rows, source_targets = [], []
+            for start in range(0, len(source), _GROUP_SIZE):
+                group, group_targets = self.encode(source[start : start + _GROUP_SIZE])
+                source_rows += [
+                    [[np.asarray(x, np.int32) for x in pair] for pair in record] for record in group
+                ]
+                source_targets += group_targets or ()
+            kept, source_rows = prepared_lengths(
+                source_rows, options.length, longer, f"Records ({name})"
+            )
+            rows += source_rows
+            targets += [source_targets[index] for index in kept] if source_targets else []
+            sizes.append(len(source_rows))
         encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
         if min(sizes) == 0:
             raise InputError(
@@ -167,8 +171,8 @@ class RecordTask(Task):
             InputError: If a record has no text, or the task predicts nothing.
         """
         length, self.num_cut = self.config.data.length, 0
-        for start in range(0, len(placed), _ENCODED):
-            part = placed[start : start + _ENCODED]
+        for start in range(0, len(placed), _GROUP_SIZE):
+            part = placed[start : start + _GROUP_SIZE]
             rows = self.encode_inputs(part)
             self.num_cut += sum(any(len(ids) > length for ids, _ in row) for row in rows)
             rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
@@ -222,9 +226,9 @@ class RecordTask(Task):
 
     def _pieces(self, ids, labels):
         """Return the text of ids as (text, has_labels) pairs."""
-        is_learnt = labels != -100
-        bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
+        has_label = labels != -100
+        bounds = [0, *(i for i in range(1, len(ids)) if has_label[i] != has_label[i - 1]), len(ids)]
         decode = lambda part: self.tokenizer.decode_all(part.tolist())
         return [
-            (decode(ids[a:b]), bool(is_learnt[a])) for a, b in itertools.pairwise(bounds) if b > a
+            (decode(ids[a:b]), bool(has_label[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]

@@ -51,11 +51,11 @@ class TokenClassification(Classification):
         """Encode records. Labels are the index of the word at its first token, else `IGNORED`."""
         (before, after), rows = self.added, []
         texts = [self.texts(record, place)[0] for place, record in records]
-        found = self.tokenizer.encode_with_offsets(texts)
-        for (place, record), text, (ids, places, _) in zip(records, texts, found, strict=True):
+        encodings = self.tokenizer.encode_with_offsets(texts)
+        for (place, record), text, (ids, offsets, _) in zip(records, texts, encodings, strict=True):
             starts = np.cumsum([0, *(len(word) + 1 for word in self._words(record, place))])
             # The first character of a token that is not a space decides the word of the token.
-            first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in places]
+            first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in offsets]
             word_of = np.searchsorted(starts, first, "right") - 1
             is_first = np.diff(word_of, prepend=-1) > 0
             words = np.where(is_first, word_of, IGNORED).tolist()
@@ -66,12 +66,12 @@ class TokenClassification(Classification):
     @property
     def added(self) -> tuple[list[int], list[int]]:
         """Lists of the special token ids that the tokenizer adds before and after a text."""
-        plain, whole = (
+        plain, full = (
             self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
             for adds in (False, True)
         )
-        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
-        return whole[:start], whole[start + len(plain) :]
+        start = next(x for x in range(len(full)) if full[x : x + len(plain)] == plain)
+        return full[:start], full[start + len(plain) :]
 
     def plain_head(self, num_labels, core):
         return TokenHead(
@@ -83,8 +83,8 @@ class TokenClassification(Classification):
         inputs = self.row(records, numbers, length)
         inputs.pop("token_types", None)  # `row` filled them with labels.
         for number in numbers:
-            own = records.sequence(int(number))[1]
-            labels[: len(own)] = own
+            row_labels = records.sequence(int(number))[1]
+            labels[: len(row_labels)] = row_labels
         return inputs, labels
 
     def labels(self, records):
@@ -103,23 +103,23 @@ class TokenClassification(Classification):
         return scores
 
     def prediction(self, record, row, output):
-        words, end, found = self._words(record, ""), 0, []
+        words, end, results = self._words(record, ""), 0, []
         text = " ".join(words) if "tokens" in record else record["text"]
         probabilities = np.exp(output - np.logaddexp.reduce(output, axis=-1, keepdims=True))
-        places = {word: place for place, word in enumerate(row[0][1])}
+        positions = {word: position for position, word in enumerate(row[0][1])}
         for index, word in enumerate(words):
             start = text.index(word, end)
             end = start + len(word)
-            found.append({"word": word, "start": start, "end": end, "label": None})
-            if index in places:  # Truncated words have no place.
-                own = probabilities[places[index]]
-                label = self.config.data.labels[own.argmax()]
-                found[-1] |= {"label": label, "probability": float(own.max())}
+            results.append({"word": word, "start": start, "end": end, "label": None})
+            if index in positions:  # Truncated words have no place.
+                word_probabilities = probabilities[positions[index]]
+                label = self.config.data.labels[word_probabilities.argmax()]
+                results[-1] |= {"label": label, "probability": float(word_probabilities.max())}
         spans = [
-            {"type": kind, "start": found[first]["start"], "end": found[last - 1]["end"]}
-            for first, last, kind in sorted(entities(word["label"] or "O" for word in found))
+            {"type": kind, "start": results[first]["start"], "end": results[last - 1]["end"]}
+            for first, last, kind in sorted(entities(word["label"] or "O" for word in results))
         ]
-        return {"words": found, "entities": spans}
+        return {"words": results, "entities": spans}
 
 
 TASK = TokenClassification

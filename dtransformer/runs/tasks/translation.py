@@ -21,33 +21,33 @@ class Translation(Task):
     kind, command = TranslationTransformer, "translate --run {} < FILE"
 
     def read(self, part: str | None = None) -> None:
-        read = {name: self._read(*keys) for name, keys in _KEYS.items()}
+        parts = {name: self._read(*keys) for name, keys in _KEYS.items()}
         self.digests |= {
-            name: digest_of_records(zip(*pairs)) for name, pairs in read.items() if pairs
+            name: digest_of_records(zip(*pairs)) for name, pairs in parts.items() if pairs
         }
-        pairs = self._clean(read["train"])
-        self._pairs = {"train": pairs, "dev": read["dev"]}
+        pairs = self._clean_pairs(parts["train"])
+        self._pairs = {"train": pairs, "dev": parts["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
     def _read(self, *keys):
         """Return the lines of both languages, or `None` without held-out files."""
-        given = [getattr(self.config.data, key) for key in keys]
-        if keys == _KEYS["dev"] and not any(given):
+        paths = [getattr(self.config.data, key) for key in keys]
+        if keys == _KEYS["dev"] and not any(paths):
             return None
         return read_pairs(*(self.needed("data", key) for key in keys))
 
-    def _clean(self, pairs):
+    def _clean_pairs(self, pairs):
         """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""
         options = self.config.data
         *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
         left_out = [
             f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
         ]
-        self._told = f"Training pairs: {', '.join(left_out)}"
+        self._summary = f"Training pairs: {', '.join(left_out)}"
         return pairs
 
     def told(self) -> list[str]:
-        return [self._told]
+        return [self._summary]
 
     def make_network(self, precision: str | None = None) -> TranslationTransformer:
         ids = special_ids(self.tokenizer, self.kind)
@@ -105,8 +105,8 @@ class Translation(Task):
         return self.cross_entropy(self.tokenizer.pad_id)
 
     def callbacks(self, trainer) -> list:
-        pairs, number = self._pairs["dev"], self.config.training.bleu_sentences
-        if not pairs or not number:
+        pairs, num_sentences = self._pairs["dev"], self.config.training.bleu_sentences
+        if not pairs or not num_sentences:
             return []
         translate = TextGenerator(
             self.network,
@@ -116,7 +116,7 @@ class Translation(Task):
             beam_size=1,  # Greedy search is fast enough for every epoch.
             max_source_length=self.config.data.max_length,
         )
-        return [SacreBleu(pairs[0][:number], pairs[1][:number], translate)]
+        return [SacreBleu(pairs[0][:num_sentences], pairs[1][:num_sentences], translate)]
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         pairs = zip(*self._pairs["train"])

@@ -17,7 +17,7 @@ def test_this_host(capsys):
 def test_a_host_that_does_not_answer(capsys):
     assert main(["doctor", "--hosts", "no-such-host.invalid"]) == 1
     told = capsys.readouterr().out
-    assert "FAILED   no-such-host.invalid: ssh" in told and "-> ssh without a password" in told
+    assert "FAILED   no-such-host.invalid: ssh" in told and "-> set up ssh without a password" in told
 
 
 @pytest.mark.parametrize("field, value, told", [
