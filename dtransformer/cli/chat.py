@@ -35,6 +35,10 @@ def chat(
     tokenizer.chat([*first, {"role": "user", "content": "?"}], tools)
     print(_HELP, file=out, flush=True)
     turns = list(first)
+
+    def show(_, part):
+        print(part, end="", flush=True, file=out)
+
     for line in terminal_lines() if lines is None else lines:
         text = line.strip()
         if text == "/quit":
@@ -44,7 +48,6 @@ def chat(
         if not text or text == "/reset":
             continue
         turns.append({"role": "user", "content": text})
-        show = lambda _, part: print(part, end="", flush=True, file=out)
         try:
             (answer,) = generate([tokenizer.chat(turns, tools)], show)
         except ValueError as error:  # The conversation has become too long for the model.

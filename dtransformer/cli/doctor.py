@@ -106,7 +106,8 @@ def _horovod():
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
-    launcher, is_suitable = horovodrun(), "nccl" in found.lower() or not gpu_names()
+    launcher = horovodrun()
+    is_suitable = "nccl" in found.lower() or not gpu_names()
     return [
         check("horovod", is_suitable, f"{version}, built with {found}", COMMAND),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),

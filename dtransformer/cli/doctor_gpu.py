@@ -20,8 +20,11 @@ _CUDA_LIBRARIES = (
 # TensorFlow's wheel contains machine code for compute capabilities 6.0 to 8.9, which needs a driver
 # for CUDA 12.0 or later. It also contains PTX code for 9.0, compiled by CUDA 12.5, which the drivers
 # of newer cards compile when it is first used.
-_MIN_CAPABILITY, _DRIVER_COMPILED_CAPABILITY, _UNTESTED_CAPABILITY = (6, 0), (9, 0), (10, 0)
-_CUDA, _MIN_CUDA = 12050, 12000
+_MIN_CAPABILITY = (6, 0)
+_DRIVER_COMPILED_CAPABILITY = (9, 0)
+_UNTESTED_CAPABILITY = (10, 0)
+_CUDA = 12050
+_MIN_CUDA = 12000
 _INSTALL = "pip install 'tensorflow[and-cuda]~=2.21.0', in a clone make setup GPU=1"
 _DRIVER = "install a driver of version 555 or later"
 
@@ -44,7 +47,8 @@ def examine_gpus() -> list[dict]:
 
 def _check_cards(name, capability, count):
     """Check whether TensorFlow's wheel has code for `number` GPUs of one kind."""
-    cuda, by_driver = nvidia_driver.cuda_version(), capability >= _DRIVER_COMPILED_CAPABILITY
+    cuda = nvidia_driver.cuda_version()
+    by_driver = capability >= _DRIVER_COMPILED_CAPABILITY
     text = f"{count} × {name}, compute capability {'.'.join(map(str, capability))}"
     if capability < _MIN_CAPABILITY:
         problem = (
@@ -71,13 +75,17 @@ def _explain_no_gpu():
     if driver is None:
         return check("GPU", None, "none", f"optional; on a machine with a driver: {_INSTALL}")
     missing = [name for name in _CUDA_LIBRARIES if not _can_be_opened(name)]
-    cuda, code, mend = nvidia_driver.cuda_version(), nvidia_driver.cuda_start(), _INSTALL
+    cuda = nvidia_driver.cuda_version()
+    code = nvidia_driver.cuda_start()
+    mend = _INSTALL
     if 0 < cuda < (_MIN_CUDA if missing else _CUDA):
-        reason, mend = _describe_old_driver(cuda), _DRIVER
+        reason = _describe_old_driver(cuda)
+        mend = _DRIVER
     elif missing:
         reason = f"{missing[0]} and {len(missing) - 1} others cannot be opened"
     elif code is None:
-        reason, mend = "libcuda.so.1 cannot be opened", "in a container: docker run --gpus all"
+        reason = "libcuda.so.1 cannot be opened"
+        mend = "in a container: docker run --gpus all"
     elif code:
         reason = f"CUDA does not start (error {code} of cuInit)"
         mend = "check that nvidia-smi lists the GPUs"

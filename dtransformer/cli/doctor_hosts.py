@@ -22,7 +22,8 @@ from dtransformer.cli.launching.processes import is_here, ssh_command
 _SECONDS = 60  # time limit for the answer of a host
 _MAX_CLOCK = 5.0  # maximum clock difference in seconds, including the start of Python
 _MIN_FREE_GIB = 1.0  # GiB
-_ROUNDS, _BYTES = 20, 2**26
+_ROUNDS = 20
+_BYTES = 2**26
 _SAME = "same as this host"
 
 
@@ -61,10 +62,16 @@ def _check_host(host, local, ssh_options):
 
 
 def _compare(host, answer, local, middle):
-    host_versions, local_versions = answer["versions"], local["versions"]
+    host_versions = answer["versions"]
+    local_versions = local["versions"]
     differ = [name for name in local_versions if host_versions[name] != local_versions[name]]
-    describe = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
-    lag, free, same = answer["time"] - middle, answer["free_gib"], answer["files"] == local["files"]
+
+    def describe(versions):
+        return ", ".join(f"{name} {versions[name]}" for name in differ)
+
+    lag = answer["time"] - middle
+    free = answer["free_gib"]
+    same = answer["files"] == local["files"]
     gpus = f"this host has {local['gpus']}; all hosts need the same GPUs and driver"
     rows = (
         (
@@ -102,7 +109,8 @@ def _measure_network(host, port):
         with socket.create_connection((host, port), 10) as connection:
             connection.settimeout(30)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            address, times = connection.getsockname()[0], []
+            address = connection.getsockname()[0]
+            times = []
             for _ in range(_ROUNDS):
                 start = time.perf_counter()
                 connection.sendall(b".")

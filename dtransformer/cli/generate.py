@@ -31,13 +31,15 @@ def generate(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If the folder, a setting or an option is unusable, or no prompt is given.
     """
-    config, folder = _load_config(arguments.set), arguments.model
+    config = _load_config(arguments.set)
+    folder = arguments.model
     start_job(config)
     for name in ("system", "tools"):
         if getattr(arguments, name) is not None and not arguments.chat:
             raise InputError(f"--{name} requires --chat. Add --chat, or remove --{name}.")
-    read_prompts = lambda: arguments.prompt or _read_prompts(sys.stdin, arguments.boundary)
-    prompts = inputs = from_chief(read_prompts, "generate/prompts")
+    prompts = inputs = from_chief(
+        lambda: arguments.prompt or _read_prompts(sys.stdin, arguments.boundary), "generate/prompts"
+    )
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
         has_system = arguments.system is not None  # "" disables the template's default.
@@ -56,7 +58,11 @@ def generate(arguments: argparse.Namespace) -> None:
             "--stream prints one text per prompt as it is generated. Remove --json and "
             "--num-return-sequences."
         )
-    show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
+
+    def show(_, text):
+        if job.is_chief():
+            print(text, end="", flush=True)
+
     for prompt in prompts:
         with refusing(kinds=ValueError):
             generator([prompt], show)

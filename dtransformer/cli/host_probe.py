@@ -56,7 +56,8 @@ def digest():
     spec = importlib.util.find_spec("dtransformer")
     if spec is None or not spec.submodule_search_locations:
         return None
-    folder, content = pathlib.Path(spec.submodule_search_locations[0]), hashlib.sha256()
+    folder = pathlib.Path(spec.submodule_search_locations[0])
+    content = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return content.hexdigest()

@@ -1,7 +1,6 @@
 """Measure matrix products, memory and communication of this machine as a `planner.Device`."""
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -61,14 +60,19 @@ def text_of(device: Device) -> str:
     ['name: a100-80', 'tflops_16_bit: 312']
     """
     fields = dataclasses.asdict(device)
-    round_ = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
-    return yaml.safe_dump({name: round_(value) for name, value in fields.items()}, sort_keys=False)
+    for name, value in fields.items():
+        if isinstance(value, float):
+            fields[name] = float(f"{value:.4g}")
+    return yaml.safe_dump(fields, sort_keys=False)
 
 
-_ROUNDS, _ROUND_SECONDS = 5, 0.2  # number and duration of the rounds of a measurement
+_ROUNDS = 5  # rounds per measurement
+_ROUND_SECONDS = 0.2
 _BLOCKS = 4
-_CALLS, _PAUSE_SECONDS = 40, 0.01  # collectives per round, and maximum pause before each
-_SMALL_BYTES, _IN_BUCKET = 2**12, 16
+_CALLS = 40  # collectives per round
+_PAUSE_SECONDS = 0.01  # maximum pause before a collective
+_SMALL_BYTES = 2**12
+_IN_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +120,8 @@ def measure_device(name: str, memory_gb: float) -> Device:
         name: Name of the device.
         memory_gb: Float. Memory of a device in 10^9 bytes.
     """
-    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
+    cores = len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
     init(TransformerOpParallelConfig())
     peak, half_rows, half_features = measure_products()
     links = {}
@@ -170,7 +175,9 @@ def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
         features that reach half of it. The peak is the best of several sizes, because the largest
         size does not fit into the caches of CPUs.
     """
-    rows, few, min_features = _sizes().rows, _sizes().few, _sizes().features[0]
+    rows = _sizes().rows
+    few = _sizes().few
+    min_features = _sizes().features[0]
     peak = max(_product_flops(rows, features, features, dtype) for features in _sizes().features)
     few_rows = _product_flops(few, min_features, min_features, dtype)
     few_features = _product_flops(rows, few, few, dtype)
@@ -183,8 +190,12 @@ def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
 
 def _product_flops(rows, inputs, outputs, dtype="float32"):
     times = int(min(max(_sizes().flops / (2.0 * rows * inputs * outputs), 2), 32))
-    normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
-    many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
+
+    def normal(shape, seed):
+        return tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
+
+    many = [normal([rows, inputs], seed) for seed in range(times)]
+    y = normal([inputs, outputs], 99)
     products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
     seconds = _seconds(lambda: products(many).numpy())
     return 2.0 * rows * inputs * outputs * times / seconds
@@ -192,7 +203,8 @@ def _product_flops(rows, inputs, outputs, dtype="float32"):
 
 def _memory_bytes_per_second():
     num_elements = _sizes().memory_items
-    x, ones = tf.Variable(tf.zeros([num_elements])), tf.ones([num_elements])
+    x = tf.Variable(tf.zeros([num_elements]))
+    ones = tf.ones([num_elements])
     step = tf.function(lambda: x.assign_add(ones)[0])  # Each element needs two reads and one write.
     return 12.0 * num_elements / _seconds(lambda: step().numpy())
 
@@ -200,8 +212,13 @@ def _memory_bytes_per_second():
 def _overhead_seconds():
     """Return the seconds of a tiny block's forward pass, which is mainly overhead."""
     block, x = _make_block(1, 2, 8, 2)
-    times = lambda x: functools.reduce(lambda x, _: block(x, training=True), range(_BLOCKS), x)
-    blocks = tf.function(times)
+
+    @tf.function
+    def blocks(x):
+        for _ in range(_BLOCKS):
+            x = block(x, training=True)
+        return x
+
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
@@ -243,14 +260,17 @@ def _block_bytes_per_second(device):
 
 def _all_reduce_seconds(size):
     """Return the seconds of an all-reduce of `size` bytes in a bucket of 16 tensors."""
-    x, group = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET, job.whole_job()
+    x = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET
+    group = job.whole_job()
     step = tf.function(lambda x: all_reduce_together(x, group, f"measure_{size}")[0][0])
     return _collective_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
     """Return half the round-trip seconds of `size` bytes between stages 0 and 1. Others wait."""
-    link, x, specs = peers(), tf.zeros([size // 4]), [([size // 4], "float32")]
+    link = peers()
+    x = tf.zeros([size // 4])
+    specs = [([size // 4], "float32")]
 
     def there_and_back():
         if job.stage()[0] == 0:
@@ -282,7 +302,8 @@ def _link(seconds_of, members=1):
         members: Number of ranks in the ring of an all-reduce, or 1 for a send.
     """
     size = _sizes().large_bytes
-    small, large = seconds_of(_SMALL_BYTES), seconds_of(size)
+    small = seconds_of(_SMALL_BYTES)
+    large = seconds_of(size)
     sent = 2 * (members - 1) / members * size if members > 1 else size
     rate = sent / max(large - small, 0.1 * large)
     return Link(round(rate / 1e9, 4), 0.0, round(small * 1e6, 1))

@@ -116,7 +116,8 @@ def _add_commands(parser, table, name):
 def _add_options(parser, options, needed):
     groups = {(None, None): parser}  # Keys are (title, name of the mutually exclusive group).
     for names, option in options.items():
-        title, either = option.pop("group", None), option.pop("either", None)
+        title = option.pop("group", None)
+        either = option.pop("either", None)
         if (title, None) not in groups:
             groups[title, None] = parser.add_argument_group(title)
         if (title, either) not in groups:

@@ -74,7 +74,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     if (arguments.devices is None) == (arguments.nodes is None):
         raise InputError("Set either --devices, the number of devices on all nodes, or --nodes.")
     devices = arguments.devices or arguments.nodes * device.devices_per_node
-    batch, reason = arguments.global_batch, ""
+    batch = arguments.global_batch
+    reason = ""
     if batch is None:
         batch, reason = default_batch(model, devices, arguments.tokens)
     fixed = dict(parse_setting(text, "--fix", "FIELD=VALUE") for text in arguments.fix)

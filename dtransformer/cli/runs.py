@@ -41,7 +41,9 @@ def new(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If the task or the device is unknown, or options do not fit together.
     """
-    depth, device, devices = arguments.depth, arguments.device, arguments.devices
+    depth = arguments.depth
+    device = arguments.device
+    devices = arguments.devices
     if depth is None:
         if device or devices:
             raise InputError("--device and --devices require --depth. Add it.")

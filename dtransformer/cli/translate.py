@@ -37,7 +37,9 @@ def make_translator(
         InputError: If the run folder is unusable.
     """
     run = load_run(run_folder, task="translation")
-    config, model, tokenizer = run.config, run.network, run.tokenizer
+    config = run.config
+    model = run.network
+    tokenizer = run.tokenizer
 
     def warn(number, length, limit):
         print(

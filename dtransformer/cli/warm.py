@@ -24,7 +24,9 @@ _SIZES = {
     "num_heads": 2,
     "num_layers": 1,
 }  # The compiled kernels do not depend on sizes.
-_VOCAB_SIZE, _ROWS, _LENGTH = 64, 4, 64
+_VOCAB_SIZE = 64
+_ROWS = 4
+_LENGTH = 64
 _DEFAULT_CACHE = "~/.nv/ComputeCache"  # CUDA's default without CUDA_CACHE_PATH
 
 

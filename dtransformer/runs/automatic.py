@@ -130,5 +130,8 @@ def _adapter_targets(patterns):
         name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTABLE_KERNELS.items()
     }
     paths["head"] = ["head/kernel"]
-    is_matched = lambda path: weight_paths.is_matched(path, patterns)
-    return tuple(name for name, kernels in paths.items() if any(map(is_matched, kernels)))
+    return tuple(
+        name
+        for name, kernels in paths.items()
+        if any(weight_paths.is_matched(kernel, patterns) for kernel in kernels)
+    )

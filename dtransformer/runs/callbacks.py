@@ -16,6 +16,7 @@ from dtransformer.errors import check_installed, one_line
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CSV, TENSORBOARD
+from dtransformer.trainers.checkpoint.callback import SharedTimer
 
 
 class BestWeights(keras.callbacks.Callback):
@@ -32,7 +33,8 @@ class BestWeights(keras.callbacks.Callback):
         self, save: Callable[[], object], monitor: str | None = None, best: float | None = None
     ):
         super().__init__()
-        self._save, self.monitor = save, monitor
+        self._save = save
+        self.monitor = monitor
         self.best = math.inf if best is None else best
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -56,13 +58,15 @@ class EverySteps(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int | None):
         super().__init__()
-        self.every_steps, self._last_step = every_steps, 0
+        self.every_steps = every_steps
+        self._last_step = 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._last_step = self.model.num_steps
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        previous, self._last_step = self._last_step, self.model.num_steps
+        previous = self._last_step
+        self._last_step = self.model.num_steps
         if self.every_steps and previous // self.every_steps < self._last_step // self.every_steps:
             with self.model.averaged_weights():
                 self.look(f"step: {self._last_step}")
@@ -83,7 +87,9 @@ class Evaluations(EverySteps):
 
     def __init__(self, batches: object, scores: Callable, every_steps: int, sinks: Sequence):
         super().__init__(every_steps)
-        self._batches, self._scores, self._sinks = batches, scores, list(sinks)
+        self._batches = batches
+        self._scores = scores
+        self._sinks = list(sinks)
 
     def look(self, when: str) -> None:
         variables = [variable for metric in self.model.metrics for variable in metric.variables]
@@ -121,7 +127,8 @@ class Samples(EverySteps):
         every_steps: int | None = None,
     ):
         super().__init__(every_steps)
-        self._generate, self._prompts = generate, list(prompts)
+        self._generate = generate
+        self._prompts = list(prompts)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self.look(f"epoch: {epoch + 1}")
@@ -147,7 +154,8 @@ class LogSink(keras.callbacks.Callback):
 
     def __init__(self, log: Callable[[dict, int], None], end: Callable[[], None]):
         super().__init__()
-        self._log, self._end = log, end
+        self._log = log
+        self._end = end
 
     def write(self, kind: str, logs: dict | None) -> None:
         """Send a dict of logs.
@@ -188,13 +196,17 @@ def _mlflow(experiment, path, config, run_key, resumes):
     return LogSink(lambda logs, step: module.log_metrics(logs, step=step), module.end_run)
 
 
-def _tensorboard(_, path, *also):
+def _csv(_, path, config, run_key, resumes):
+    return keras.callbacks.CSVLogger(path / CSV, append=resumes)
+
+
+def _tensorboard(_, path, config, run_key, resumes):
     return keras.callbacks.TensorBoard(path / TENSORBOARD)
 
 
 # Keys of `logs`, each with a function that creates the callback and the required package.
 _LOGS = {
-    "csv": (lambda _, path, *also: keras.callbacks.CSVLogger(path / CSV, append=also[-1]), None),
+    "csv": (_csv, None),
     "tensorboard": (_tensorboard, "tensorboard"),
     "wandb": (_wandb, "wandb"),
     "mlflow": (_mlflow, "mlflow"),
@@ -224,3 +236,42 @@ def log_callbacks(config: RunConfig, path: pathlib.Path, run_key: str, resumes: 
     options = {key: config.option(key) for key in config.keys()}
     requested = [(make, getattr(config.logs, key)) for key, (make, _) in _LOGS.items()]
     return [make(value, path, options, run_key, resumes) for make, value in requested if value]
+
+
+def callback_on(action: Callable[[], object], *events: str) -> keras.callbacks.Callback:
+    """Return a callback that calls `action()` at events such as `"on_epoch_end"`."""
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: action()))
+
+
+def limit_callbacks(trainer: keras.Model, minutes: float | None, steps: int | None) -> list:
+    """Return callbacks that stop training after a time or a number of steps.
+
+    Args:
+        trainer: Trainer of the run.
+        minutes: Float. Time limit in minutes, from the start of this training. `None` disables it.
+        steps: Integer. Limit on the steps of the run, including steps before a resume. `None`
+            disables it.
+    """
+    callbacks = []
+    if minutes:
+        timer = SharedTimer(60 * minutes)
+        callbacks.append(callback_on(lambda: timer.start(trainer.num_steps), "on_train_begin"))
+        callbacks.append(_stop_when(trainer, timer.is_over))
+    if steps:
+
+        def is_done(step):
+            # Skipped steps do not count. Reading the optimizer's counter blocks the host.
+            return step >= steps and int(trainer.optimizer.iterations) >= steps
+
+        callbacks.append(_stop_when(trainer, is_done))
+    return callbacks
+
+
+def _stop_when(trainer, is_over):
+    """Return a callback that stops training as soon as `is_over(num_steps)` is true."""
+
+    def stop():
+        if is_over(trainer.num_steps):
+            trainer.stop_training = True
+
+    return callback_on(stop, "on_train_batch_end")

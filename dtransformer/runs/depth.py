@@ -66,7 +66,8 @@ def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
     if task != _TASK:
         raise InputError(f"--depth only supports task {_TASK}, got {task}.")
     options = options_of_depth(depth)
-    rows, on_cpu = options["training"]["batch_size"], cluster.device.name == "cpu"
+    rows = options["training"]["batch_size"]
+    on_cpu = cluster.device.name == "cpu"
     job = Job(rows, "float32" if on_cpu else None).on(cluster.device)
     options["training"]["precision"] = job.precision
     arguments = {**options["model"], "vocab_size": USUAL_VOCABULARY, "max_length": _LENGTH}

@@ -30,7 +30,8 @@ from dtransformer.runs.unread import check_read
 from dtransformer.trainers.optimizer.checks import check_elementwise
 
 _NUM_RECORDS = 3
-_GREEN, _PLAIN = "\033[32m", "\033[0m"
+_GREEN = "\033[32m"
+_PLAIN = "\033[0m"
 
 
 def dry_run(
@@ -86,7 +87,8 @@ def _resolve_layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Clu
     Raises:
         InputError: If the layout does not fit the ranks, or the planner finds none.
     """
-    parallel, local_devices = config.parallel, config.training.local_devices
+    parallel = config.parallel
+    local_devices = config.training.local_devices
     ranks = num_ranks()
     if ranks > 1:
         cluster = this_cluster(local_devices=local_devices)
@@ -109,7 +111,8 @@ def _describe_plan(config, parallel, cluster):
     Raises:
         InputError: If the layout does not fit the network or the batch.
     """
-    devices, training = cluster.num_devices, config.training
+    devices = cluster.num_devices
+    training = config.training
     length, rows = batch_of_run(config, devices)
     model = shape_of_run(config, length)
     fields = fields_of(parallel)

@@ -67,7 +67,8 @@ def export(
     options = task.config.sections().get("export")
     if options is None or not (options.folder or options.saved_model):
         return None
-    run, network = pathlib.Path(run), task.core
+    run = pathlib.Path(run)
+    network = task.core
     if not only_adapters_are_trained(network):
         trainer.load_weights(run / WEIGHTS)
     else:

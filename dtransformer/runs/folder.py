@@ -27,7 +27,8 @@ from dtransformer.runs.identity import (
 from dtransformer.trainers.checkpoint.export import RUN
 from dtransformer.trainers.checkpoint.folders import folders_without_manifest, saved_steps
 
-_UNFINISHED_SUFFIX, _REPLACED_SUFFIX = ".unfinished", ".replaced"
+_UNFINISHED_SUFFIX = ".unfinished"
+_REPLACED_SUFFIX = ".replaced"
 
 
 class RunFolder:
@@ -44,7 +45,8 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._real_path = pathlib.Path(os.path.realpath(path))
-        self.fresh, self._replaced = beside(self._real_path, _UNFINISHED_SUFFIX), replaced_run(path)
+        self.fresh = beside(self._real_path, _UNFINISHED_SUFFIX)
+        self._replaced = replaced_run(path)
         self._created = []  # folders that did not exist before
         self._is_new = False
 

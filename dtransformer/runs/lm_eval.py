@@ -37,8 +37,10 @@ class _HarnessMethods:
 
     def __init__(self, network, tokenizer, batch_size, max_length):
         super().__init__()
-        self._network, self._tokenizer = network, tokenizer
-        self._batch_size, self._max_length = batch_size, max_length
+        self._network = network
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._max_length = max_length
         self._sums = SequenceLogProbability(network.vocab_size)
         self._compiled = tf.function(self._scores)
 
@@ -55,9 +57,11 @@ class _HarnessMethods:
 
         Long texts are scored in windows of `max_length` tokens. Each token counts once.
         """
-        rows, owners = [], []
+        rows = []
+        owners = []
         for owner, request in enumerate(requests):
-            (text,), max_length = request.args, self._max_length
+            (text,) = request.args
+            max_length = self._max_length
             (ids,) = as_lists(self._tokenizer.encode([text]))
             tokens = [self._start_token(), *ids]
             for start in range(0, len(ids), max_length):
@@ -95,13 +99,12 @@ class _HarnessMethods:
     def _pair(self, context, continuation):
         """Return the ids of a context with its continuation, and the number of continuation ids."""
         spaces = context[len(context.rstrip()) :]  # Tokens of words include the space before them.
-        context, continuation = context.rstrip(), spaces + continuation
+        context = context.rstrip()
+        continuation = spaces + continuation
         full_ids, context_ids = self._prompts([context + continuation, context])
         if not context:
-            (full_ids,), context_ids = (
-                as_lists(self._tokenizer.encode([continuation])),
-                [self._start_token()],
-            )
+            (full_ids,) = as_lists(self._tokenizer.encode([continuation]))
+            context_ids = [self._start_token()]
             full_ids = [*context_ids, *full_ids]
         count = min(len(full_ids) - len(context_ids), self._max_length)
         return full_ids[-(self._max_length + 1) :], count
@@ -124,12 +127,14 @@ class _HarnessMethods:
             batch = order[start : start + self._batch_size]
             length = len(rows[batch[0]][0]) - 1
             shape = self._batch_size, min(length + -length % _LENGTH_MULTIPLE, self._max_length)
-            tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            tokens = np.zeros(shape, np.int32)
+            segments = np.zeros(shape, np.int32)
             labels = np.full(shape, -100, np.int32)
             for row, index in enumerate(batch):
                 ids, count = rows[index]
                 size = len(ids) - 1
-                tokens[row, :size], segments[row, :size] = ids[:-1], 1
+                tokens[row, :size] = ids[:-1]
+                segments[row, :size] = 1
                 labels[row, size - count : size] = ids[len(ids) - count :]
             totals, are_likeliest = self._compiled(tokens, segments, labels)
             for index, total, is_likeliest in zip(batch, totals.numpy(), are_likeliest.numpy()):

@@ -94,7 +94,8 @@ def load_published(folder: str) -> Task:
         InputError: If the folder is unusable, or its network has no suitable head.
     """
     fields = read_object(f"{folder}/config.json")
-    labels, architecture = labels_of(fields, folder), str(fields.get("architectures"))
+    labels = labels_of(fields, folder)
+    architecture = str(fields.get("architectures"))
     if os.path.exists(f"{folder}/{MODULES}"):
         kind = "embedding"
     elif TOKENS in architecture:
@@ -146,7 +147,8 @@ def opened(
             raise InputError(
                 f"`{folder}` is a translation run. Use `dtransformer translate --run {folder}`."
             )
-        tokenizer, model = run.tokenizer, run.core
+        tokenizer = run.tokenizer
+        model = run.core
     else:
         tokenizer = load_tokenizer(folder)
         needs.check_published(folder)

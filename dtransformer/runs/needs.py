@@ -28,7 +28,8 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
         InputError: If the free memory is too small, or `search.max_length` exceeds the model's
             positions.
     """
-    length, hidden = config.data.max_length, config.model.hidden_size
+    length = config.data.max_length
+    hidden = config.model.hidden_size
     _check(f"The position tables of data.max_length={length}", 2 * _FLOAT_BYTES * length * hidden)
     steps = config.search.max_length or 1
     if steps > length + 1:

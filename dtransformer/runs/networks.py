@@ -106,7 +106,8 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     Raises:
         InputError: If the preset or the folder does not exist.
     """
-    options, sizes = config.model, sizes_of(config)
+    options = config.model
+    sizes = sizes_of(config)
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
         if is_run(folder):

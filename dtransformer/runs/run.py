@@ -25,7 +25,14 @@ from dtransformer.planner.machine import num_ranks, this_device
 from dtransformer.planner.report import fields_of, text_of
 from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
-from dtransformer.runs.callbacks import BestWeights, Evaluations, check_logs, log_callbacks
+from dtransformer.runs.callbacks import (
+    BestWeights,
+    Evaluations,
+    callback_on,
+    check_logs,
+    limit_callbacks,
+    log_callbacks,
+)
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
@@ -50,7 +57,7 @@ from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
+from dtransformer.trainers.checkpoint.callback import best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
@@ -202,10 +209,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
 
 
 def _prepare(config, folder, resumes):
-    """Read the data, create network and trainer, and return (task, trainer, batches).
-
-    `batches` is a dict with the keys "train" and "dev".
-    """
+    """Read the data, create network and trainer, and return (task, trainer, batches by part)."""
     options, old_run = config.training, folder.path if resumes else None
     optimizer_class(options.optimizer)  # Report a wrong name before the data is read.
     check_logs(config)
@@ -276,22 +280,22 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     callbacks = []
     if resumes:
         callbacks.append(
-            _callback_on(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin")
+            callback_on(lambda: check_weights_finite(trainer, path / CHECKPOINTS), "on_train_begin")
         )
-    callbacks += limits(trainer, options.max_minutes, options.max_steps)
+    callbacks += limit_callbacks(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
-        swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
-        callbacks.append(_callback_on(swap, "on_epoch_end"))
+        swap = functools.partial(trainer.optimizer_step.take_averages, exchanges=True)
+        callbacks.append(callback_on(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(
-            _callback_on(lambda: _report_profile(path / PROFILE, profile[0]), "on_train_end")
+            callback_on(lambda: _report_profile(path / PROFILE, profile[0]), "on_train_end")
         )
     if options.early_stopping:
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
@@ -305,8 +309,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **lora_options)
     callbacks.append(BestWeights(save, monitor, best))
     if options.ema:  # Checkpoints need the weights themselves, validation their averages.
-        callbacks.append(_callback_on(swap, "on_epoch_end"))
-        sinks.append(_callback_on(swap, "on_test_begin", "on_test_end"))
+        callbacks.append(callback_on(swap, "on_epoch_end"))
+        sinks.append(callback_on(swap, "on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -317,7 +321,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             assets={RUN: run, CONFIG: initial_config, TOKENIZER: task.tokenizer},
         ),
         # The old run is removed only after the callbacks above have saved the new one.
-        _callback_on(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
+        callback_on(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
 
@@ -330,44 +334,7 @@ def _report_profile(path, first):
         warnings.warn(f"No profile was written: training ended before step {first}.", stacklevel=2)
 
 
-def _callback_on(action, *events):
-    """Return a callback that calls `act()` at the named events."""
-    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: action()))
-
-
-def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
-    """Return callbacks that stop training after a time or a number of steps.
-
-    Args:
-        trainer: Trainer of the run.
-        minutes: Float. Time limit in minutes, from the start of this training. `None` disables it.
-        steps: Integer. Limit on the steps of the run, including steps before a resume. `None`
-            disables it.
-    """
-    callbacks = []
-    if minutes:
-        timer = SharedTimer(60 * minutes)
-        callbacks.append(_callback_on(lambda: timer.start(trainer.num_steps), "on_train_begin"))
-        callbacks.append(_stop_when(trainer, timer.is_over))
-    # The optimizer skips steps with infinite gradients, and these do not count. Reading its counter
-    # blocks the host, so the counter is compared only after `steps` steps.
-    if steps:
-        is_done = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
-        callbacks.append(_stop_when(trainer, is_done))
-    return callbacks
-
-
-def _stop_when(trainer, is_over):
-    """Return a callback that stops training as soon as `is_over(num_steps)` is true."""
-
-    def stop():
-        if is_over(trainer.num_steps):
-            trainer.stop_training = True
-
-    return _callback_on(stop, "on_train_batch_end")
-
-
-def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
+def check_weights_finite(trainer: Trainer, path: pathlib.Path) -> None:
     """Check that all weights of the network are finite. All ranks call it.
 
     Args:
@@ -382,11 +349,7 @@ def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
 
 
 def _best_loss(folder):
-    """Return the lowest `val_loss` of the saved checkpoints.
-
-    Returns `None` if no checkpoint has a `val_loss`, or the run has no weights yet, so that the next
-    epoch saves its weights in any case.
-    """
+    """Return the lowest `val_loss` of the checkpoints, or `None` if the next epoch must be saved."""
     best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
     if best is None or not any((folder / name).exists() for name in (WEIGHTS, ADAPTERS)):
         return None

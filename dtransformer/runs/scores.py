@@ -41,7 +41,8 @@ def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
     >>> sorted(entities(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"]))
     [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC')]
     """
-    spans, start = set(), 0
+    spans = set()
+    start = 0
     pairs = itertools.pairwise([*labels, "O"])
     for end, (label, after) in enumerate(pairs, start=1):
         entity_type = label[2:]
@@ -115,7 +116,8 @@ def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def _correlation(x, y):
-    x, y = x - x.mean(0), y - y.mean(0)
+    x = x - x.mean(0)
+    y = y - y.mean(0)
     size = np.sqrt((x**2).sum() * (y**2).sum())
     return float((x * y).sum() / size) if size else 0.0
 
@@ -149,7 +151,8 @@ def perplexities(
     >>> {name: round(value, 3) for name, value in found.items()}
     {'perplexity': 2.0, 'byte_perplexity': 1.414, 'word_perplexity': 4.0}
     """
-    sizes, spans = np.zeros(2, np.int64), iter(spans)
+    sizes = np.zeros(2, np.int64)
+    spans = iter(spans)
     while batch := list(itertools.islice(spans, 1024)):
         texts = tokenizer.decode(batch)
         sizes += [

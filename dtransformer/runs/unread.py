@@ -126,7 +126,8 @@ def _check_adapters(config):
 
 def _check_context(config):
     """Check that context parallelism can divide the rows of sentence pairs."""
-    degree, task = config.parallel.context_parallel, like(config.task)
+    degree = config.parallel.context_parallel
+    task = like(config.task)
     if degree == 1 or task not in ("seq2seq", "translation"):
         return
     if task == "seq2seq":

@@ -16,7 +16,7 @@ from dtransformer.cli import main
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.runs.identity import RunIdentity
-from dtransformer.runs.run import refuse_nan
+from dtransformer.runs.run import check_weights_finite
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
@@ -317,7 +317,7 @@ def test_weights_that_are_no_numbers_are_not_trained_on():
     trainer.training_state()
     trainer.network.head.bias.assign([1.0, float("nan")])
     with pytest.raises(InputError, match="checkpoints: head/bias has values that are not finite"):
-        refuse_nan(trainer, "checkpoints")
+        check_weights_finite(trainer, "checkpoints")
 
 
 def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):

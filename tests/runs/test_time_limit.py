@@ -4,7 +4,7 @@ import types
 
 import keras
 
-from dtransformer.runs.run import limits
+from dtransformer.runs.callbacks import limit_callbacks
 from dtransformer.trainers.checkpoint import callback
 from tests.trainers.small import Record, dense_trainer, points
 
@@ -26,7 +26,7 @@ def test_it_ends_and_asks_rarely(monkeypatch):
     monkeypatch.setattr(callback, "from_chief", lambda make, name: asked.append(name) or make())
     monkeypatch.setattr(callback, "time", types.SimpleNamespace(monotonic=clock.monotonic))
     trainer = dense_trainer()
-    callbacks = [clock, *limits(trainer, 2 / 60, None), record]
+    callbacks = [clock, *limit_callbacks(trainer, 2 / 60, None), record]
     trainer.fit(*points(200), 2, epochs=9, verbose=0, callbacks=callbacks)
     # 0.9 s and 110 steps of 0.01 s; asked after one, two and then each time after half of what is left.
     assert 110 <= len(record.logs) <= 112 and len(asked) <= 14

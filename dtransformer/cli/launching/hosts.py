@@ -55,7 +55,8 @@ class HostBook:
 
     def __init__(self, cool_down: float):
         self._cool_down = cool_down
-        self._until, self._faults = {}, {}
+        self._until = {}
+        self._faults = {}
 
     def failed(self, host: str, now: float) -> None:
         """Exclude a host from the time `now` on, because it does not answer."""
@@ -91,7 +92,8 @@ def take_ranks(hosts: dict[str, int], num_ranks: int | None) -> dict[str, int]:
     >>> take_ranks({"a": 2, "b": 4}, 3), take_ranks({"a": 2, "b": 4}, None)
     ({'a': 2, 'b': 1}, {'a': 2, 'b': 4})
     """
-    assigned, remaining = {}, sum(hosts.values()) if num_ranks is None else num_ranks
+    assigned = {}
+    remaining = sum(hosts.values()) if num_ranks is None else num_ranks
     for host, slots in hosts.items():
         if remaining > 0:
             assigned[host] = min(slots, remaining)

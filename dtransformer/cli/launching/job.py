@@ -51,7 +51,8 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
-        self._kill_at, self._processes = math.inf, []
+        self._kill_at = math.inf
+        self._processes = []
         for environment in environments:
             with refusing("the command after --", OSError):
                 process = subprocess.Popen(

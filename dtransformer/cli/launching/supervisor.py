@@ -26,7 +26,8 @@ from dtransformer.inputs.text import decode
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
 
 # Exit codes of ranks that saved a checkpoint after a signal, and of ranks with wrong options.
-PREEMPTED, REFUSED = 75, 2
+PREEMPTED = 75
+REFUSED = 2
 INTERRUPTED = 130
 
 # Lines of a rank's watchdog, and of horovodrun.
@@ -51,7 +52,8 @@ class Outcome:
         self.exit_code = None  # exit code of the rank that ended first
         self.is_over = False  # whether a rank has failed, which ends all ranks
         self.hosts = ()  # hosts that caused the failure
-        self.cause, self.shown_once = "", set()
+        self.cause = ""
+        self.shown_once = set()
 
     def read(self, line: str) -> bool:
         """Read a line of horovodrun or of a rank. Return whether the user should see it."""
@@ -125,14 +127,19 @@ class Supervisor:
     """
 
     def __init__(self, options: argparse.Namespace):
-        self._options, self._book = options, HostBook(options.cool_down)
+        self._options = options
+        self._book = HostBook(options.cool_down)
         self._hosts = Hosts(ssh_options(options))
         self._horovodrun = horovodrun()
         if self._horovodrun is None:
             raise InputError(f"horovodrun is not installed. Run '{COMMAND}'.")
-        self._all_hosts, self._signal, self._job = {}, None, None
-        self._signal_time, self._lock = -math.inf, threading.Lock()
-        self._min_ranks, self._restarts = options.min_ranks, options.restarts
+        self._all_hosts = {}
+        self._signal = None
+        self._job = None
+        self._signal_time = -math.inf
+        self._lock = threading.Lock()
+        self._min_ranks = options.min_ranks
+        self._restarts = options.restarts
         has_hosts = options.hosts_file is not None or options.discovery_script is not None
         if self._restarts is None:
             self._restarts = _DEFAULT_RESTARTS if has_hosts else 0
@@ -214,7 +221,9 @@ class Supervisor:
 
     def _start(self, ranks):
         """Start the ranks, wait until they have ended, and return the `Outcome`."""
-        outcome, num_ranks, self._ranks = Outcome(), sum(ranks.values()), ranks
+        outcome = Outcome()
+        num_ranks = sum(ranks.values())
+        self._ranks = ranks
         command = self._options.rank_command
         is_local = all(map(is_here, ranks))
         launcher = sys.argv[1 : len(sys.argv) - len(command)]
@@ -260,8 +269,10 @@ class Supervisor:
         return outcome
 
     def _on_signal(self, number, frame):
-        is_repeated, before = self._signal is not None, self._signal_time
-        self._signal, self._signal_time = number, time.monotonic()
+        is_repeated = self._signal is not None
+        before = self._signal_time
+        self._signal = number
+        self._signal_time = time.monotonic()
         if self._job is None or self._signal_time < before + _SECONDS_OF_ONE_SIGNAL:
             return
         if is_repeated:

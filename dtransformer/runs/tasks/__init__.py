@@ -32,7 +32,9 @@ def register_task(name: str, kind: type[Task], like: str) -> None:
         raise InputError(f"Task {name} is built in. Register your task with another name.")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise InputError(f"Task {name} must be a subclass of Task, got {kind!r}.")
-    SECTIONS[name], LIKE[name], _REGISTERED[name] = SECTIONS[like], like, kind
+    SECTIONS[name] = SECTIONS[like]
+    LIKE[name] = like
+    _REGISTERED[name] = kind
 
 
 def class_of(config: RunConfig) -> type[Task]:

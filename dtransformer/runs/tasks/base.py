@@ -64,7 +64,9 @@ class Task(abc.ABC):
         old_run: pathlib.Path | None = None,
         folder: pathlib.Path | None = None,
     ):
-        self.config, self.old_run, self.folder = config, old_run, folder
+        self.config = config
+        self.old_run = old_run
+        self.folder = folder
         self.tokenizer = self.network = None
         self.digests = dict.fromkeys(PARTS)
 
@@ -180,8 +182,11 @@ class Task(abc.ABC):
         if not options.samples:
             return []
         generate = TextGenerator(self.core, self.tokenizer, options.max_new_tokens)
-        shown = lambda prompts: generate(self.prompts(prompts))
-        return [Samples(shown, options.samples, options.every_steps)]
+        return [
+            Samples(
+                lambda texts: generate(self.prompts(texts)), options.samples, options.every_steps
+            )
+        ]
 
     def prompts(self, texts: list[str]) -> list[str]:
         """Convert the texts of `evaluation.samples` to prompts for the network."""
@@ -235,7 +240,8 @@ class Task(abc.ABC):
             InputError: If the tokenizer is unusable, or the texts do not suffice for
                 `tokenizer.vocab_size` entries.
         """
-        folder, options = networks.tokenizer_folder(self.config), self.config.tokenizer
+        folder = networks.tokenizer_folder(self.config)
+        options = self.config.tokenizer
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
         elif folder is not None:

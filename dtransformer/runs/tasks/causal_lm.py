@@ -13,10 +13,12 @@ from dtransformer.runs.tasks.documents import DocumentTask
 class LanguageModel(DocumentTask):
     """Task that trains a decoder to continue texts (Radford et al., 2019)."""
 
-    kind, batches_of = CausalLM, LanguageModelBatches
+    kind = CausalLM
+    batches_of = LanguageModelBatches
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
-        results, shards = super().results(trainer, batches), self.shards["dev"]
+        results = super().results(trainer, batches)
+        shards = self.shards["dev"]
         # The first token of a document is predicted only if a start token precedes it.
         num_skipped = int(shards.special_ids.get("start") is None)
         num_ends = (shards.special_ids.get("end") is not None) * shards.num_documents

@@ -22,7 +22,8 @@ _TEXT_KEYS = "text", "messages", "prompt", "completion", "chosen", "rejected", "
 class ChatRecords(RecordTask):
     """Base of tasks with conversations: applies the chat template and labels the tokens to learn."""
 
-    kind, algorithm = CausalLM, "byte_bpe"
+    kind = CausalLM
+    algorithm = "byte_bpe"
     _template = None
 
     def texts(self, record, place) -> list[str]:
@@ -55,7 +56,8 @@ class ChatRecords(RecordTask):
         Returns:
             A list with one record per entry, each a list of a single (ids, labels) pair.
         """
-        texts, train_on = [], self.config.data.train_on
+        texts = []
+        train_on = self.config.data.train_on
         for place, record in records:
             is_chat = "messages" in record or isinstance(record.get("prompt"), list)
             texts.append(rendered(record, self.template if is_chat else None, train_on, place))
@@ -74,15 +76,18 @@ class ChatRecords(RecordTask):
         Raises:
             InputError: If no token of a text has a label.
         """
-        start, end = self.tokenizer.start_id, self.tokenizer.end_id
+        start = self.tokenizer.start_id
+        end = self.tokenizer.end_id
         encoded = self.tokenizer.encode_with_offsets([item.text for item in found])
         rows = []
         for item, (ids, offsets, _), place in zip(found, encoded, places, strict=True):
             labels = labels_of(ids, offsets, item.spans)
             if item.is_plain and start is not None and ids[:1] != [start]:
-                ids, labels = [start, *ids], [IGNORED, *labels]
+                ids = [start, *ids]
+                labels = [IGNORED, *labels]
             if item.is_plain and end is not None and ids[-1:] != [end]:
-                ids, labels = [*ids, end], [*labels, end]
+                ids = [*ids, end]
+                labels = [*labels, end]
             if np.equal(labels, IGNORED).all():
                 raise InputError(
                     f"{place}: no token has a label. Check that the answer is not empty."
@@ -101,7 +106,8 @@ class Chat(ChatRecords):
         return next_tokens(*args)
 
     def results(self, trainer, batches) -> dict[str, float]:
-        results, records = super().results(trainer, batches), self.records["dev"]
+        results = super().results(trainer, batches)
+        records = self.records["dev"]
         spans = [x for n in range(len(records)) for x in learnt_spans(*records.sequence(n))]
         return {
             **results,

@@ -25,8 +25,11 @@ class LabelTask(RecordTask):
     Subclasses define `num_labels`.
     """
 
-    kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
-    always_trained, command = "head/*", "predict --run {} < FILE"
+    kind = MaskedLM
+    accepts = OneStackModel
+    ending = SEQUENCE
+    always_trained = "head/*"
+    command = "predict --run {} < FILE"
     _sides = frozenset()  # numbers of texts per record that were read so far: 1, 2 or both
 
     def texts(self, record, place) -> list[str]:
@@ -92,7 +95,8 @@ class LabelTask(RecordTask):
         )
 
     def with_head(self, core: OneStackModel) -> OneStackModel:
-        old, head = core.head, self.head(self.num_labels, core)
+        old = core.head
+        head = self.head(self.num_labels, core)
         names = [getattr(layer, "label_names", None) for layer in (old, head)]
         keeps_head = core.has_task_head and type(old) is type(head) and names[0] == names[1]
         if keeps_head and getattr(old, "problem_type", None) == "multi_label_classification":
@@ -107,11 +111,13 @@ class LabelTask(RecordTask):
 
         The keys are "tokens" and "attention_mask". Encoders also get "token_types".
         """
-        tokens, mask = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
+        tokens = np.full(length, records.pad_id, np.int32)
+        mask = np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for number in numbers:
             ids, row_types = records.sequence(int(number))
-            tokens[: len(ids)], mask[: len(ids)] = ids, 1
+            tokens[: len(ids)] = ids
+            mask[: len(ids)] = 1
             types[: len(ids)] = np.maximum(row_types, 0)
         inputs = {"tokens": tokens, "attention_mask": mask}
         return {**inputs, "token_types": types} if isinstance(self.core, MaskedLM) else inputs
@@ -150,7 +156,8 @@ class Classification(LabelTask):
         Raises:
             InputError: If a label is not in `data.labels`.
         """
-        names, labels = self.config.data.labels, self.labels_of_record(record, place)
+        names = self.config.data.labels
+        labels = self.labels_of_record(record, place)
         for name in labels:
             if name not in names:
                 raise InputError(
@@ -172,14 +179,17 @@ class Classification(LabelTask):
         return list(records.targets.astype(int))
 
     def describe(self, records):
-        names, labels = self.config.data.labels, np.concatenate(self.labels(records))
+        names = self.config.data.labels
+        labels = np.concatenate(self.labels(records))
         counts = np.bincount(labels[labels >= 0], minlength=len(names))
         entries = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
-        entries += ["…"] * (len(names) > _MAX_SHOWN)
+        if len(names) > _MAX_SHOWN:
+            entries.append("…")
         return f", {len(names)} labels: {', '.join(entries)}"
 
     def scores_of_dev(self, trainer) -> dict[str, float]:
-        outputs, labels = self.predictions(trainer, "dev"), self.labels(self.records["dev"])
+        outputs = self.predictions(trainer, "dev")
+        labels = self.labels(self.records["dev"])
         predicted = [np.atleast_2d(x)[: len(y)].argmax(-1) for x, y in zip(outputs, labels)]
         return self.label_scores(labels, predicted)
 

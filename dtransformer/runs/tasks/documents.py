@@ -33,7 +33,8 @@ class DocumentTask(Task):
     algorithm = "byte_bpe"
 
     def read(self, part: str | None = None) -> None:
-        self.shards, options = {}, self.config.data
+        self.shards = {}
+        options = self.config.data
         if part in (None, "train"):
             self.needed("data", "train")
         self._check_prepared()
@@ -48,7 +49,8 @@ class DocumentTask(Task):
 
     def _check_prepared(self):
         """Check that `data.field` and `data.documents` are not set if all sources are token shards."""
-        options, defaults = self.config.data, type(self.config.data)()
+        options = self.config.data
+        defaults = type(self.config.data)()
         if not all(_is_prepared(x) for name in PARTS for x in getattr(options, name)):
             return
         for key in ("field", "documents"):
@@ -60,7 +62,8 @@ class DocumentTask(Task):
 
     def _shards(self, name, sources):
         """Return the token shards of a part. Rank 0 tokenizes files, unless an old run did."""
-        paths, options = [source.path for source in sources], self.config.data
+        paths = [source.path for source in sources]
+        options = self.config.data
         if len(paths) == 1 and _is_prepared(sources[0]):
             shards = TokenShards(paths[0])
             if options.sentences and not shards.has_parts:

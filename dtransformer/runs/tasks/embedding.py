@@ -47,15 +47,19 @@ class InBatchLoss(keras.losses.Loss):
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         vectors = tf.math.l2_normalize(y_pred, axis=-1)
-        queries, texts, ids = vectors[:, 0], vectors[:, 1], y_true
+        queries = vectors[:, 0]
+        texts = vectors[:, 1]
+        ids = y_true
         positive = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
         if job.data_shard()[1] > 1:
             group = job.data_parallel_group()
             texts, ids = (collectives.all_gather(x, group=group) for x in (texts, ids))
-        texts, ids = constrain(texts, (None, None)), constrain(ids, (None, None))
+        texts = constrain(texts, (None, None))
+        ids = constrain(ids, (None, None))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
         # Slices keep the dimension, because DTensor crashes if a vector is expanded.
-        query, text = y_true[:, :1], y_true[:, 1:]
+        query = y_true[:, :1]
+        text = y_true[:, 1:]
         is_equal = (ids[:, 1] == text) | (ids[:, 1] == query) | (ids[:, 0] == query)
         is_masked = tf.cast(is_equal | (ids[:, 1] == 0), scores.dtype)
         negatives = tf.reduce_logsumexp(scores - 1e9 * is_masked, axis=-1)
@@ -65,7 +69,9 @@ class InBatchLoss(keras.losses.Loss):
 class Embedding(LabelTask):
     """Task that makes the vectors of a query and its positive text similar."""
 
-    num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
+    num_sequences = 2
+    always_trained = None
+    command = "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
         for name in ("negative", "negatives"):

@@ -8,7 +8,8 @@ from dtransformer.runs.tasks.documents import DocumentTask
 class MaskedLanguageModel(DocumentTask):
     """Task that trains an encoder to predict masked tokens (Liu et al., 2019, "RoBERTa")."""
 
-    kind, batches_of = MaskedLM, MaskedLanguageModelBatches
+    kind = MaskedLM
+    batches_of = MaskedLanguageModelBatches
     command = "evaluate --run {} --data FILE"
 
     def options_of_batches(self) -> dict:

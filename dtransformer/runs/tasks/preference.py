@@ -21,10 +21,12 @@ class PairTask(ChatRecords):
         with_labels: Whether the inputs contain the labels of both sequences.
     """
 
-    with_labels, num_sequences = True, 2
+    with_labels = True
+    num_sequences = 2
 
     def encode(self, records):
-        texts, places = [], []
+        texts = []
+        places = []
         for place, record in records:
             prompt, *answers = preferred(record, place)
             tools = tools_of(record, place) if isinstance(prompt, list) else ()

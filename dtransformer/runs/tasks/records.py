@@ -39,7 +39,8 @@ class RecordTask(Task):
             self.digests[name] = digest_of_records(x for source in sources for _, x in source)
         self.find_tokenizer(lambda: self._sample_texts(parts))
         self.settle(parts)
-        self.records, self._sizes = {}, {}
+        self.records = {}
+        self._sizes = {}
         for name, sources in parts.items():
             self.records[name], self._sizes[name] = self._encode_part(name, sources)
 
@@ -87,10 +88,14 @@ class RecordTask(Task):
 
     def _encode_part(self, name, sources):
         """Return the `EncodedRecords` of a part, and the number of records of each source."""
-        options, rows, targets, sizes = self.config.data, [], [], []
+        options = self.config.data
+        rows = []
+        targets = []
+        sizes = []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
-            source_rows, source_targets = [], []
+            source_rows = []
+            source_targets = []
             for start in range(0, len(source), _GROUP_SIZE):
                 group, group_targets = self.encode(source[start : start + _GROUP_SIZE])
                 source_rows += [
@@ -170,7 +175,8 @@ class RecordTask(Task):
         Raises:
             InputError: If a record has no text, or the task predicts nothing.
         """
-        length, self.num_cut = self.config.data.length, 0
+        length = self.config.data.length
+        self.num_cut = 0
         for start in range(0, len(placed), _GROUP_SIZE):
             part = placed[start : start + _GROUP_SIZE]
             rows = self.encode_inputs(part)
@@ -201,7 +207,8 @@ class RecordTask(Task):
 
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
         """Return the network's outputs [n, …] for the records of a part. All ranks call it."""
-        records, multiple = self.records[part], job.rows_multiple_of() * job.data_shard()[1]
+        records = self.records[part]
+        multiple = job.rows_multiple_of() * job.data_shard()[1]
         ordered = RecordBatches(
             records,
             self.form,

@@ -15,7 +15,8 @@ class Seq2Seq(RecordTask):
     Published tokenizers add their special tokens to both texts.
     """
 
-    kind, num_added = EncoderDecoderLM, 1
+    kind = EncoderDecoderLM
+    num_added = 1
 
     def texts(self, record, place) -> list[str]:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
@@ -37,7 +38,8 @@ class Seq2Seq(RecordTask):
     def batches(self, part: str) -> TranslationBatches | None:
         if part not in self.records:
             return None
-        records, options = self.records[part], self.config.data
+        records = self.records[part]
+        options = self.config.data
         arguments = self.network.arguments
         sides = []
         for side in (0, 1):

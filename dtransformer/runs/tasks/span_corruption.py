@@ -8,7 +8,8 @@ from dtransformer.runs.tasks.documents import DocumentTask
 class SpanCorruption(DocumentTask):
     """Task that trains an encoder–decoder to predict missing spans (Raffel et al., 2020)."""
 
-    kind, batches_of = EncoderDecoderLM, SpanCorruptionBatches
+    kind = EncoderDecoderLM
+    batches_of = SpanCorruptionBatches
 
     def options_of_batches(self) -> dict:
         options = self.config.data

@@ -49,7 +49,8 @@ class TokenClassification(Classification):
 
     def encode_inputs(self, records):
         """Encode records. Labels are the index of the word at its first token, else `IGNORED`."""
-        (before, after), rows = self.added, []
+        (before, after) = self.added
+        rows = []
         texts = [self.texts(record, place)[0] for place, record in records]
         encodings = self.tokenizer.encode_with_offsets(texts)
         for (place, record), text, (ids, offsets, _) in zip(records, texts, encodings, strict=True):
@@ -91,10 +92,12 @@ class TokenClassification(Classification):
         return [records.sequence(index)[1] for index in range(len(records))]
 
     def label_scores(self, labels, predicted):
-        scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
+        scores = super().label_scores(labels, predicted)
+        names = [*self.config.data.labels, "O"]
         if any(map(entities, zip(names))):
             # A word outside all entities follows each sentence, so that entities end there.
-            outside, sides = len(names) - 1, []
+            outside = len(names) - 1
+            sides = []
             is_word = np.concatenate([np.append(ids, outside) >= 0 for ids in labels])
             for side in (labels, predicted):
                 ids = np.concatenate([np.append(ids, outside) for ids in side])[is_word]
@@ -103,7 +106,9 @@ class TokenClassification(Classification):
         return scores
 
     def prediction(self, record, row, output):
-        words, end, results = self._words(record, ""), 0, []
+        words = self._words(record, "")
+        end = 0
+        results = []
         text = " ".join(words) if "tokens" in record else record["text"]
         probabilities = np.exp(output - np.logaddexp.reduce(output, axis=-1, keepdims=True))
         positions = {word: position for position, word in enumerate(row[0][1])}

@@ -18,7 +18,8 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 class Translation(Task):
     """Task that trains a `TranslationTransformer` (Vaswani et al., 2017)."""
 
-    kind, command = TranslationTransformer, "translate --run {} < FILE"
+    kind = TranslationTransformer
+    command = "translate --run {} < FILE"
 
     def read(self, part: str | None = None) -> None:
         parts = {name: self._read(*keys) for name, keys in _KEYS.items()}
@@ -86,7 +87,8 @@ class Translation(Task):
         pairs = self._pairs[part]
         if not pairs:
             return None
-        options, tokenizer = self.config.data, self.tokenizer
+        options = self.config.data
+        tokenizer = self.tokenizer
         return TranslationBatches(
             tokenizer.encode(pairs[0]),
             tokenizer.encode(pairs[1]),
@@ -105,7 +107,8 @@ class Translation(Task):
         return self.cross_entropy(self.tokenizer.pad_id)
 
     def callbacks(self, trainer) -> list:
-        pairs, num_sentences = self._pairs["dev"], self.config.training.bleu_sentences
+        pairs = self._pairs["dev"]
+        num_sentences = self.config.training.bleu_sentences
         if not pairs or not num_sentences:
             return []
         translate = TextGenerator(
