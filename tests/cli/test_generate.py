@@ -285,9 +285,9 @@ def test_wrong_folders(folder, tmp_path, capsys):
     network.build()
     save_pretrained(network, tmp_path / "small", "llama")
     (tmp_path / "small" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "the tokenizer has 290 ids, but the model 20" in refused(tmp_path / "small")
+    assert "has 290 ids, but the model has only 20" in refused(tmp_path / "small")
     (tmp_path / "run.json").write_text("{}")
-    assert "this run folder has no config.yaml" in refused(tmp_path)
+    assert "has no config.yaml" in refused(tmp_path)
 
 
 def test_halves_of_pairs_in_texts_are_told_with_their_number(folder):

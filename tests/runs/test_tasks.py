@@ -223,7 +223,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("gpt", "training.groups=nothing", "training.groups: the pattern 'nothing'"),
         ("gpt", "training.groups=['*', '*bias']", "matches groups 1 and 2"),
         ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, or a list"),
-        ("classification", "data.labels=[yes]", "there are 1: expected two"),
+        ("classification", "data.labels=[yes]", "must have at least two labels"),
         (
             "classification",
             "data.labels=[yes, maybe]",
