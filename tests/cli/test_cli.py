@@ -1,4 +1,4 @@
-"""Promise: a run goes from files to translations, and wrong input is told in one line."""
+"""Promise: commands lead from files to translations, and wrong input is an error of one line."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def french(sentence):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A small language, several times over, and a config that reads it."""
+    """Folder with a repeated small corpus and a config that reads it."""
     folder = tmp_path_factory.mktemp("corpus")
     for name, lines in (("train", ENGLISH * 20), ("dev", ENGLISH)):
         (folder / f"{name}.en").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -70,7 +70,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(corpus):
-    """A run folder, trained once for all tests."""
+    """Run folder, trained once for all tests."""
     folder = corpus / "run"
     arguments = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder)]
     assert main([*arguments, "--set", *SETTINGS]) == 0
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path, capsys):
 
 
 def damaged_runs(run, folder):
-    """Run folders that cannot be used, and what has to be said of each."""
+    """Yield unusable run folders, each with the expected error."""
     for name, part in (("bare", "model.weights.h5"), ("wordless", "tokenizer")):
         shutil.copytree(run, folder / name)
         path = folder / name / part

@@ -1,4 +1,4 @@
-"""Promise: who has a GPU that is not used, or not as it should be, is told why and what to do."""
+"""Promise: `doctor` explains why a GPU is not used or not fully used, and how to fix it."""
 
 import types
 
@@ -15,7 +15,7 @@ from harness.gpus import libcuda, put, write_driver, write_nvidia_smi
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine whose driver, libraries and GPUs are as a test says; a function that puts them."""
+    """Function that simulates a machine with a driver, libraries and GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
@@ -64,12 +64,12 @@ def test_cards_that_tensorflow_sees(machine, gpus, cuda, ok, told):
     grown = machine(gpus, cuda)
     found, nccl = doctor_gpu.examine_gpus()
     assert found["ok"] is ok and told in found["found"] and bool(found["mend"]) is not ok
-    assert nccl["found"] == "2.27.7" and grown == gpus  # memory of who trains there is left
+    assert nccl["found"] == "2.27.7" and grown == gpus  # Other programs keep their memory.
 
 
 def test_nccl_that_cannot_be_opened(machine):
     machine([T4], (12080,), nccl=(2, 0))
-    assert doctor_gpu.examine_gpus()[1]["ok"] is None  # one GPU sends nothing
+    assert doctor_gpu.examine_gpus()[1]["ok"] is None  # One GPU does not need NCCL.
     machine([T4, T4], (12080,), nccl=(2, 0))
     found = doctor_gpu.examine_gpus()[1]
     assert found["ok"] is False and "tensorflow[and-cuda]" in found["mend"]
@@ -101,7 +101,7 @@ def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
     write_driver(tmp_path)
     monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(doctor_module, "_horovod", list)  # imported in another process
+    monkeypatch.setattr(doctor_module, "_horovod", list)  # It would start a process.
     assert doctor_module.doctor() == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
     assert "driver 580.159.04, but TensorFlow finds no GPU: libcublas.so.12 and 6 others" in line
@@ -109,7 +109,7 @@ def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
 
 def test_a_driver_that_nvidia_smi_alone_shows(machine, tmp_path):
     write_nvidia_smi(tmp_path, driver_version="560.94", name="NVIDIA L4")
-    machine((), (12060,), libraries=False)  # as on WSL
+    machine((), (12060,), libraries=False)  # The same as on WSL.
     assert doctor_gpu.examine_gpus()[0]["found"].startswith("driver 560.94, and")
 
 
@@ -130,7 +130,7 @@ def test_the_device_of_this_machine(machine, tmp_path, monkeypatch):
     write_driver(tmp_path, model="NVIDIA A100-SXM4-40GB")
     assert this_device().name == "a100-40"
     machine((), (12080, 0, 80 << 30, ("NVIDIA H100 80GB HBM3", "NVIDIA T400 4GB")))
-    assert this_device().name == "h100-80"  # which CUDA shows first, not the bus
+    assert this_device().name == "h100-80"  # CUDA's order, not the bus order.
     machine((), (12080, 0, 10 << 30, ("NVIDIA H100 80GB HBM3 MIG 1g.10gb",)))
     with pytest.raises(InputError, match="MIG 1g.10gb.*--measure"):
         this_device()

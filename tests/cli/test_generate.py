@@ -1,4 +1,4 @@
-"""Promise: a published folder continues texts from the command line; wrong input is told in a line."""
+"""Promise: the command line continues texts, and wrong input is an error of one line."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def save(network, folder, family):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Llama whose tokenizer knows bytes, so that characters are found in parts."""
+    """Random Llama with a byte tokenizer, so that characters are generated in parts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     save(CausalLM(300, **LLAMA), folder, "llama")
     own = byte_tokenizer(["The quick brown fox jumps over the lazy dog, été."] * 3, 290)
@@ -93,7 +93,7 @@ def test_a_text_is_no_list_of_texts(folder):
 
 
 def test_texts_are_those_of_the_model(folder):
-    """Whatever the others are: prompts begin with the start token, results do not have them."""
+    """Results do not depend on other prompts, which begin with the start token."""
     tokenizer, model = load_tokenizer(folder), from_pretrained(folder)
     together = generator(folder)(PROMPTS)
     assert len(set(together)) == 3
@@ -107,7 +107,7 @@ def test_texts_are_those_of_the_model(folder):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "num_return_sequences": 2}], ids=str)
 def test_parts_are_the_texts(folder, options):
-    """And each has whole characters."""
+    """Each part has complete characters."""
     parts = {}
     tell = lambda number, text: parts.setdefault(number, []).append(text)
     texts = generator(folder, batch_size=2, **options)(PROMPTS, on_text=tell)
@@ -163,7 +163,7 @@ CHAT = (
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
 def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
-    """As `transformers` renders it; what begins twice begins once."""
+    """The result matches `transformers`, with a single start token."""
     path = tmp_path / "chat"
     shutil.copytree(folder, path)
     with pytest.raises(InputError, match="has no chat template"):
@@ -229,7 +229,7 @@ def test_a_token_ends_texts(folder, capsys):
 
 
 def test_texts_for_sources(folder, tmp_path, capsys):
-    """Of an encoder–decoder a text does not go on with its prompt."""
+    """Texts of an encoder–decoder do not contain the prompt."""
     save(EncoderDecoderLM(300, **BART), tmp_path / "bart", "bart")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "bart" / name).write_bytes((folder / name).read_bytes())
@@ -297,7 +297,7 @@ def test_halves_of_pairs_in_texts_are_told_with_their_number(folder):
 
 
 def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys):
-    """`evaluate` and `translate` take runs of translation models."""
+    """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")
     own = tmp_path / "own"

@@ -1,7 +1,7 @@
-"""Promise: what keeps Horovod from being installed is told in one line, and nothing is half done.
+"""Promise: a failed installation of Horovod prints one line and leaves nothing incomplete.
 
-That it can be built and used is what the tests of several ranks show. Nothing here needs a
-network, nor changes the environment.
+The tests with several ranks show that a built Horovod works. These tests need no network and do not
+change the environment.
 """
 
 import io
@@ -22,7 +22,7 @@ GATHERED = "auto enqueue_result = EnqueueTensorAllgather(\n"
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """An empty cache, and a pip that finds packages in `packages/` only."""
+    """Empty cache, and a pip that finds packages in `packages/` only."""
     monkeypatch.delenv("CXX", raising=False)
     (tmp_path / "packages").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -32,7 +32,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def sources(folder, listing, operations=INCLUDE + ALLOCATED + GATHERED):
-    """Write an archive as Horovod's, with two of its files; return its path."""
+    """Write an archive with two of Horovod's files and return its path."""
     path = folder / "horovod-0.28.1.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         files = {LISTING: listing, OPERATIONS: operations, f"{FOLDER}/common/ops/cuda/a.cu": ""}
@@ -44,7 +44,7 @@ def sources(folder, listing, operations=INCLUDE + ALLOCATED + GATHERED):
 
 
 def refusal(capsys):
-    """Return the one line that the command wrote."""
+    """Return the single line that the command printed."""
     error = capsys.readouterr().err
     assert error.startswith("dtransformer: ") and error.count("\n") == 1
     return error
@@ -134,7 +134,7 @@ def test_the_wheel_of_this_environment_is_for_gpus_too():
 
 
 def test_constraints_of_the_environment_do_not_hold_for_the_build(tmp_path, monkeypatch):
-    """setuptools runs pip in the sources' folder, where a relative path names nothing."""
+    """setuptools runs pip in the folder of the sources, where relative paths are wrong."""
     monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     environment = install_horovod._build_environment(tmp_path, tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Promise: whatever the command line is given, it says what is wrong in one line."""
+"""Promise: wrong options and environments of the command line cause an error of one line."""
 
 import json
 import os

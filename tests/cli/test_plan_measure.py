@@ -1,4 +1,4 @@
-"""Promise: a machine that was measured is a device to plan for."""
+"""Promise: the planner accepts a measured machine as a device."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
     ask = ["plan", "--model", "gpt2-small", "--device", path, "--devices", "1"]
     assert main([*ask, "--global-batch", "4", "--precision", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # Six for each position and weight in a product, and the attention cores; less than the peak.
+    # Six FLOPs per position and weight plus the attention scores, at less than the peak.
     assert found["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12
 
 

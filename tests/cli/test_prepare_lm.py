@@ -1,4 +1,4 @@
-"""Promise: `prepare --lm` goes from files to token shards, and wrong options are told in one line."""
+"""Promise: `prepare --lm` converts files to token shards, and rejects wrong options in one line."""
 
 import json
 

@@ -36,7 +36,7 @@ def reference(tmp_path_factory):
 
 
 def inputs_of(found, with_labels):
-    """Return a batch as rows of the tasks have it: labels are the next tokens."""
+    """Return a batch in the form of the tasks' rows, with the next tokens as labels."""
     segments = np.arange(found["ids"].shape[-1]) < found["lengths"][..., None]
     labels = np.pad(found["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
     own = {"tokens": found["ids"], "segments": segments, "labels": labels}

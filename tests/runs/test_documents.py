@@ -1,4 +1,4 @@
-"""Promise: documents are trained on as the config says, and a run that fails changes nothing."""
+"""Promise: training on documents follows the config, and a rejected run changes nothing."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ TRAINING = {"batch_size": 4, "learning_rate": 0.01, "optimizer": "sgd", "weight_
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a small text and its config, in which all commands run, and a run of it."""
+    """Working folder with a small text, its config and a run."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "text.txt").write_text("\n\n".join(f"one two {'three ' * n}" for n in range(1, 40)))
     config = {
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 
 def train(*settings, flags=(), run="runs/gpt"):
-    """Train the config with settings; return the exit code."""
+    """Train the config with settings and return the exit code."""
     options = ["--set", *settings] if settings else []
     return main(["train", "--config", "gpt.yaml", "--run", run, *flags, *options])
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_its_vocabulary_alone(place, capsys):
 
 
 def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
-    """Folders of token shards hold what `prepare` read, by options of its own."""
+    """Folders of token shards were already read by `prepare`, with its options."""
     prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "18", "--out"]
     assert main([*prepare, "shards"]) == 0
     rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
@@ -108,7 +108,7 @@ def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place,
 
 
 def lines_of(run, kind):
-    """The records of a kind in a run's metrics."""
+    """Return the records of one kind in a run's metrics."""
     lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
     return [x for x in map(json.loads, lines) if x["kind"] == kind]
 
@@ -136,7 +136,7 @@ def test_perplexities_are_of_the_text(place, capsys):
     tokenizer, total, number = run.tokenizer, 0.0, 0
     for text in documents:
         (ids,) = tokenizer.encode([text]).to_list()
-        # Rows are shorter than some documents, and begin where they begin: one at a time here.
+        # Each document is scored in a single row, because some are longer than the run's rows.
         ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
         number += ids.shape[1] - 1
         total += len(text.encode())

@@ -1,4 +1,4 @@
-"""Promise: a dry run refuses all that training would refuse, and needs no memory for weights."""
+"""Promise: a dry run rejects everything that training would reject, without memory for weights."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.runs.small_records import CONFIGS, write, write_config
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with records, a model and its tokenizer, in which all commands run."""
+    """Working folder with records, a model and its tokenizer."""
     folder = tmp_path_factory.mktemp("dry")
     write(folder)
     with pytest.MonkeyPatch.context() as patched:
@@ -25,7 +25,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def dry_run(place, capsys):
-    """Return a function that runs a task's config dry: exit code, standard output and error."""
+    """Function that runs a config with --dry-run, and returns exit code, output and errors."""
 
     def run(name, *settings, options=()):
         path = write_config(name, place)

@@ -35,7 +35,7 @@ def embedding_trainer():
 
 
 def inputs():
-    """Return token ids of pairs of texts; texts with equal ids are equal."""
+    """Return token ids of pairs of texts. Texts with equal ids are equal."""
     texts = np.random.default_rng(0).integers(4, 30, (12, 6), "int32")
     tokens = texts[TEXT_IDS.astype(int)]
     return {"tokens": tokens, "attention_mask": np.ones_like(tokens)}

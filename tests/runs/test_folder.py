@@ -1,4 +1,4 @@
-"""Promise: a run folder is one thing, and nothing in it is lost or replaced by accident."""
+"""Promise: a run folder is consistent, and no run is lost or replaced by accident."""
 
 import hashlib
 import io
@@ -39,7 +39,7 @@ WEIGHTS, STEP = "model.weights.h5", "step-00000002"
 
 
 def train(corpus, folder, *arguments):
-    """Train; arguments are flags, and settings that come last."""
+    """Train with flags and, as the last arguments, settings."""
     flags = [one for one in arguments if one.startswith("--")]
     settings = [one for one in arguments if not one.startswith("--")]
     command = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder), *flags]
@@ -59,7 +59,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(corpus):
-    """Two runs of the same data, with other vocabularies and other seeds."""
+    """Two runs on the same data with different vocabularies and seeds."""
     assert train(corpus, corpus / "a") == 0
     assert train(corpus, corpus / "b", "tokenizer.lower_case=true", "training.seed=1") == 0
     return corpus
@@ -67,12 +67,12 @@ def trained(corpus):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of one."""
+    """Copy of the first run."""
     return shutil.copytree(trained / "a", tmp_path / "run")
 
 
 def snapshot(folder):
-    """The files below a folder, and what is in them."""
+    """Return a dict from the paths of all files in a folder to their contents."""
     return {
         str(path.relative_to(folder)): path.is_dir() or hashlib.sha256(path.read_bytes()).digest()
         for path in sorted(folder.rglob("*"))
@@ -80,7 +80,7 @@ def snapshot(folder):
 
 
 def swap(part):
-    """Return a function that puts a part of the other run into a run."""
+    """Return a function that replaces a part of a run with the part of another run."""
 
     def change(run, other):
         path = run / part
@@ -143,7 +143,7 @@ def add(name):
     return lambda run, other: (run / name).write_text("mine")
 
 
-# What is done to the run, the arguments of train, and what it has to say.
+# Change of the run folder, arguments of train, and expected error.
 REFUSED = [
     (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
     (foreign, [], "no run folder"),

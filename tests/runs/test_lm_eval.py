@@ -1,4 +1,4 @@
-"""Promise: the evaluation harness gets what `transformers` computes of the same weights."""
+"""Promise: scores of the evaluation harness match `transformers`."""
 
 import importlib.machinery
 import importlib.util
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def harness(folder, monkeypatch):
-    """The model of the harness; where the package is not installed its base class is a plain one."""
+    """Model for the harness, with a plain base class if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
             module = types.ModuleType(name)
@@ -41,7 +41,7 @@ def harness(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """A function of ids and the number of the last ones: their log p by `transformers`, greedy ones."""
+    """Function (ids, count) that scores the last ids with `transformers`: log p, and if greedy."""
     torch = pytest.importorskip("torch", reason="the reference environment has PyTorch")
     transformers = pytest.importorskip("transformers", reason="as PyTorch")
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
@@ -69,7 +69,7 @@ def test_continuations(harness, reference):
     found = harness.loglikelihood([request(*pair) for pair in pairs])
     for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
         whole, before = ids_of(harness, context + text), ids_of(harness, context.rstrip())
-        if not context:  # this tokenizer adds nothing itself
+        if not context:  # This tokenizer adds no special tokens.
             whole, before = [1, *whole], [1]
         ids = np.array(whole[-(MOST + 1) :])
         expected = reference(ids, min(len(whole) - len(before), MOST))
@@ -82,7 +82,8 @@ def test_texts_in_windows(harness, reference):
     for text, total in zip(texts, found, strict=True):
         ids, expected = ids_of(harness, text), 0.0
         whole = np.array([1, *ids])
-        for end in range(1, len(ids) + 1):  # each token after what its window has before it
+        # Each token depends on the previous tokens of its window.
+        for end in range(1, len(ids) + 1):
             last = min(-(-end // MOST) * MOST, len(ids))
             first = max(0, last - MOST)
             expected += reference(whole[first : end + 1], 1)[0]
@@ -99,7 +100,7 @@ def test_texts_end_where_they_are_to(harness):
 
 
 def test_long_contexts_are_cut_from_the_left(harness):
-    """As those that are scored: learned positions end."""
+    """The number of learned positions also limits contexts."""
     network = CausalLM(
         290, hidden_size=8, num_heads=2, num_layers=1, max_length=MOST, start_id=None
     )

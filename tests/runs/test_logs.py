@@ -1,4 +1,4 @@
-"""Promise: logs go where a run asks for, and a package that is missing is told before work begins."""
+"""Promise: a run writes the requested logs, and reports a missing package before it starts."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from dtransformer.runs.config import load_config
 
 @pytest.fixture
 def services(monkeypatch):
-    """What stands in for Weights & Biases and MLflow, with their functions' names and arguments."""
+    """Fakes of Weights & Biases and MLflow with the same functions and arguments."""
     seen = []
     note = lambda name: lambda *args, **options: seen.append((name, args, options))
     run = types.SimpleNamespace(log=note("log"), finish=note("finish"))

@@ -1,4 +1,4 @@
-"""Promise: `predict` and `embed` give each line what the network gives it alone, in order."""
+"""Promise: `predict` and `embed` return the network's result for each line, in order."""
 
 import io
 import json
@@ -29,7 +29,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a short run of each task, in which all commands run."""
+    """Working folder for a short run of each task."""
     folder = tmp_path_factory.mktemp("place")
     write(folder)
     (folder / "bio.jsonl").write_text("\n".join(map(json.dumps, BIO * 6)))
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(place):
-    """A function of a task's name that trains it once, and returns what was printed."""
+    """Function that trains a task once and returns the printed text."""
     printed = {}
 
     def train(name, capsys):
@@ -55,7 +55,7 @@ def trained(place):
 
 
 def run(monkeypatch, capsys, *command, lines=TEXTS):
-    """Run a command with lines of standard input; return the lines that it prints."""
+    """Run a command with lines of standard input and return the printed lines."""
     data = "".join(f"{line}\n" for line in lines).encode()
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
     code = main([*map(str, command)])
@@ -102,7 +102,7 @@ def test_probabilities_of_a_text_do_not_depend_on_other_texts(trained, monkeypat
 
 
 def test_numbers_of_pairs_of_texts(trained, place, monkeypatch, capsys):
-    """As `evaluate` computes them: the records have a second text, and ids of its tokens."""
+    """The predictions match `evaluate`. Records have a second text and token types."""
     trained("regression", capsys)
     command = ["predict", "--run", "runs/regression", "--data", "numbers.jsonl"]
     code, lines, _ = run(monkeypatch, capsys, *command)
@@ -167,7 +167,7 @@ def test_f1_in_logs_is_that_of_entities_for_every_batch_size(trained, place, cap
     predicted = [ids[0].copy(), ids[1]]
     predicted[0][1] = names.index("O")  # "Ann" alone is no entity of the labels
     assert task.label_scores(ids, predicted)["f1"] == pytest.approx(2 * 3 / (4 + 4))
-    # The end of one sentence does not go on in the next one.
+    # An entity ends with its sentence.
     split = [np.array([names.index("B-P")]), np.array([names.index("I-P")])]
     whole = [np.array([names.index("B-P")]), np.array([names.index("O")])]
     assert task.label_scores(split, whole)["f1"] == pytest.approx(2 * 1 / (2 + 1))
@@ -206,7 +206,7 @@ def test_recall_counts_equal_texts_as_one(trained, place, capsys):
     assert main(["evaluate", "--run", "runs/embedding", "--data", "same.jsonl", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["recall@1"] == found["mrr"] == 1 and "loss" in found
-    assert task.config.data.dev  # which another file took the place of
+    assert task.config.data.dev  # The file of --data replaced it.
 
 
 def test_rewards_of_answers_texts_and_pairs(trained, place, monkeypatch, capsys):
@@ -250,7 +250,7 @@ def test_an_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
 
 
 def test_an_exported_classifier_keeps_its_labels(place, capsys):
-    """Also one that was trained from scratch, whose head is of no published family."""
+    """Also if it was trained from scratch, with a head of no published family."""
     path = write_config("classification", place)
     command = ["train", "--config", str(path), "--run", "runs/bert"]
     settings = ["data.length=16", "model.positions=learned", "export.family=bert"]

@@ -1,4 +1,4 @@
-"""Promise: each task goes from files to a run by one command, and goes on to the last bit."""
+"""Promise: one command trains each task from files to a run, and resumes it bit for bit."""
 
 import argparse
 import io
@@ -32,7 +32,7 @@ OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with records, a model and its tokenizer, in which all commands run."""
+    """Working folder with records, a model and its tokenizer."""
     folder = tmp_path_factory.mktemp("place")
     write(folder)
     with pytest.MonkeyPatch.context() as patched:
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def train(name, place, *options, code=0):
-    """Train a task's config; return the losses of its epochs, on held-out records where there are."""
+    """Train a task's config. Return the losses of its epochs, on held-out records if any."""
     path = write_config(name, place)
     assert main(["train", "--config", str(path), *options]) == code
     if code:
@@ -52,7 +52,7 @@ def train(name, place, *options, code=0):
 
 @pytest.fixture(scope="module")
 def chatted(place):
-    """A chat with adapters, of a mixture in packed rows, trained once for all tests."""
+    """Chat run with adapters and a mixture in packed rows, trained once for all tests."""
     return train("chat", place, "--set", "training.epochs=3")
 
 
@@ -141,7 +141,7 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
     names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     expected = {name: pytest.approx(last[f"val_{name}"], rel=1e-5, abs=1e-6) for name in names}
     assert found == expected
-    # Its adapters are beside the chat's own, which are merged where these are given.
+    # The chat run's adapters are merged before the new ones are added.
     _, beside = opened("runs/chat", "float32", "runs/preference/adapters")
     tokens = np.arange(3, 11, dtype="int32")[None]
     own = load_run("runs/preference").core(tokens)
@@ -216,7 +216,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("chat", "data.length=4", "more than data.length=4 tokens"),
         ("chat", "data.train=pairs.jsonl", "completion: messages are None"),
         ("chat", "model.from=nowhere", "nowhere"),
-        ("chat", "model.preset=gpt2_small", "from and preset"),
+        ("chat", "model.preset=gpt2_small", "`model.preset` are both set"),
         ("chat", "model.adapters={targets: nothing}", "model.adapters"),
         ("gpt", "export.family=llama", "cannot be saved as one of that family"),
         ("gpt", "model.adapters={rank: 2}", "Set `model.from` to the folder"),
@@ -275,7 +275,7 @@ def test_own_tasks_need_a_name_and_a_class_of_their_own():
 
 
 def test_one_dial(tmp_path, capsys):
-    """GPT-2's width of its depth; what the published laws say, computed here by hand."""
+    """The width is GPT-2's. The expected values follow from the published laws."""
     command = ["new", "causal_lm", "--depth", "12", "--device", "h100", "--devices", "8"]
     assert main(command) == 0
     text = capsys.readouterr().out
@@ -301,7 +301,7 @@ def test_one_dial(tmp_path, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
-    """Also where none is asked for, and Keras' own default is another."""
+    """Also if it is 0, although Keras' default is different."""
     settings = [f"training.optimizer={optimizer}", f"training.weight_decay={decay}"]
     settings += ["training.clip_norm=null", "training.learning_rate=1", "training.warmup_steps=0"]
     made = make_optimizer(load_config(None, settings), total_steps=10)
@@ -326,7 +326,7 @@ def test_records_are_encoded_some_at_a_time(place, monkeypatch):
 
 
 def test_evaluations_at_once_have_folders_of_their_own(place, monkeypatch):
-    """Made where documents are tokenized; what is there of that name stays."""
+    """Token shards are written to temporary folders. Existing folders stay."""
     if not (place / "runs/gpt").exists():
         train("gpt", place)
     theirs = place / "runs/gpt.evaluated"

@@ -1,4 +1,4 @@
-"""Promise: a key that a run would not read is an error before anything is read, in every task."""
+"""Promise: in every task, a key that the run does not use is an error before any file is read."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from dtransformer.runs.unread import READ, check_read
 def test_the_table_has_keys_that_there_are():
     for key, tasks in READ.items():
         assert tasks and all(key in RunConfig(task).keys() for task in tasks), key
-        # All others are unknown to the other tasks already.
+        # A key outside the sections of the other tasks would be an unknown key.
         assert any(key in RunConfig(task).keys() for task in SECTIONS if task not in tasks), key
 
 
@@ -83,7 +83,7 @@ def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
     from dtransformer.runs import tasks
     from dtransformer.runs.unread import LIKE
 
-    for table in (SECTIONS, LIKE, tasks._REGISTERED):  # which are as before when the test ends
+    for table in (SECTIONS, LIKE, tasks._REGISTERED):  # Pytest restores the tables.
         monkeypatch.setitem(table, "mine", None)
     tasks.register_task("mine", tasks.class_of(RunConfig(like)), like=like)
     config = load_config(None, ["task=mine", setting])

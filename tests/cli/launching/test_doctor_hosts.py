@@ -1,4 +1,4 @@
-"""Promise: `doctor --hosts` says of each host whether it can take part, and what to mend."""
+"""Promise: `doctor --hosts` reports whether each host can join a job, and how to fix problems."""
 
 import pytest
 
@@ -17,7 +17,9 @@ def test_this_host(capsys):
 def test_a_host_that_does_not_answer(capsys):
     assert main(["doctor", "--hosts", "no-such-host.invalid"]) == 1
     told = capsys.readouterr().out
-    assert "FAILED   no-such-host.invalid: ssh" in told and "-> set up ssh without a password" in told
+    assert (
+        "FAILED   no-such-host.invalid: ssh" in told and "-> set up ssh without a password" in told
+    )
 
 
 @pytest.mark.parametrize("field, value, told", [

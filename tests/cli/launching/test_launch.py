@@ -1,4 +1,4 @@
-"""Promise: `dtransformer launch` starts a command again after a failure, and leaves no process."""
+"""Promise: `dtransformer launch` restarts a command after a failure, and leaves no process behind."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def launch(*options, command, **environment):
 
 @needs_horovod
 def test_a_command_that_fails_once_is_started_again(tmp_path):
-    """With what ranks fit their layout by in the environment; what is left over is ended."""
+    """The environment contains the ranks per host, and remaining processes are killed."""
     script = (
         f'test "$DTRANSFORMER_FIT_LAYOUT" = 1 || exit 9; cd {tmp_path}; '
         "if mkdir first; then setsid sleep 1235 > /dev/null 2>&1 & exit 3; fi; "
@@ -53,7 +53,7 @@ def test_refused_options_are_not_tried_again():
 @needs_horovod
 @pytest.mark.long
 def test_a_signal_is_passed_on_to_ranks_that_catch_it():
-    """Not to the shells around them, but to those that start; the exit code says that it can go on."""
+    """Shells do not get the signal. Ranks that still start get it later. The exit code is 75."""
     rank = (
         "import signal, sys, time; print('ready', flush=True); time.sleep(3); "
         "signal.signal(10, lambda *x: sys.exit(75)); time.sleep(99)"

@@ -1,4 +1,4 @@
-"""Promise: hosts are read or refused, those that fail are left out for a while, causes are told."""
+"""Promise: host lists are checked, failed hosts are excluded for a while, and causes are reported."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_hosts_that_come_are_taken():
     assert take_ranks(parse_hosts("a:2\nb:2\nc:2", "x"), 5) == {"a": 2, "b": 2, "c": 1}
 
 
-# What is printed -> cause, hosts, preempted, refused.
+# Printed lines, and the expected cause, hosts, preempted and refused.
 OUTPUTS = {
     "a frozen rank": (
         [
@@ -89,7 +89,7 @@ def test_why_a_start_has_ended(lines, expected):
     assert [outcome.hosts, *found] == rest
 
 
-# Degrees (data, model, pipeline), devices that are left -> degrees.
+# Degrees (data, model, pipeline), remaining devices, and expected degrees.
 REFITS = [
     ((4, 1, 1), 3, (3, 1, 1)),
     ((2, 2, 1), 4, (2, 2, 1)),
@@ -141,7 +141,7 @@ def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts
 
 
 def plan_for(ranks, monkeypatch, *settings, launched="3"):
-    """Return the plan of a run on a layout of four ranks, where so many are left."""
+    """Return the plan of a run with a layout for four ranks on fewer remaining ranks."""
     layout = ["data_parallel=2", "model_parallel=2", "gradient_dtype=float16"]
     config = load_config(None, [*(f"parallel.{field}" for field in layout), *settings])
     monkeypatch.setenv("HOROVOD_SIZE", str(ranks))
@@ -152,7 +152,7 @@ def plan_for(ranks, monkeypatch, *settings, launched="3"):
 
 
 def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
-    """For the run's model and batch; what is no degree stays. `init` takes it."""
+    """The plan is for the run's model and batch, keeps other fields, and `init` accepts it."""
     found = plan_for(3, monkeypatch)
     best = found.best.config
     assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
@@ -165,9 +165,9 @@ def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks, launched, settings", [
-    (4, "4", []),  # all are there
-    (3, "", []),  # `init` refuses it
-    (3, "2", []),  # on hosts of two and of one
+    (4, "4", []),  # All ranks remain.
+    (3, "", []),  # `init` rejects it.
+    (3, "2", []),  # Two ranks on one host, and one on another.
     (3, "3", ["training.optimizer=nonsense"]),
 ])  # fmt: skip
 def test_where_the_planner_has_no_layout(ranks, launched, settings, monkeypatch):
