@@ -82,7 +82,7 @@ def test_nccl_that_cannot_be_opened(machine):
         ((11040,), False, "its driver supports CUDA 11.4", "version 555"),
         ((12020,), True, "its driver supports CUDA 12.2", "version 555"),
         (None, True, "libcuda.so.1 cannot be opened", "--gpus all"),
-        ((12080, 803), True, "CUDA does not start, error 803", "nvidia-smi"),
+        ((12080, 803), True, "CUDA does not start (error 803", "nvidia-smi"),
         ((12080,), True, "all CUDA libraries were found", "TF_CPP_MIN_LOG_LEVEL=0"),
     ],
 )

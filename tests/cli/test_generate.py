@@ -256,9 +256,9 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),
         (["--prompt", "x", "--beam-size", "0"], "expected an integer from 1"),
         (["--prompt", "x", "--stop", "two tokens"], "Choose a text that is a single token"),
-        (["--prompt", "x", "--stream", "--json"], "leave --json and several out"),
+        (["--prompt", "x", "--stream", "--json"], "--stream prints one text per prompt"),
         (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
-        (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
+        (["--prompt", "x", "--set", "model.hidden_size=3"], "Use it with parallel.…"),
         (["--prompt", "x", "--system", "y"], "--system requires --chat"),
         (["--prompt", "caf\udce9"], "character 4: byte 0xe9 is not UTF-8 text"),
         (["--prompt", "x", "--stop", "\ud83d"], "character 1: U+D83D is half of a surrogate pair"),
@@ -303,7 +303,7 @@ def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys)
     own = tmp_path / "own"
     (own / "checkpoints").mkdir(parents=True)
     for place, told in (
-        (folder, f"{folder} has a published model"),
+        (folder, f"`{folder}` contains a published model"),
         (own, "It contains checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]

@@ -146,9 +146,9 @@ def add(name):
 # Change of the run folder, arguments of train, and expected error.
 REFUSED = [
     (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
-    (foreign, [], "no run folder"),
-    (foreign, ["--overwrite"], "no run folder"),
-    (foreign, ["--resume"], "no run folder"),
+    (foreign, [], "is not a run folder"),
+    (foreign, ["--overwrite"], "is not a run folder"),
+    (foreign, ["--resume"], "is not a run folder"),
     (add("notes.txt"), ["--overwrite"], "also contains notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
     (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),

@@ -24,7 +24,7 @@ def test_the_table_has_keys_that_there_are():
 def test_muon_is_refused_with_what_it_would_do(task, name):
     with pytest.raises(InputError) as caught:
         check_read(load_config(None, [f"task={task}", f"training.optimizer={name}"]))
-    for words in ("three dimensions", "with AdamW", "untied head", "use adamw, adafactor, lion"):
+    for words in ("three dimensions", "with AdamW", "untied head", "Use adamw, adafactor, lion"):
         assert words in str(caught.value)
 
 

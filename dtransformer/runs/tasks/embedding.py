@@ -86,7 +86,7 @@ class Embedding(LabelTask):
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
         if self.config.parallel.micro_batch_num > 1 or shards_mesh:
             raise InputError(
-                "Task embedding compares each query with all texts of a batch. Set `parallel` to "
+                "Task embedding compares each query with all texts of a batch. Set "
                 "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
                 "context_parallel or local_devices."
             )
