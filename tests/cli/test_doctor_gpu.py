@@ -60,14 +60,14 @@ H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
         ([card("Quadro M4000", 5, 2)], (12080,), False, "TensorFlow's wheel requires at least 6.0"),
     ],
 )
-def test_cards_that_tensorflow_sees(machine, gpus, cuda, ok, told):
+def test_doctor_checks_visible_gpus(machine, gpus, cuda, ok, told):
     grown = machine(gpus, cuda)
     found, nccl = doctor_gpu.examine_gpus()
     assert found["ok"] is ok and told in found["found"] and bool(found["mend"]) is not ok
     assert nccl["found"] == "2.27.7" and grown == gpus  # Other programs keep their memory.
 
 
-def test_nccl_that_cannot_be_opened(machine):
+def test_doctor_reports_missing_nccl(machine):
     machine([T4], (12080,), nccl=(2, 0))
     assert doctor_gpu.examine_gpus()[1]["ok"] is None  # One GPU does not need NCCL.
     machine([T4, T4], (12080,), nccl=(2, 0))
@@ -86,7 +86,7 @@ def test_nccl_that_cannot_be_opened(machine):
         ((12080,), True, "all CUDA libraries were found", "TF_CPP_MIN_LOG_LEVEL=0"),
     ],
 )
-def test_a_driver_whose_gpus_tensorflow_does_not_see(
+def test_doctor_explains_why_tensorflow_finds_no_gpu(
     machine, tmp_path, cuda, libraries, told, mend
 ):
     write_driver(tmp_path)
@@ -97,7 +97,7 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(
     assert told in found["found"] and "\n" not in found["found"]
 
 
-def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
+def test_doctor_fails_if_a_driver_has_no_visible_gpu(monkeypatch, tmp_path, capsys):
     write_driver(tmp_path)
     monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -107,15 +107,13 @@ def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
     assert "driver 580.159.04, but TensorFlow finds no GPU: libcublas.so.12 and 6 others" in line
 
 
-def test_a_driver_that_nvidia_smi_alone_shows(machine, tmp_path):
+def test_doctor_finds_the_driver_through_nvidia_smi(machine, tmp_path):
     write_nvidia_smi(tmp_path, driver_version="560.94", name="NVIDIA L4")
     machine((), (12060,), libraries=False)  # The same as on WSL.
     assert doctor_gpu.examine_gpus()[0]["found"].startswith("driver 560.94, and")
 
 
-def test_nothing_is_missed_without_a_driver_or_where_gpus_are_hidden(
-    machine, tmp_path, monkeypatch
-):
+def test_doctor_accepts_no_driver_and_hidden_gpus(machine, tmp_path, monkeypatch):
     machine()
     assert doctor_gpu.examine_gpus()[0]["ok"] is None
     write_driver(tmp_path, model="NVIDIA L40S")
@@ -123,7 +121,7 @@ def test_nothing_is_missed_without_a_driver_or_where_gpus_are_hidden(
     assert doctor_gpu.examine_gpus()[0]["ok"] is None and this_device().name == "cpu"
 
 
-def test_the_device_of_this_machine(machine, tmp_path, monkeypatch):
+def test_this_device_is_the_first_visible_gpu(machine, tmp_path, monkeypatch):
     machine((), None)
     write_nvidia_smi(tmp_path, name="NVIDIA H200")
     assert this_device().name == "h200-141"
@@ -136,7 +134,7 @@ def test_the_device_of_this_machine(machine, tmp_path, monkeypatch):
         this_device()
 
 
-def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch):
+def test_measures_gpus_that_no_table_lists(machine, tmp_path, monkeypatch):
     write_driver(tmp_path, model="NVIDIA L40S")
     machine([card("NVIDIA L40S", 8, 9)], (12080,))
     with pytest.raises(InputError, match="NVIDIA L40S.*--measure"):
@@ -144,21 +142,21 @@ def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch
     assert measured_machine.own_memory_gb() == pytest.approx(51.5, abs=0.1)
 
 
-def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():
+def test_gpu_measurements_exceed_launches_and_caches():
     sizes = measured_machine._SIZES["GPU"]
     assert 4 * sizes.memory_items >= 2**30
     smallest = min(sizes.few * sizes.features[0] ** 2, sizes.rows * sizes.few**2)
     assert 32 * 2 * smallest / 1e15 > 10 * 10e-6  # seconds of 32 products; of a launch
 
 
-def test_without_a_gpu_no_kernels_are_compiled(capsys, monkeypatch):
+def test_warm_fails_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(warm, "device_type", lambda: "CPU")
     assert main(["doctor", "--warm"]) == 1
     assert "TensorFlow finds no GPU whose driver could compile kernels" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_first_kernels_of_each_type(tmp_path, monkeypatch):
+def test_warm_trains_and_generates_in_each_type(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "device_type", lambda: "GPU")
     monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path))
     (tmp_path / "index").write_bytes(b"0" * 2_000_000)

@@ -87,12 +87,12 @@ def stdin(monkeypatch):
     return give
 
 
-def test_a_text_is_no_list_of_texts(folder):
+def test_generator_rejects_a_string_instead_of_a_list(folder):
     with pytest.raises(TypeError, match="a list of texts, got the text 'hello'"):
         generator(folder)("hello")
 
 
-def test_texts_are_those_of_the_model(folder):
+def test_generated_texts_match_the_network(folder):
     """Results do not depend on other prompts, which begin with the start token."""
     tokenizer, model = load_tokenizer(folder), from_pretrained(folder)
     together = generator(folder)(PROMPTS)
@@ -106,7 +106,7 @@ def test_texts_are_those_of_the_model(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "num_return_sequences": 2}], ids=str)
-def test_parts_are_the_texts(folder, options):
+def test_streamed_parts_join_to_the_texts(folder, options):
     """Each part has complete characters."""
     parts = {}
     tell = lambda number, text: parts.setdefault(number, []).append(text)
@@ -116,7 +116,7 @@ def test_parts_are_the_texts(folder, options):
     assert any(len(pieces) > 3 for pieces in parts.values())
 
 
-def test_prompts_of_both_kinds(folder, stdin, capsys):
+def test_generate_reads_prompts_from_options_and_stdin(folder, stdin, capsys):
     expected = generator(folder)(PROMPTS)
     assert run(folder, *prompts(*PROMPTS)) == 0
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
@@ -126,7 +126,7 @@ def test_prompts_of_both_kinds(folder, stdin, capsys):
     assert lines == [{"prompt": x, "text": y} for x, y in zip(PROMPTS, expected, strict=True)]
 
 
-def test_a_stream_is_the_same(folder, capsys):
+def test_stream_prints_the_same_text(folder, capsys):
     expected = [generator(folder)([prompt])[0] for prompt in PROMPTS]
     assert run(folder, *prompts(*PROMPTS), "--stream") == 0
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
@@ -141,7 +141,7 @@ def test_a_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
     assert lines == [{"prompt": x, "text": y} for x, y in zip(texts, expected)]
 
 
-def test_adapters_are_beside_the_weights(folder, tmp_path, capsys):
+def test_generate_adds_adapters_to_the_weights(folder, tmp_path, capsys):
     network = from_pretrained(folder)
     add_lora(network, rank=2, targets="*attention/*_kernel")
     for weight in network.trainable_variables:
@@ -162,7 +162,7 @@ CHAT = (
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
+def test_chat_applies_the_chat_template(folder, tmp_path, capsys, name):
     """The result matches `transformers`, with a single start token."""
     path = tmp_path / "chat"
     shutil.copytree(folder, path)
@@ -207,7 +207,7 @@ def test_tools_of_a_chat_use_the_template_for_tools(folder, tmp_path, capsys):
     assert "--tools requires --chat" in capsys.readouterr().err
 
 
-def test_options_go_to_the_search(folder, capsys):
+def test_generate_passes_search_options(folder, capsys):
     drawn = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
     several = ["--num-return-sequences", "2", "--repetition-penalty", "1.2", "--seed", "3"]
     assert run(folder, *prompts("The"), *drawn, *several) == 0
@@ -220,7 +220,7 @@ def test_options_go_to_the_search(folder, capsys):
     assert capsys.readouterr().out == f"{expected[0]}\n"
 
 
-def test_a_token_ends_texts(folder, capsys):
+def test_stop_token_ends_texts(folder, capsys):
     tokenizer, (text,) = load_tokenizer(folder), generator(folder)(["dog"])
     ids = tokenizer.encode([text]).to_list()[0]
     stop = tokenizer.decode([[one] for one in ids if one < 128 + 3])[0]
@@ -228,7 +228,7 @@ def test_a_token_ends_texts(folder, capsys):
     assert capsys.readouterr().out == text[: text.index(stop) + len(stop)] + "\n"
 
 
-def test_texts_for_sources(folder, tmp_path, capsys):
+def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
     """Texts of an encoder–decoder do not contain the prompt."""
     save(EncoderDecoderLM(300, **BART), tmp_path / "bart", "bart")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -290,13 +290,13 @@ def test_wrong_folders(folder, tmp_path, capsys):
     assert "has no config.yaml" in refused(tmp_path)
 
 
-def test_halves_of_pairs_in_texts_are_told_with_their_number(folder):
+def test_lone_surrogates_are_reported_with_the_text_index(folder):
     for tokenizer in (load_tokenizer(folder), SubwordTokenizer.train(["one two"], vocab_size=22)):
         with pytest.raises(InputError, match=r"text 2 of 2, character 2: U\+D83D is half of"):
             tokenizer.encode(["one", "o\ud83d"])
 
 
-def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys):
+def test_other_folders_are_named_in_errors(folder, tmp_path, capsys):
     """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")

@@ -51,7 +51,7 @@ def refusal(capsys):
 
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler -O2"])
-def test_without_a_compiler(named, monkeypatch, tmp_path, capsys):
+def test_install_horovod_fails_without_a_compiler(named, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     if named:
         monkeypatch.setenv("CXX", named)
@@ -61,7 +61,7 @@ def test_without_a_compiler(named, monkeypatch, tmp_path, capsys):
     assert (named or "g++") in error
 
 
-def test_without_a_network(cache, capsys):
+def test_install_horovod_fails_without_a_network(cache, capsys):
     assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
     assert "Cannot download cmake" in error
@@ -69,7 +69,7 @@ def test_without_a_network(cache, capsys):
     assert log.name in error and not list(cache.rglob("*.whl*"))
 
 
-def test_sources_of_another_hash_are_not_run(tmp_path, cache):
+def test_rejects_horovod_sources_with_another_hash(tmp_path, cache):
     sources(tmp_path / "packages", "")
     (tmp_path / "new").mkdir()
     with pytest.raises(InputError, match="DO NOT MATCH THE HASHES") as caught:
@@ -78,7 +78,7 @@ def test_sources_of_another_hash_are_not_run(tmp_path, cache):
     assert "egg_info" not in (tmp_path / "log").read_text()
 
 
-def test_what_is_edited(tmp_path):
+def test_horovod_sources_are_edited(tmp_path):
     listing = "list(a.cc)\nlist(xla_mpi_ops.cc)\nlist(b.cc)\n"
     text = f"// first\n{INCLUDE}{ALLOCATED}{GATHERED}// last\n"
     unpack(sources(tmp_path, listing, text), tmp_path)
@@ -96,12 +96,12 @@ def test_what_is_edited(tmp_path):
 
 
 @pytest.mark.parametrize("listing", ["list(a.cc)\n", "xla_mpi_ops.cc\n" * 2])
-def test_sources_of_another_form_are_refused(listing, tmp_path):
+def test_rejects_unexpected_horovod_sources(listing, tmp_path):
     with pytest.raises(InputError, match=r"Expected one line with xla_mpi_ops.cc.*found [02]"):
         unpack(sources(tmp_path, listing), tmp_path)
 
 
-def test_a_wheel_that_cannot_be_imported_is_not_kept(monkeypatch, tmp_path):
+def test_a_broken_wheel_is_not_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     (tmp_path / "tried/horovod").mkdir(parents=True)
     (tmp_path / "tried/horovod/__init__.py").write_text("raise ImportError('undefined symbol')")
@@ -109,7 +109,7 @@ def test_a_wheel_that_cannot_be_imported_is_not_kept(monkeypatch, tmp_path):
         install_horovod._try(tmp_path / "horovod.whl", tmp_path / "tried", tmp_path / "log")
 
 
-def test_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
+def test_reports_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert main(["doctor", "--install-horovod"]) == 2  # makes the cache's folder
     (folder,) = (cache / "wheels").iterdir()
@@ -119,7 +119,7 @@ def test_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
     assert "Cannot install horovod-0.28.1-py3-none-any.whl" in refusal(capsys)
 
 
-def test_a_cache_that_cannot_be_written(cache, capsys):
+def test_reports_an_unwritable_cache(cache, capsys):
     cache.write_text("a file")
     assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
@@ -133,7 +133,7 @@ def test_the_wheel_of_this_environment_is_for_gpus_too():
     assert "gloo" in found and "nccl" in found
 
 
-def test_constraints_of_the_environment_do_not_hold_for_the_build(tmp_path, monkeypatch):
+def test_build_ignores_pip_constraints(tmp_path, monkeypatch):
     """setuptools runs pip in the folder of the sources, where relative paths are wrong."""
     monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)

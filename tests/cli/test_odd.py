@@ -128,7 +128,7 @@ TRANSLATE = [*COMMAND, "translate", "--run", "é"]
     ],
     ids=["backend", "locale", "full disk"],
 )
-def test_odd_surroundings(command, environment, streams, told):
+def test_unusual_environments_are_one_line_errors(command, environment, streams, told):
     result = subprocess.run(
         ["sh", "-c", f'exec "$@" {streams}', "sh", *command],
         env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
@@ -145,7 +145,7 @@ def test_closed_streams(stream, monkeypatch, capsys):
     assert "is closed" in capsys.readouterr().err
 
 
-def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+def test_unexpected_errors_are_one_line(monkeypatch, capsys):
     def fail(_):
         raise RuntimeError("one\ntwo " + "x" * 1000)
 
@@ -159,7 +159,7 @@ def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
         main(["doctor"])
 
 
-def test_ranks_that_are_well_say_in_a_line_that_another_has_left(monkeypatch, capsys):
+def test_healthy_ranks_report_a_failed_rank_in_one_line(monkeypatch, capsys):
     def fail(_):
         raise RuntimeError("gloo/transport/tcp/pair.cc:589] Read error: reset by peer")
 

@@ -9,7 +9,7 @@ from dtransformer.cli.plan import device_of
 from harness.launch import launch, tail
 
 
-def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
+def test_plan_measure_writes_a_usable_device(tmp_path, capsys):
     path = str(tmp_path / "machine.yaml")
     assert main(["plan", "--measure", path]) == 0
     device = device_of(path)
@@ -24,7 +24,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_what_ranks_send_is_measured(tmp_path):
+def test_plan_measure_measures_links_between_ranks(tmp_path):
     path = str(tmp_path / "machine.yaml")
     done = launch(2, ["-m", "dtransformer.cli", "plan", "--measure", path], timeout=300)
     assert not done.returncode, tail(done.stdout, done.stderr)

@@ -21,7 +21,7 @@ def prepare(*arguments):
     return main(["prepare", *map(str, arguments)])
 
 
-def test_from_files_to_shards(files, tmp_path, capsys):
+def test_prepare_lm_writes_token_shards(files, tmp_path, capsys):
     text, lines = files
     out, pairs = tmp_path / "out", tmp_path / "pairs"
     assert prepare("--lm", "--input", text, "--train-tokenizer", 20, "--out", out) == 0
@@ -56,7 +56,7 @@ def test_from_files_to_shards(files, tmp_path, capsys):
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),
     ],
 )
-def test_wrong_options_are_told(files, options, told, tmp_path, monkeypatch, capsys):
+def test_prepare_lm_rejects_wrong_options(files, options, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert prepare(*options, "--out", "out") == 2
     error = capsys.readouterr().err

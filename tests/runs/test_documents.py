@@ -74,7 +74,7 @@ def test_a_run_that_made_all_its_steps_makes_no_more(place):
         ("data.mean_span=2.0", "`data.mean_span` has no effect in task causal_lm, only in span_"),
     ],
 )
-def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, capsys):
+def test_rejected_training_keeps_the_run_and_its_shards(setting, told, place, capsys):
     before = snapshot(place)
     for flags, run in ((["--overwrite"], "runs/gpt"), ([], "some/where")):
         other = [] if setting.startswith("data.train") else ["data.train=gpt.yaml"]
@@ -83,13 +83,13 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
     assert snapshot(place) == before
 
 
-def test_a_run_goes_on_with_its_vocabulary_alone(place, capsys):
+def test_resume_uses_the_tokenizer_of_the_run(place, capsys):
     assert train("tokenizer.vocab_size=18", run="runs/old") == 0
     assert train("tokenizer.vocab_size=17", flags=["--resume"], run="runs/old") == 2
     assert "tokenizer.vocab_size is 17, but the run began with 18" in capsys.readouterr().err
 
 
-def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
+def test_rejects_reading_options_for_token_shards(place, capsys):
     """Folders of token shards were already read by `prepare`, with its options."""
     prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "18", "--out"]
     assert main([*prepare, "shards"]) == 0
@@ -129,7 +129,7 @@ def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
     assert float(row["val_loss"]) == looked["val_loss"]
 
 
-def test_perplexities_are_of_the_text(place, capsys):
+def test_perplexities_match_the_log_probability_of_the_text(place, capsys):
     assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     run, documents = load_run("runs/gpt"), (place / "text.txt").read_text().split("\n\n")
@@ -147,7 +147,7 @@ def test_perplexities_are_of_the_text(place, capsys):
     assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
 
 
-def test_full_memory_is_told_with_what_would_fit(place, monkeypatch, capsys):
+def test_out_of_memory_prints_layouts_that_fit(place, monkeypatch, capsys):
     def fails(*_, **__):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
@@ -183,7 +183,7 @@ CODE = "def f(x):\n\tif x:\n\n        return  x  # no\n"
 
 
 @pytest.mark.parametrize("algorithm, text", [("null", CODE), ("wordpiece", " ".join(CODE.split()))])
-def test_tokenizers_of_language_models_keep_white_space(algorithm, text, place):
+def test_language_model_tokenizers_keep_white_space(algorithm, text, place):
     (place / "code.txt").write_text(CODE)
     settings = [
         "data.train=code.txt",

@@ -195,13 +195,13 @@ def test_techniques_that_do_not_go_together_are_refused(dry_run):
     assert dry_run("gpt", *options)[0] == 0
 
 
-def test_ranks_to_start_are_told(dry_run):
+def test_dry_run_prints_the_number_of_ranks_to_start(dry_run):
     _, out, _ = dry_run("gpt", "parallel.data_parallel=2")
     assert "2 × cpu" in out and "dtransformer launch -np 2" in out
     assert "launch" not in dry_run("gpt")[1]
 
 
-def test_random_weights_are_told(dry_run):
+def test_dry_run_reports_random_weights(dry_run):
     assert "random weights" in dry_run("gpt")[1]
     assert "weights of llama" in dry_run("chat")[1]
 

@@ -114,7 +114,7 @@ def test_records_with_equal_texts_get_equal_ids_and_are_counted(tmp_path, monkey
 
 
 @on_mesh
-def test_losses_on_a_mesh_are_those_without():
+def test_losses_on_a_mesh_match_one_device():
     expected = losses()
     start(model_parallel=2)
     np.testing.assert_allclose(losses(), expected, rtol=PARITY_LOSS)

@@ -95,7 +95,7 @@ def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
     np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=3e-2)
 
 
-def test_a_type_that_is_asked_for_is_exported(place):
+def test_export_uses_the_requested_type(place):
     folder = train("chat", place, "wide", ADAPTED, "export.dtype=float32")
     assert types_of(folder) == {"F32"}
     ids = np.arange(3, 13)[None]
@@ -103,7 +103,7 @@ def test_a_type_that_is_asked_for_is_exported(place):
     np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=1e-5)
 
 
-def test_a_type_that_is_not_known_is_refused(place):
+def test_export_rejects_unknown_types(place):
     path = place / "wrong.yaml"
     path.write_text(json.dumps(CONFIGS["reward"] | {"export": {"dtype": "int8"}}))
     with pytest.raises(InputError, match="export.dtype"):
@@ -127,7 +127,7 @@ def test_each_tensor_keeps_its_type(place, tmp_path):
     assert types_of(wide) == {"F32"}
 
 
-def test_values_that_do_not_fit_the_type_are_refused(place, tmp_path):
+def test_export_rejects_values_outside_the_type(place, tmp_path):
     network = from_pretrained(place / "llama")
     network.embedding.table.assign(network.embedding.table * 1e8)
     with pytest.raises(InputError, match="not finite in float16.*take .* a wider type"):

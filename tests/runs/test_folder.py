@@ -124,7 +124,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("name", [*SWAPS, "no numbers"])
-def test_what_does_not_belong_together_is_not_used(name, run, trained, monkeypatch, capsys):
+def test_files_of_another_run_are_rejected(name, run, trained, monkeypatch, capsys):
     change, words = {**SWAPS, "no numbers": (nan_weights, "not finite")}[name]
     change(run, trained / "b")
     files = ["--src", str(trained / "train.en"), "--ref", str(trained / "train.fr")]
@@ -183,7 +183,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change, arguments, words", REFUSED)
-def test_what_is_refused_changes_nothing(change, arguments, words, run, trained, capsys):
+def test_rejected_training_changes_no_file(change, arguments, words, run, trained, capsys):
     change(run, trained / "b")
     before = snapshot(run.parent)
     arguments = [one.replace("OTHER", str(trained / "other.en")) for one in arguments]
@@ -193,7 +193,7 @@ def test_what_is_refused_changes_nothing(change, arguments, words, run, trained,
     assert snapshot(run.parent) == before
 
 
-def test_a_folder_with_the_users_config_is_no_run(trained, tmp_path, capsys):
+def test_a_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
     shutil.copy(trained / "config.yaml", tmp_path)
     (tmp_path / "file").write_text("mine")
     for folder, flags in ((tmp_path, []), (tmp_path, ["--overwrite"]), (tmp_path / "file", [])):
@@ -202,7 +202,7 @@ def test_a_folder_with_the_users_config_is_no_run(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "file/run", "loop"])
-def test_what_can_be_no_folder_is_told_in_one_line(name, corpus, tmp_path, capsys):
+def test_invalid_run_folders_are_one_line_errors(name, corpus, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to("loop")
     for command in (["translate"], ["train", "--config", str(corpus / "config.yaml")]):
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_the_old_one(run, corpus, small_files, capsys):
     assert snapshot(run.parent) == before
 
 
-def test_a_run_is_replaced_where_told(run, corpus):
+def test_overwrite_replaces_a_run(run, corpus):
     before = RunIdentity.load(run)
     link = run.parent / "link"
     link.symlink_to(run)
@@ -288,7 +288,7 @@ def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus,
     assert snapshot(run.parent) == before
 
 
-def test_what_a_kill_has_left_is_told(run, monkeypatch, capsys):
+def test_folders_left_by_a_kill_are_reported(run, monkeypatch, capsys):
     not_begun(run)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 2
@@ -312,7 +312,7 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeyp
     RunIdentity.load(run).check(run)
 
 
-def test_weights_that_are_no_numbers_are_not_trained_on():
+def test_rejects_nan_weights():
     trainer = new_trainer()
     trainer.training_state()
     trainer.network.head.bias.assign([1.0, float("nan")])
@@ -320,7 +320,7 @@ def test_weights_that_are_no_numbers_are_not_trained_on():
         check_weights_finite(trainer, "checkpoints")
 
 
-def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):
+def test_verify_reports_all_problems(run, tmp_path, capsys):
     folder = run / "checkpoints"
     for name in ("step-00000001", "step-00000099"):
         shutil.copytree(folder / STEP, folder / name)

@@ -59,7 +59,7 @@ def ids_of(harness, text):
     return harness._tokenizer.encode([text]).to_list()[0]
 
 
-def test_continuations(harness, reference):
+def test_log_likelihood_of_continuations_matches_transformers(harness, reference):
     pairs = [
         ("one and two?", " three"),
         ("", "seven"),
@@ -76,7 +76,7 @@ def test_continuations(harness, reference):
         assert total == pytest.approx(expected[0], rel=1e-5) and is_greedy == expected[1]
 
 
-def test_texts_in_windows(harness, reference):
+def test_rolling_log_likelihood_uses_windows(harness, reference):
     texts = ["one and two and three and four and five and six and seven?" * 2, "one"]
     found = harness.loglikelihood_rolling([request(text) for text in texts])
     for text, total in zip(texts, found, strict=True):
@@ -91,7 +91,7 @@ def test_texts_in_windows(harness, reference):
     assert len(ids_of(harness, texts[0])) > 2 * MOST
 
 
-def test_texts_end_where_they_are_to(harness):
+def test_generate_until_stops_at_the_given_texts(harness):
     options = {"max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
     (whole,) = harness.generate_until([request("one and two?", {**options, "until": []})])
     assert whole
@@ -99,7 +99,7 @@ def test_texts_end_where_they_are_to(harness):
     assert cut == whole[:1]
 
 
-def test_long_contexts_are_cut_from_the_left(harness):
+def test_long_contexts_are_truncated_from_the_left(harness):
     """The number of learned positions also limits contexts."""
     network = CausalLM(
         290, hidden_size=8, num_heads=2, num_layers=1, max_length=MOST, start_id=None
@@ -114,7 +114,7 @@ def test_long_contexts_are_cut_from_the_left(harness):
     assert [text] == learned.generate_until([request(end, options)])
 
 
-def test_without_the_package_the_name_of_it_is_told(folder, monkeypatch):
+def test_reports_the_missing_package(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install lm_eval"):
         harness_model(folder)

@@ -28,7 +28,7 @@ def services(monkeypatch):
     return seen
 
 
-def test_services_get_numbers_and_options(services, tmp_path):
+def test_log_services_receive_metrics_and_options(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.wandb=mine", "logs.mlflow=ours"])
     for one in log_callbacks(config, tmp_path / "run", "key", resumes=False):
         one.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
@@ -51,7 +51,7 @@ def test_services_get_numbers_and_options(services, tmp_path):
     assert ("start_run", (None,)) in calls
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_mlflow(services, tmp_path):
+def test_a_resumed_run_continues_the_mlflow_run(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.mlflow=ours"])
     log_callbacks(config, tmp_path / "run", "again", resumes=True)
     started = {"run_name": "run", "tags": {"run_key": "again"}}
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_mlflow(services, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["wandb", "mlflow", "tensorboard"])
-def test_a_package_that_is_missing_is_told(key, monkeypatch):
+def test_missing_log_packages_are_reported(key, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = load_config(
         None, ["task=chat", f"logs.{key}={'true' if key == 'tensorboard' else 'x'}"]

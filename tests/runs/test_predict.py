@@ -152,7 +152,7 @@ def test_entities_of_predicted_labels(trained, monkeypatch, capsys):
     assert [word["label"] for word in found["words"]] == wanted
 
 
-def test_f1_in_logs_is_that_of_entities_for_every_batch_size(trained, place, capsys):
+def test_logged_f1_is_the_entity_f1_for_every_batch_size(trained, place, capsys):
     trained("token_classification", capsys)
     lines = (place / "runs/token_classification/metrics.jsonl").read_text().splitlines()
     logged = json.loads(lines[-1])["val_f1"]
@@ -290,14 +290,16 @@ def test_an_exported_classifier_keeps_its_labels(place, capsys):
         (["embed", "--run", "runs/embedding", "--json", "--field", "x"], ['{"y": "a"}'], "text is"),
     ],
 )
-def test_wrong_input_is_one_line(command, lines, message, trained, monkeypatch, capsys):
+def test_predict_rejects_wrong_input_in_one_line(
+    command, lines, message, trained, monkeypatch, capsys
+):
     for name in ("embedding", "regression", "classification"):
         trained(name, capsys)
     code, printed, error = run(monkeypatch, capsys, *command, lines=lines)
     assert code == 2 and message in error[-1] and not printed
 
 
-def test_lines_in_braces_are_texts_if_asked_for(trained, monkeypatch, capsys):
+def test_text_option_reads_lines_in_braces(trained, monkeypatch, capsys):
     trained("classification", capsys)
     command = ["predict", "--run", "runs/classification", "--text"]
     code, lines, _ = run(monkeypatch, capsys, *command, lines=["{one}", '{"text": "a"}'])

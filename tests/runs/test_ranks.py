@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_are_those_of_one_process(name, place):
+def test_losses_on_ranks_match_one_process(name, place):
     expected = command(place, name, f"runs/{name}-1", 1, [])
     for layout, settings in LAYOUTS.items():
         found = command(place, name, f"runs/{name}-{layout}", 2, settings)

@@ -21,7 +21,7 @@ class Clock(keras.callbacks.Callback):
         self.seconds += 0.01 if self.seconds else 0.9
 
 
-def test_it_ends_and_asks_rarely(monkeypatch):
+def test_time_limit_stops_training_with_few_clock_reads(monkeypatch):
     clock, asked, record = Clock(), [], Record()
     monkeypatch.setattr(callback, "from_chief", lambda make, name: asked.append(name) or make())
     monkeypatch.setattr(callback, "time", types.SimpleNamespace(monotonic=clock.monotonic))

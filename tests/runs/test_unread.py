@@ -12,7 +12,7 @@ from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.unread import READ, check_read
 
 
-def test_the_table_has_keys_that_there_are():
+def test_read_table_contains_existing_keys():
     for key, tasks in READ.items():
         assert tasks and all(key in RunConfig(task).keys() for task in tasks), key
         # A key outside the sections of the other tasks would be an unknown key.
@@ -21,7 +21,7 @@ def test_the_table_has_keys_that_there_are():
 
 @pytest.mark.parametrize("task", SECTIONS)
 @pytest.mark.parametrize("name", ["muon", "Muon"])
-def test_muon_is_refused_with_what_it_would_do(task, name):
+def test_rejects_muon_and_explains_why(task, name):
     with pytest.raises(InputError) as caught:
         check_read(load_config(None, [f"task={task}", f"training.optimizer={name}"]))
     for words in ("three dimensions", "with AdamW", "untied head", "Use adamw, adafactor, lion"):
@@ -60,7 +60,7 @@ def test_defaults_are_read(task):
         ("translation", "training.early_stopping=2", ["training.early_stopping: give held-out"]),
     ],
 )
-def test_what_a_task_does_not_read_is_told(task, setting, words):
+def test_rejects_keys_that_the_task_does_not_use(task, setting, words):
     with pytest.raises(InputError) as caught:
         check_read(load_config(None, [f"task={task}", setting]))
     for word in words:
@@ -77,9 +77,7 @@ def test_what_a_task_does_not_read_is_told(task, setting, words):
         ("causal_lm", "data.train={path: a, weight: 1}", False),
     ],
 )
-def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
-    like, setting, is_read, monkeypatch
-):
+def test_registered_tasks_use_the_keys_of_their_model_task(like, setting, is_read, monkeypatch):
     from dtransformer.runs import tasks
     from dtransformer.runs.unread import LIKE
 
@@ -95,7 +93,7 @@ def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
         check_read(config)
 
 
-def test_held_out_records_are_what_evaluations_need():
+def test_evaluations_require_held_out_records():
     settings = ["task=chat", "data.dev=x", "evaluation.every_steps=2", "training.early_stopping=2"]
     check_read(load_config(None, settings))
     check_read(load_config(None, ["data.dev_source=x", "training.early_stopping=2"]))
@@ -128,7 +126,7 @@ def test_context_parallelism_accepts_rows_of_one_length(settings):
     check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
 
 
-def test_a_tokenizer_that_is_given_is_not_trained():
+def test_rejects_training_options_for_a_given_tokenizer():
     settings = ["task=chat", "model.from=x", "tokenizer.vocab_size=50"]
     with pytest.raises(
         InputError, match=r"tokenizer.vocab_size` has no effect with model.from='x'"

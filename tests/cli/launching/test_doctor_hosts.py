@@ -6,7 +6,7 @@ from dtransformer.cli import doctor_hosts, host_probe, main
 from harness.gpus import write_nvidia_smi
 
 
-def test_this_host(capsys):
+def test_reports_local_host(capsys):
     assert main(["doctor", "--hosts", "localhost"]) == 0
     told = capsys.readouterr().out
     for what in ("ssh", "versions", "files", "GPUs", "memory", "clock", "network"):
@@ -14,7 +14,7 @@ def test_this_host(capsys):
     assert "ms round trip" in told and "FAILED" not in told
 
 
-def test_a_host_that_does_not_answer(capsys):
+def test_reports_host_without_ssh(capsys):
     assert main(["doctor", "--hosts", "no-such-host.invalid"]) == 1
     told = capsys.readouterr().out
     assert (
@@ -29,14 +29,14 @@ def test_a_host_that_does_not_answer(capsys):
     ("free_gib", 0.2, "0.2 GiB free"),
     ("time", 0.0, " s, measured through ssh"),
 ])  # fmt: skip
-def test_what_differs_is_told(field, value, told):
+def test_reports_differences_between_hosts(field, value, told):
     own = host_probe.describe()
     found = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
     (wrong,) = [check for check in found if not check["ok"]]
     assert told in wrong["found"] and wrong["mend"]
 
 
-def test_gpus_of_a_host(tmp_path, monkeypatch):
+def test_probe_lists_gpus_by_model_and_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert host_probe.gpus() == "none"
     write_nvidia_smi(tmp_path, **{"name,driver_version": "NVIDIA L4, 560.94"})

@@ -26,7 +26,7 @@ def launch(*options, command, **environment):
 
 
 @needs_horovod
-def test_a_command_that_fails_once_is_started_again(tmp_path):
+def test_restarts_a_failed_command(tmp_path):
     """The environment contains the ranks per host, and remaining processes are killed."""
     script = (
         f'test "$DTRANSFORMER_FIT_LAYOUT" = 1 || exit 9; cd {tmp_path}; '
@@ -44,7 +44,7 @@ def test_a_command_that_fails_once_is_started_again(tmp_path):
 
 @needs_horovod
 @pytest.mark.long
-def test_refused_options_are_not_tried_again():
+def test_does_not_restart_after_wrong_options():
     process = launch("-np", "1", command="echo once; exit 2")
     told, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2 and told.count("once") == 1, told + errors
@@ -52,7 +52,7 @@ def test_refused_options_are_not_tried_again():
 
 @needs_horovod
 @pytest.mark.long
-def test_a_signal_is_passed_on_to_ranks_that_catch_it():
+def test_forwards_signals_to_ranks_that_handle_them():
     """Shells do not get the signal. Ranks that still start get it later. The exit code is 75."""
     rank = (
         "import signal, sys, time; print('ready', flush=True); time.sleep(3); "
@@ -79,7 +79,7 @@ def test_a_signal_is_passed_on_to_ranks_that_catch_it():
     (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks exceeds the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
-def test_wrong_options_are_told_in_one_line(options, told, capsys):
+def test_wrong_launch_options_are_one_line_errors(options, told, capsys):
     from dtransformer.cli import main
 
     assert main(["launch", *options]) == 2
