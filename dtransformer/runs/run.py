@@ -287,7 +287,10 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
-        swap = functools.partial(trainer.optimizer_step.take_averages, exchanges=True)
+
+        def swap():  # `fit` creates the optimizer step.
+            trainer.optimizer_step.take_averages(exchanges=True)
+
         callbacks.append(callback_on(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):

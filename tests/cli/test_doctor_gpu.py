@@ -110,7 +110,7 @@ def test_doctor_fails_if_a_driver_has_no_visible_gpu(monkeypatch, tmp_path, caps
 def test_doctor_finds_the_driver_through_nvidia_smi(machine, tmp_path):
     write_nvidia_smi(tmp_path, driver_version="560.94", name="NVIDIA L4")
     machine((), (12060,), libraries=False)  # The same as on WSL.
-    assert doctor_gpu.examine_gpus()[0]["found"].startswith("driver 560.94, and")
+    assert doctor_gpu.examine_gpus()[0]["found"].startswith("driver 560.94, but")
 
 
 def test_doctor_accepts_no_driver_and_hidden_gpus(machine, tmp_path, monkeypatch):

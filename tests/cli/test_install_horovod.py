@@ -57,7 +57,7 @@ def test_install_horovod_fails_without_a_compiler(named, monkeypatch, tmp_path, 
         monkeypatch.setenv("CXX", named)
     assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
-    assert "apt-get install g++" in error and "one process" in error
+    assert "apt-get install g++" in error and "single process" in error
     assert (named or "g++") in error
 
 

@@ -65,5 +65,5 @@ def test_missing_log_packages_are_reported(key, monkeypatch):
     config = load_config(
         None, ["task=chat", f"logs.{key}={'true' if key == 'tensorboard' else 'x'}"]
     )
-    with pytest.raises(InputError, match=f"logs.{key}: .* pip install {key}"):
+    with pytest.raises(InputError, match=f"logs.{key}` need .* pip install {key}"):
         check_logs(config)

@@ -227,7 +227,7 @@ def test_train_accepts_configs_from_new(task, tmp_path):
         (
             "classification",
             "data.labels=[yes, maybe]",
-            "line 1: the label 'no' is not in yes, maybe",
+            "line 1: the label 'no' is not in 'yes, maybe'",
         ),
         ("regression", "data.train=labels.jsonl", "expected a number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),

@@ -39,10 +39,10 @@ def test_defaults_are_read(task):
         (
             "preference",
             "training.label_smoothing=0.1",
-            ["label_smoothing", "of tasks translation,"],
+            ["label_smoothing", "only in translation,"],
         ),
         ("reward", "training.label_smoothing=0.1", ["has no effect in task reward"]),
-        ("preference", "data.train_on=all", ["data.train_on", "of tasks chat"]),
+        ("preference", "data.train_on=all", ["data.train_on", "only in chat"]),
         ("reward", "evaluation.samples=[a]", ["evaluation.samples", "causal_lm, chat"]),
         ("reward", "data.packed=true", ["data.packed"]),
         ("classification", "evaluation.max_new_tokens=4", ["max_new_tokens"]),
@@ -54,10 +54,10 @@ def test_defaults_are_read(task):
         ("seq2seq", "data.mixture=repeat", ["data.mixture"]),
         ("seq2seq", "data.train={path: a, weight: 1}", ["`data.train`: weight has no effect here"]),
         ("chat", "data.dev={path: a, weight: 1}", ["`data.dev`: weight has no effect here"]),
-        ("chat", "training.decay_steps=3", ["decay_steps", "schedule is 'cosine'"]),
+        ("chat", "training.decay_steps=3", ["decay_steps", "schedule='cosine'"]),
         ("translation", "training.final_learning_rate=0.1", ["'inverse_sqrt'"]),
         ("chat", "evaluation.every_steps=2", ["`evaluation.every_steps` needs held-out records"]),
-        ("translation", "training.early_stopping=2", ["training.early_stopping: give held-out"]),
+        ("translation", "training.early_stopping=2", ["`training.early_stopping` needs held-out"]),
     ],
 )
 def test_rejects_keys_that_the_task_does_not_use(task, setting, words):
@@ -109,7 +109,7 @@ def test_evaluations_require_held_out_records():
     ],
 )
 def test_context_parallelism_needs_packed_rows_of_sentence_pairs(settings, fix):
-    with pytest.raises(InputError, match="parallel.context_parallel=2 must divide") as caught:
+    with pytest.raises(InputError, match="`parallel.context_parallel=2` must divide") as caught:
         check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
     assert fix in str(caught.value)
 
