@@ -47,7 +47,10 @@ def _token_shards(arguments):
         "boundary": arguments.documents or "blank_line",
         "sentences": bool(arguments.sentences),
     }
-    documents = lambda: datasets.read_documents(arguments.input, **options)
+
+    def documents():
+        return datasets.read_documents(arguments.input, **options)
+
     if arguments.tokenizer:
         tokenizer = datasets.load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:

@@ -305,8 +305,9 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     # Checkpoints store the initial config of the run, even if `--resume` changes options.
     initial_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
-    seals = lambda fresh: seal(fresh, run.key)
-    save = functools.partial(trainer.save_weights, path / WEIGHTS, before=seals)
+    save = functools.partial(
+        trainer.save_weights, path / WEIGHTS, before=lambda fresh: seal(fresh, run.key)
+    )
     if only_adapters_are_trained(task.network):
         lora_options = {"family": "dtransformer", "overwrite": True}
         save = functools.partial(save_lora, task.core, path / ADAPTERS, **lora_options)
