@@ -106,13 +106,13 @@ def test_settings_are_limited(setting, told):
         read()
 
 
-def test_a_search_is_limited_by_the_beams_and_sentences_that_are_asked_for(monkeypatch):
+def test_search_memory_counts_beams_and_sentences(monkeypatch):
     config = load_config(None, ["model.hidden_size=256", "search.max_length=50"])
     monkeypatch.setattr(needs, "free_memory", lambda: 2**30)
     needs.check_search(config, 8000, 4, 64)
     for beams, sentences in ((4, 10**4), (1000, 64)):
         told = refusal(lambda: needs.check_search(config, 8000, beams, sentences))
-        assert f"beam_size={beams}, max_length=50, {sentences} sentences" in told
+        assert f"beam_size={beams}, max_length=50 and {sentences} sentences" in told
 
 
 COMMAND = [sys.executable, "-m", "dtransformer.cli"]
