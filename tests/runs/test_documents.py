@@ -98,7 +98,7 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
     own = ["data.train=shards", "data.dev=shards"]
     for setting, told in (
         ("data.field=content", "`data.field` has no effect on folders of token shards"),
-        ("data.documents=line", "give --documents to dtransformer prepare --lm"),
+        ("data.documents=line", "pass --documents to `dtransformer prepare --lm`"),
         ("data.sentences=true", "shards was prepared without sentences"),
     ):
         assert train(*own, setting, run="runs/prepared") == 2

@@ -113,7 +113,7 @@ def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
     assert dry_run("chat", "export.folder=llama", options=["--overwrite"])[0] == 0
     (place / "served").mkdir(exist_ok=True)
     code, _, err = dry_run("chat", "export.saved_model=served")
-    assert code == 2 and "export.saved_model: served exists" in err
+    assert code == 2 and "`export.saved_model`: served exists" in err
 
 
 def test_an_export_that_no_family_has_is_refused(dry_run):
@@ -126,7 +126,7 @@ def test_an_export_that_no_family_has_is_refused(dry_run):
     [
         ("training.groups=[{pattern: nowhere/*}]", "'nowhere/*' matches no weight"),
         ("model.adapters.targets=nowhere", "'nowhere' matches no weight"),
-        ("training.beta_2=0.5", "beta_2: optimizer sgd has none"),
+        ("training.beta_2=0.5", "beta_2 is not an argument of optimizer sgd"),
     ],
 )
 def test_options_that_training_refuses_are_refused(setting, told, dry_run):

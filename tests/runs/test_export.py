@@ -151,4 +151,4 @@ def test_a_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
     data = {"train": "text.txt", "length": 32}
     path.write_text(json.dumps({"task": "masked_lm", "data": data, "model": {"from": "bert"}}))
     assert main(["train", "--config", str(path), "--run", "runs/masked"]) == 2
-    assert "bert has a PoolingHead, and task masked_lm trains" in capsys.readouterr().err
+    assert "bert has a PoolingHead, but task masked_lm trains" in capsys.readouterr().err
