@@ -105,8 +105,8 @@ def clean_state():
     yield
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
     if tasks := sys.modules.get("dtransformer.runs.tasks"):
-        for name in list(tasks._OWN):
-            for table in (tasks.SECTIONS, tasks.LIKE, tasks._OWN):
+        for name in list(tasks._REGISTERED):
+            for table in (tasks.SECTIONS, tasks.LIKE, tasks._REGISTERED):
                 del table[name]
     if "keras" in sys.modules:
         import keras

@@ -36,15 +36,25 @@ LEFT = [
     ),
     # The command line.
     Left(
-        "cli/test_plan_measure.py::test_this_machine_is_measured_and_planned_for",
+        "cli/test_plan_measure.py::test_plan_measure_writes_a_usable_device",
         "",
         "planner/test_plan.py, and distributed/test_planner.py: what is planned is what is measured",
     ),
-    Left("cli/test_odd.py::test_odd_surroundings", "full disk|backend", OTHER_CASES),
-    Left("cli/test_generate.py::test_parts_are_the_texts", "{}", "models/test_continuation.py"),
-    Left("cli/test_generate.py::test_a_token_ends_texts", "", "models/test_continuation.py"),
     Left(
-        "cli/test_cli.py::test_doctor_says_what_is_there", "", "cli/launching/test_doctor_hosts.py"
+        "cli/test_odd.py::test_unusual_environments_are_one_line_errors",
+        "full disk|backend",
+        OTHER_CASES,
+    ),
+    Left(
+        "cli/test_generate.py::test_streamed_parts_join_to_the_texts",
+        "{}",
+        "models/test_continuation.py",
+    ),
+    Left("cli/test_generate.py::test_stop_token_ends_texts", "", "models/test_continuation.py"),
+    Left(
+        "cli/test_cli.py::test_doctor_lists_installed_packages",
+        "",
+        "cli/launching/test_doctor_hosts.py",
     ),
     # Generation: the rules of a search are tested on its scores, in test_logits_rules.py, too.
     Left("models/test_continuation.py::test_greedy", "llama|learned", OTHER_CASES),
@@ -312,20 +322,24 @@ LEFT = [
         OTHER_CASES,
     ),
     # The slowest of what is held twice.
-    Left("cli/test_generate.py::test_options_go_to_the_search", "", "models/test_generation.py"),
-    Left("cli/test_generate.py::test_a_stream_is_the_same", "", "models/test_continuation.py"),
+    Left(
+        "cli/test_generate.py::test_generate_passes_search_options", "", "models/test_generation.py"
+    ),
+    Left(
+        "cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"
+    ),
     Left(
         "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
         "",
         "cli/test_cli.py::test_weights_of_a_checkpoint_are_exported",
     ),
     Left(
-        "runs/test_folder.py::test_what_does_not_belong_together_is_not_used",
+        "runs/test_folder.py::test_files_of_another_run_are_rejected",
         "run.json|weights|tokenizer|flipped|cut|numbers",
         OTHER_CASES,
     ),
     Left(
-        "cli/launching/test_launch.py::test_a_command_that_fails_once_is_started_again",
+        "cli/launching/test_launch.py::test_restarts_a_failed_command",
         "",
         "cli/launching/test_plans.py",
     ),

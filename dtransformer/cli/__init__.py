@@ -1,8 +1,8 @@
-"""The command line: dtransformer prepare, train, launch, generate, chat, plan, and others.
+"""Command line: dtransformer prepare, train, launch, generate, chat, plan and other commands.
 
-An error is printed in one line of at most 300 characters: with exit code 2 where the user can
-correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
-that take long come after the arguments are parsed.
+An error is printed as one line of at most 300 characters. The exit code is 2 for errors that the user
+can correct and 1 for other failures. DTRANSFORMER_TRACEBACK=1 also prints the traceback. Slow imports
+follow after the arguments are parsed.
 """
 
 import atexit
@@ -24,7 +24,7 @@ def _run(arguments):
     if "run_by" not in arguments:
         return arguments.print_help()
     if not arguments.without_tensorflow:
-        import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+        import dtransformer.start  # noqa: F401 (imported first, to hide TensorFlow's log)
     module, _, function = arguments.run_by.rpartition(".")
     return getattr(importlib.import_module(f"dtransformer.{module}"), function)(arguments)
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = format_warning
     try:
         if sys.stdout is None:
-            raise InputError("standard output is closed: send it to a file, or to /dev/null")
+            raise InputError("Standard output is closed. Redirect it to a file or to /dev/null.")
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # Do not depend on the locale.
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except InputError as error:
-        return _tell(error, 2)
+        return _print_error(error, 2)
     except BrokenPipeError:  # The reader of the output has ended, such as `head`.
         _drop_output()
         return 1
@@ -59,20 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         place = "standard output" if error.filename is None else error.filename
-        return _tell(f"{place}: {error.strerror or error}", 2)
+        return _print_error(f"{place}: {error.strerror or error}", 2)
     except MemoryError:
-        return _tell("this machine has not enough memory for that: give smaller numbers", 2)
+        return _print_error("This machine does not have enough memory. Reduce the sizes.", 2)
     except Exception as error:
         sys.last_value = error  # Exit handlers read it.
         if is_of_another_rank(error):
-            return _tell("another rank has failed, or left: what it says tells why", 1)
+            return _print_error(
+                "Another rank has failed or left the job. Its output shows the cause.", 1
+            )
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
             raise  # Each rank prints its traceback.
         text = one_line(error, 160)
-        return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)
+        return _print_error(
+            f"{type(error).__name__}: {text}; {_TRACEBACK}=1 prints the traceback", 1
+        )
 
 
-def _tell(message, code):
+def _print_error(message, code):
     """Print an error as one line and return the exit code."""
     with contextlib.suppress(OSError):  # Standard error may be closed.
         print(one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Lets `python -m dtransformer.cli` run the command line."""
+"""Run the command line with `python -m dtransformer.cli`."""
 
 import sys
 

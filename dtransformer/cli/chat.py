@@ -1,20 +1,25 @@
-"""`dtransformer chat`: a conversation in the terminal."""
+"""`dtransformer chat`: chat with a model in the terminal."""
 
 import argparse
 import os
 from collections.abc import Iterable
 from typing import TextIO
 
-_HELP = "/reset begins anew, /quit ends"
+_HELP = "Enter /reset to start a new conversation, /quit to exit."
 
 
 def chat(
     arguments: argparse.Namespace, lines: Iterable[str] | None = None, out: TextIO | None = None
 ) -> None:
-    """Answer lines, each with what was said before it, until they end; rank 0 alone is asked.
+    """Answer the lines of the user until they end. Each answer depends on all previous turns.
+
+    Args:
+        arguments: Options of the command.
+        lines: Lines of the user. Defaults to the lines typed in the terminal.
+        out: Stream to print to. Defaults to standard output.
 
     Raises:
-        InputError: the folder has no model that generates, or no chat template.
+        InputError: If the folder has no model that generates text, or no chat template.
     """
     from dtransformer.datasets.tool_calls import tools_in
     from dtransformer.models import TextGenerator
@@ -30,6 +35,10 @@ def chat(
     tokenizer.chat([*first, {"role": "user", "content": "?"}], tools)
     print(_HELP, file=out, flush=True)
     turns = list(first)
+
+    def show(_, part):
+        print(part, end="", flush=True, file=out)
+
     for line in terminal_lines() if lines is None else lines:
         text = line.strip()
         if text == "/quit":
@@ -39,11 +48,11 @@ def chat(
         if not text or text == "/reset":
             continue
         turns.append({"role": "user", "content": text})
-        show = lambda _, part: print(part, end="", flush=True, file=out)
         try:
             (answer,) = generate([tokenizer.chat(turns, tools)], show)
-        except ValueError as error:  # with the answer it is longer than the model takes
-            print(f"{error}: /reset, or give a smaller --max-new-tokens", file=out, flush=True)
+        except ValueError as error:  # The conversation has become too long for the model.
+            text = str(error).rstrip(".")
+            print(f"{text}. Enter /reset, or use a smaller --max-new-tokens.", file=out, flush=True)
             turns.pop()
             continue
         print(file=out)
@@ -51,7 +60,11 @@ def chat(
 
 
 def terminal_lines(prompt: str = "> ") -> Iterable[str]:
-    """Yield what is typed, line by line, until the end of input."""
+    """Yield the lines typed in the terminal until the end of input.
+
+    Args:
+        prompt: Text printed before each line. It is omitted if standard input is not a terminal.
+    """
     while True:
         try:
             yield input(prompt if os.isatty(0) else "")

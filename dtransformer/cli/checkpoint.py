@@ -13,16 +13,18 @@ from dtransformer.trainers.checkpoint import Checkpoint, export, folders
 
 
 def export_weights(arguments: argparse.Namespace) -> None:
-    """Write the weights of a checkpoint for one process; errors as of `export`."""
-    number = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
-    print(f"{arguments.out}: {number} tensors")
+    """Write the weights of a checkpoint to one file. Errors are the same as in `export`."""
+    num_tensors = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
+    print(f"{arguments.out}: {num_tensors} tensors")
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    """Print what a checkpoint, or the newest one of a folder of them, holds; or its manifest as JSON.
+    """Print the step, layout and tensors of a checkpoint, or its manifest as JSON.
+
+    If the path is a folder of checkpoints, print its newest checkpoint.
 
     Raises:
-        InputError: there is no checkpoint, or its manifest is damaged.
+        InputError: If there is no checkpoint, or its manifest is damaged.
     """
     checkpoint = Checkpoint(folders.checkpoints_of(arguments.path)[0])
     manifest = checkpoint.manifest
@@ -54,10 +56,10 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> None:
-    """Compare all files of the checkpoints of a path with their checksums; print what is wrong.
+    """Compare all files of one or several checkpoints with their checksums, and print the problems.
 
     Raises:
-        InputError: there is no checkpoint, or one is damaged.
+        InputError: If there is no checkpoint, or one is damaged.
     """
     damaged = 0
     for folder in folders.checkpoints_of(arguments.path):
@@ -65,7 +67,7 @@ def verify(arguments: argparse.Namespace) -> None:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
             if folders.step_of(folder) not in (-1, checkpoint.step):
-                problems.append(f"it is of step {checkpoint.step}: give it that name again")
+                problems.append(f"its name does not match its step {checkpoint.step}; rename it")
         except (InputError, OSError) as error:
             problems = [str(error)]
         print(
@@ -74,6 +76,6 @@ def verify(arguments: argparse.Namespace) -> None:
         damaged += bool(problems)
     if damaged:
         raise InputError(
-            f"{arguments.path}: {damaged} damaged; restoring takes the newest intact one, and "
-            "replaces files that have a replica"
+            f"`{arguments.path}`: {damaged} damaged. Restoring uses the newest intact checkpoint, and "
+            "replaces damaged files that have a replica."
         )

@@ -1,4 +1,4 @@
-"""`dtransformer doctor`: what is installed, what works, how to mend what does not."""
+"""`dtransformer doctor`: check the installation and print how to fix each problem."""
 
 import argparse
 import importlib.metadata
@@ -19,18 +19,17 @@ from dtransformer.nvidia_driver import gpu_names
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
-    "matplotlib": "pictures: pip install matplotlib",
-    "pyarrow": "Arrow and Parquet files: pip install pyarrow",
+    "matplotlib": "only needed for plots: pip install matplotlib",
+    "pyarrow": "only needed for Arrow and Parquet files: pip install pyarrow",
 }
 _COMPILER = "only needed to build Horovod; Debian: apt-get install g++ make"
 
 
 def examine():
-    """Examine what is installed and what works.
+    """Check the installed packages, the compiler, Horovod and the devices.
 
     Returns:
-        A list of checks: dicts of name, ok (True, False, or None for what is optional and
-        missing), found and mend.
+        A list of checks, see `checks.check`.
     """
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
@@ -45,7 +44,7 @@ def examine():
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine this host or others, or install Horovod, as the arguments say; return the exit code."""
+    """Run the checks that the arguments request, or install Horovod. Return the exit code."""
     if arguments.hosts:
         from dtransformer.cli.doctor_hosts import examine_hosts
 
@@ -62,18 +61,23 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def doctor(as_json=False, checks=None):
-    """Print checks, by default those of `examine`; return 0 where all that is needed is there."""
+    """Print checks and return the exit code: 1 if a check has failed, else 0.
+
+    Args:
+        as_json: Boolean. Print JSON instead of text.
+        checks: List of checks. Defaults to the result of `examine()`.
+    """
     checks = examine() if checks is None else checks
     if as_json:
         print(json.dumps(checks, indent=2))
     else:
-        width = max(len(one["name"]) for one in checks)
-        for one in checks:
-            mark = {True: "ok     ", None: "missing", False: "FAILED "}[one["ok"]]
-            print(f"{mark}  {one['name']:{width}}  {one['found']}")
-            if not one["ok"] and one["mend"]:
-                print(f"{'':9}{'':{width}}  -> {one['mend']}")
-    return 1 if any(one["ok"] is False for one in checks) else 0
+        width = max(len(item["name"]) for item in checks)
+        for item in checks:
+            mark = {True: "ok     ", None: "missing", False: "FAILED "}[item["ok"]]
+            print(f"{mark}  {item['name']:{width}}  {item['found']}")
+            if not item["ok"] and item["mend"]:
+                print(f"{'':9}{'':{width}}  -> {item['mend']}")
+    return 1 if any(item["ok"] is False for item in checks) else 0
 
 
 def _version(name):
@@ -83,10 +87,12 @@ def _version(name):
         return None
 
 
-def _package(name, wanted):
+def _package(name, required):
     version = _version(name)
-    ok = version is not None and version.split(".")[: wanted.count(".") + 1] == wanted.split(".")
-    return check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
+    ok = version is not None and version.split(".")[: required.count(".") + 1] == required.split(
+        "."
+    )
+    return check(name, ok, version or "not installed", f"pip install '{name}=={required}.*'")
 
 
 def _optional(name, found, mend):
@@ -96,13 +102,14 @@ def _optional(name, found, mend):
 def _horovod():
     version = _version("horovod")
     if version is None:
-        return [_optional("horovod", None, f"only for several ranks: {COMMAND}")]
+        return [_optional("horovod", None, f"only needed for several ranks: {COMMAND}")]
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
-    launcher, serves = horovodrun(), "nccl" in found.lower() or not gpu_names()
+    launcher = horovodrun()
+    is_suitable = "nccl" in found.lower() or not gpu_names()
     return [
-        check("horovod", serves, f"{version}, built with {found}", COMMAND),
+        check("horovod", is_suitable, f"{version}, built with {found}", COMMAND),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 

@@ -1,4 +1,4 @@
-"""`dtransformer doctor --hosts`: whether hosts can train together, and how they are connected."""
+"""`dtransformer doctor --hosts`: check that hosts can train together, and measure the network."""
 
 import contextlib
 import json
@@ -19,79 +19,98 @@ from dtransformer.cli.checks import check
 from dtransformer.cli.launching.hosts import parse_hosts
 from dtransformer.cli.launching.processes import is_here, ssh_command
 
-_SECONDS = 60  # for a host's Python to answer
-_MAX_CLOCK = 5.0  # seconds by which clocks may differ, with the time that Python takes to start
-_LEAST_FREE = 1.0  # GiB
-_ROUNDS, _BYTES = 20, 2**26
+_SECONDS = 60  # time limit for the answer of a host
+_MAX_CLOCK = 5.0  # maximum clock difference in seconds, including the start of Python
+_MIN_FREE_GIB = 1.0  # GiB
+_ROUNDS = 20
+_BYTES = 2**26
+_SAME = "same as this host"
 
 
 def examine_hosts(names: str, ssh_options: Sequence[str] = ()) -> list[dict]:
-    """Examine hosts.
+    """Compare hosts with this host, and measure the connections to them.
 
     Args:
-        names: their names, with commas in between.
-        ssh_options: what ssh is given besides the host.
+        names: Host names, separated by commas.
+        ssh_options: Additional options of ssh.
 
     Returns:
-        Checks, as those of `doctor.examine`.
+        A list of checks, see `checks.check`.
 
     Raises:
-        InputError: a name is none.
+        InputError: If a name is not a valid host name.
     """
     hosts = list(parse_hosts(names.replace(",", "\n"), "--hosts"))
-    own = host_probe.describe()
-    return [found for host in hosts for found in _examine(host, own, ssh_options)]
+    local = host_probe.describe()
+    return [result for host in hosts for result in _check_host(host, local, ssh_options)]
 
 
-def _examine(host, own, ssh_options):
+def _check_host(host, local, ssh_options):
     here = is_here(host)
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -"
     command = ["sh", "-c", shell] if here else [*ssh_command(ssh_options), host, shell]
-    with _started(command) as (process, errors):
+    with _run_probe(command) as (process, errors):
         began = time.time()
-        found, error = _answer(process, errors)
-        if found is None:
-            mend = "ssh without a password, and the same folder and Python there"
+        answer, error = _read_answer(process, errors)
+        if answer is None:
+            mend = "set up ssh without a password, and the same folder and Python on the host"
             return [check(f"{host}: ssh", False, error or "does not answer", mend)]
-        middle = (began + time.time()) / 2  # between the question and the answer
+        middle = (began + time.time()) / 2
         checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
-        checks += _compare(host, found, own, middle)
-        return [*checks, _way_to(host, found["port"])]
+        checks += _compare(host, answer, local, middle)
+        return [*checks, _measure_network(host, answer["port"])]
 
 
-def _compare(host, found, own, middle):
-    theirs, ours = found["versions"], own["versions"]
-    differ = [name for name in ours if theirs[name] != ours[name]]
-    told = lambda versions: ", ".join(f"{name} {versions[name]}" for name in differ)
-    lag, free, same = found["time"] - middle, found["free_gib"], found["files"] == own["files"]
-    gpus = f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver"
+def _compare(host, answer, local, middle):
+    host_versions = answer["versions"]
+    local_versions = local["versions"]
+    differ = [name for name in local_versions if host_versions[name] != local_versions[name]]
+
+    def describe(versions):
+        return ", ".join(f"{name} {versions[name]}" for name in differ)
+
+    lag = answer["time"] - middle
+    free = answer["free_gib"]
+    same = answer["files"] == local["files"]
+    gpus = f"this host has {local['gpus']}; all hosts need the same GPUs and driver"
     rows = (
-        ("versions", not differ, told(theirs) or "as here", f"here it is {told(ours)}"),
-        ("files", same, "as here" if same else "dtransformer's files differ", "put the same there"),
-        ("GPUs", found["gpus"] == own["gpus"], found["gpus"], gpus),
+        (
+            "versions",
+            not differ,
+            describe(host_versions) or _SAME,
+            f"this host has {describe(local_versions)}",
+        ),
+        (
+            "files",
+            same,
+            _SAME if same else "dtransformer's files differ",
+            "install the same files on the host",
+        ),
+        ("GPUs", answer["gpus"] == local["gpus"], answer["gpus"], gpus),
         (
             "memory",
-            free >= _LEAST_FREE,
-            f"{free:.1f} GiB free, {found['cores']} cores",
-            "end what takes it",
+            free >= _MIN_FREE_GIB,
+            f"{free:.1f} GiB free, {answer['cores']} cores",
+            "end programs that use memory",
         ),
         (
             "clock",
             abs(lag) <= _MAX_CLOCK,
-            f"{lag:+.1f} s, as far as ssh lets see",
-            "let chrony or ntpd set it",
+            f"{lag:+.1f} s, measured through ssh",
+            "synchronize it with chrony or ntpd",
         ),
     )
     return [check(f"{host}: {name}", *row) for name, *row in rows]
 
 
-def _way_to(host, port):
-    """Return the check of the connection: latency there and back, and bandwidth."""
+def _measure_network(host, port):
+    """Measure the round-trip time and the bandwidth of the connection to a host's probe."""
     try:
         with socket.create_connection((host, port), 10) as connection:
             connection.settimeout(30)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            own, times = connection.getsockname()[0], []
+            address = connection.getsockname()[0]
+            times = []
             for _ in range(_ROUNDS):
                 start = time.perf_counter()
                 connection.sendall(b".")
@@ -100,29 +119,31 @@ def _way_to(host, port):
             start = time.perf_counter()
             connection.sendall(b"!" + bytes(_BYTES))
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)  # the other side has all
+            connection.recv(1)  # Returns as soon as the host has received everything.
             rate = 8 * _BYTES / (time.perf_counter() - start) / 1e9
     except OSError as error:
-        mend = "ranks listen at free ports: let the job's hosts reach each other at all of them"
-        return check(f"{host}: network", False, f"port {port} is not reached ({error})", mend)
+        mend = "open all ports between the job's hosts, because ranks listen on any free port"
+        return check(f"{host}: network", False, f"cannot connect to port {port} ({error})", mend)
     latency = 1e3 * statistics.median(times)
-    message = f"{latency:.2f} ms there and back, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
+    message = (
+        f"{latency:.2f} ms round trip, {rate:.1f} Gbit/s, from {address} ({_interface(address)})"
+    )
     return check(f"{host}: network", True, message)
 
 
 def _interface(address):
-    """Return the name of the interface that has an address, for --network-interface."""
-    found = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
-    for line in found.stdout.splitlines():
+    """Return the name of the network interface with an IPv4 address, or "unknown"."""
+    result = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
+    for line in result.stdout.splitlines():
         if f" {address}/" in line:
             return line.split()[1]
     return "unknown"
 
 
 @contextlib.contextmanager
-def _started(command):
-    """Start a host's Python with the probe; give it and its standard error, a file, and end it."""
-    errors = tempfile.TemporaryFile("w+")  # ssh's master of connections would keep a pipe open
+def _run_probe(command):
+    """Run the probe in a host's Python inside the `with` block. Yield (process, standard error)."""
+    errors = tempfile.TemporaryFile("w+")  # A shared ssh connection would keep a pipe open.
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     process = subprocess.Popen(command, text=True, stderr=errors, **pipes)
     try:
@@ -135,13 +156,13 @@ def _started(command):
         process.wait()
 
 
-def _answer(process, errors):
-    """Return what the probe has printed; or None, and why."""
+def _read_answer(process, errors):
+    """Return (answer of the probe, None), or (None, end of its standard error) if it failed."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        line = process.stdout.readline() if selector.select(_SECONDS) else ""
+        text = process.stdout.readline() if selector.select(_SECONDS) else ""
     with contextlib.suppress(ValueError):
-        return json.loads(line), None
+        return json.loads(text), None
     process.kill()
     process.wait()
     errors.seek(0)

@@ -1,4 +1,4 @@
-"""`dtransformer generate`: texts of a published model, which go on with prompts or are for them."""
+"""`dtransformer generate`: generate texts for prompts with a published model or a run."""
 
 import argparse
 import json
@@ -16,44 +16,53 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import load_config
 from dtransformer.runs.loading import opened, start_job
 
-# What of a config counts here: how the work is divided, and the type to compute in.
+# Options of a config that `--set` accepts: the layout and the compute type.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
-# Options that a `TextGenerator` takes by these names.
-_OF_GENERATOR = (
+# Options that are also arguments of `TextGenerator`.
+_GENERATOR_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("min_new_tokens", "beam_size", "length_penalty", "num_return_sequences", "seed"),
 )
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Generate texts for prompts, and print them; on every rank, of which rank 0 prints.
+    """Generate texts for prompts on all ranks. Rank 0 prints them.
 
     Raises:
-        InputError: the folder, a setting or an option is not usable, or there is no prompt.
+        InputError: If the folder, a setting or an option is unusable, or no prompt is given.
     """
-    config, folder = _config(arguments.set), arguments.model
+    config = _load_config(arguments.set)
+    folder = arguments.model
     start_job(config)
     for name in ("system", "tools"):
         if getattr(arguments, name) is not None and not arguments.chat:
-            raise InputError(f"--{name} goes with --chat only: add it, or leave it out")
-    read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
-    prompts = given = from_chief(read, "generate/prompts")
+            raise InputError(f"--{name} requires --chat. Add --chat, or remove --{name}.")
+    prompts = inputs = from_chief(
+        lambda: arguments.prompt or _read_prompts(sys.stdin, arguments.boundary), "generate/prompts"
+    )
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
-        has_system = arguments.system is not None  # an empty one switches a template's own off
+        has_system = arguments.system is not None  # "" disables the template's default.
         first = [{"role": "system", "content": arguments.system}] if has_system else []
         turns = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
         tools = tools_in(arguments.tools)
         prompts = [tokenizer.chat(messages, tools) for messages in turns]
-    asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
-    options = {name: value for name, value in asked.items() if value is not None}
+    values = {name: getattr(arguments, name) for name in _GENERATOR_OPTIONS}
+    options = {name: value for name, value in values.items() if value is not None}
     with refusing(kinds=ValueError):
         generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
         if not arguments.stream:
-            return _write(given, generator(prompts), arguments.json)
+            return _print_texts(inputs, generator(prompts), arguments.json)
     if arguments.json or generator.num_results > 1:
-        raise InputError("--stream shows one text as it is found: leave --json and several out")
-    show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
+        raise InputError(
+            "--stream prints one text per prompt as it is generated. Remove --json and "
+            "--num-return-sequences."
+        )
+
+    def show(_, text):
+        if job.is_chief():
+            print(text, end="", flush=True)
+
     for prompt in prompts:
         with refusing(kinds=ValueError):
             generator([prompt], show)
@@ -61,23 +70,23 @@ def generate(arguments: argparse.Namespace) -> None:
     return None
 
 
-def _config(settings):
+def _load_config(settings):
     for setting in settings:
         if not setting.startswith(_SETTINGS):
             raise InputError(
-                f"--set {shown(setting)}: only parallel.…, training.local_devices and "
-                "training.precision count here"
+                f"--set {shown(setting)} has no effect here. Use it with parallel.…, "
+                "training.local_devices or training.precision."
             )
     return load_config(None, settings)
 
 
-def _read(source, boundary):
-    """Return the prompts of a stream."""
+def _read_prompts(source, boundary):
+    """Return the prompts in a stream. `boundary` is "line", "blank_line" or "file"."""
     if source is None:
-        raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
+        raise InputError("Standard input is closed. Write prompts to it, or add --prompt.")
     lines = decode_lines(read_limited(source.buffer, "standard input"), "standard input")
     if not lines:
-        raise InputError("there is no prompt: give a --prompt, or lines of standard input")
+        raise InputError("No prompt was given. Add --prompt, or write lines to standard input.")
     if boundary == "line":
         return lines
     return list(joined(enumerate(lines, start=1), boundary, "standard input"))
@@ -89,14 +98,14 @@ def _generator(model, tokenizer, max_new_tokens, stops, options):
         ids = tokenizer.ids_of_stop(text)
         if len(ids) != 1:
             raise InputError(
-                f"--stop {shown(text)}: is {len(ids)} tokens: give a text of one token"
+                f"--stop {shown(text)} has {len(ids)} tokens. Choose a text that is a single token."
             )
         stop_ids += ids
     return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)
 
 
-def _write(prompts, texts, as_json):
-    each = len(texts) // len(prompts)
-    for number, text in enumerate(texts if job.is_chief() else ()):
-        record = {"prompt": prompts[number // each], "text": text}
+def _print_texts(prompts, texts, as_json):
+    per_prompt = len(texts) // len(prompts)
+    for index, text in enumerate(texts if job.is_chief() else ()):
+        record = {"prompt": prompts[index // per_prompt], "text": text}
         print(json.dumps(record, ensure_ascii=False) if as_json else text)

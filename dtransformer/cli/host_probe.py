@@ -1,7 +1,7 @@
-"""Probe of a host for `dtransformer doctor --hosts`, sent to its Python through ssh.
+"""Probe for `dtransformer doctor --hosts`, which sends this file to a host's Python through ssh.
 
-It needs nothing but Python. It prints what is there as a line of JSON, with a port; a connection to
-that port gets back what it sends for a moment, so that the way between the hosts is measured.
+The probe only needs Python's standard library. It prints one line of JSON with the host's versions,
+GPUs, memory and a port. A connection to this port measures round-trip time and bandwidth.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _SECONDS = 20
 
 
 def describe():
-    """Return what this host has, for JSON."""
+    """Return a dict of this host's versions, GPUs, memory, cores and clock, for JSON."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -41,29 +41,33 @@ def describe():
 
 
 def gpus():
-    """Return how many GPUs nvidia-smi sees, of which models and drivers, as a text."""
+    """Return the GPUs and driver versions that nvidia-smi prints, such as "8 × H100, 555.42"."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return "none"
-    found = [line.strip() for line in done.stdout.splitlines()]
-    return "; ".join(f"{found.count(one)} × {one}" for one in dict.fromkeys(found)) or "none"
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    return "; ".join(f"{lines.count(line)} × {line}" for line in dict.fromkeys(lines)) or "none"
 
 
 def digest():
-    """Return a checksum of this package's files as they are found from here, or None."""
-    found = importlib.util.find_spec("dtransformer")
-    if found is None or not found.submodule_search_locations:
+    """Return the SHA-256 of the Python files of `dtransformer`, or `None` if it is not installed."""
+    spec = importlib.util.find_spec("dtransformer")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    folder, content = pathlib.Path(found.submodule_search_locations[0]), hashlib.sha256()
+    folder = pathlib.Path(spec.submodule_search_locations[0])
+    content = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return content.hexdigest()
 
 
 def main():
-    """Describe this host, and answer one connection."""
+    """Print the description of this host, and answer one connection.
+
+    Each "." is echoed. Other data is only read, until the connection closes.
+    """
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(_SECONDS)
         print(json.dumps({**describe(), "port": listener.getsockname()[1]}), flush=True)

@@ -1,7 +1,6 @@
-"""Measurements of this machine, products, memory and what ranks send, as a `planner.Device`."""
+"""Measure matrix products, memory and communication of this machine as a `planner.Device`."""
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -32,10 +31,10 @@ from dtransformer.planner.work import block_passes
 
 
 def measure_to(path: str | os.PathLike) -> None:
-    """Measure the ranks of this job, all of them busy at once; rank 0 writes the file, and tells.
+    """Measure the devices of this job while all ranks are busy. Rank 0 writes and prints the result.
 
     Args:
-        path: a YAML file.
+        path: Path of the YAML file to write.
     """
     device = measure_device("measured", round(own_memory_gb(), 3))
     if job.is_chief():
@@ -45,7 +44,7 @@ def measure_to(path: str | os.PathLike) -> None:
 
 
 def own_memory_gb() -> float:
-    """Return the memory of this rank's device in 10^9 bytes, of GPUs that no table has, too."""
+    """Return the memory of this rank's device in 10^9 bytes, also for GPUs that no table lists."""
     if device_type() == "CPU":
         return this_cpu().memory_gb
     return nvidia_driver.gpu_memory_bytes() / 1e9 or this_device().memory_gb
@@ -61,26 +60,34 @@ def text_of(device: Device) -> str:
     ['name: a100-80', 'tflops_16_bit: 312']
     """
     fields = dataclasses.asdict(device)
-    round_ = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
-    return yaml.safe_dump({name: round_(value) for name, value in fields.items()}, sort_keys=False)
+    for name, value in fields.items():
+        if isinstance(value, float):
+            fields[name] = float(f"{value:.4g}")
+    return yaml.safe_dump(fields, sort_keys=False)
 
 
-_ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
+_ROUNDS = 5  # rounds per measurement
+_ROUND_SECONDS = 0.2
 _BLOCKS = 4
-_CALLS, _PAUSE_SECONDS = 40, 0.01  # of what ranks send, in a round
-_SMALL_BYTES, _IN_BUCKET = 2**12, 16
+_CALLS = 40  # collectives per round
+_PAUSE_SECONDS = 0.01  # maximum pause before a collective
+_SMALL_BYTES = 2**12
+_IN_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is computed to measure a device: so large that starts of kernels count for little.
+    """Problem sizes of a measurement, large enough that kernel launches take little of the time.
 
     Args:
-        rows, few, features: of products, the latter of several.
-        flops: of products before one result is read.
-        memory_items: elements, on CPUs as of an activation, which caches may hold.
-        block: rows, length, hidden size and heads.
-        large_bytes: of what ranks send.
+        rows: Rows of the matrix products.
+        few: Rows or features of small products.
+        features: Tuple of feature sizes of the products.
+        flops: FLOPs of the products in one call.
+        memory_items: Elements of the vector for the memory bandwidth. On CPUs it has the size of an
+            activation, which caches may contain.
+        block: Rows, length, hidden size and heads of a Transformer block.
+        large_bytes: Bytes of a large collective.
     """
 
     rows: int = 1024
@@ -92,28 +99,29 @@ class _Sizes:
     large_bytes: int = 2**22
 
 
-# A GPU's cache of 50 MB holds all of a CPU's sizes, and launches take longer than they.
+# The CPU's sizes would fit into a GPU's cache of 50 MB, and would take less time than a launch.
 _SIZES = {
     "CPU": _Sizes(),
     "GPU": _Sizes(8192, 512, (2048, 4096, 8192), 2e12, 2**28, (4, 768, 3072, 24), 2**25),
 }
 
 
-def _own():
+def _sizes():
     return _SIZES[device_type()]
 
 
 def measure_device(name: str, memory_gb: float) -> Device:
-    """Return the device of each rank of this job, all of them busy at once.
+    """Measure the device of each rank while all ranks are busy, and return it as a `Device`.
 
-    Call it before `dtransformer.init`, which it calls: with one rank it measures products and
-    memory, with several also what they send. Every rank has to call.
+    One rank measures products and memory. Several ranks also measure their communication. All ranks
+    must call it, before `dtransformer.init`, because it calls `init` with several layouts.
 
     Args:
-        name: what the device is called.
-        memory_gb: memory of a device, 10^9 bytes.
+        name: Name of the device.
+        memory_gb: Float. Memory of a device in 10^9 bytes.
     """
-    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
+    cores = len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
     init(TransformerOpParallelConfig())
     peak, half_rows, half_features = measure_products()
     links = {}
@@ -145,7 +153,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
         sharing=max(ranks / cores, 1.0),
         hides_reductions=device_type() == "GPU",
     )
-    # More than all of it is what a disturbed measurement gives.
+    # A disturbed measurement can exceed the memory bandwidth.
     share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
@@ -157,47 +165,65 @@ def measure_device(name: str, memory_gb: float) -> Device:
 
 
 def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
-    """Return FLOP/s of products, and rows and features at which half of that is reached.
+    """Measure matrix products.
 
-    Those of the best of several sizes: the largest do not fit into the caches of CPUs.
+    Args:
+        dtype: Name of the dtype. Defaults to `"float32"`.
+
+    Returns:
+        A `(flops, half_rows, half_features)` tuple: the peak in FLOP/s, and the numbers of rows and
+        features that reach half of it. The peak is the best of several sizes, because the largest
+        size does not fit into the caches of CPUs.
     """
-    rows, few, least = _own().rows, _own().few, _own().features[0]
-    peak = max(_product_flops(rows, features, features, dtype) for features in _own().features)
-    few_rows = _product_flops(few, least, least, dtype)
+    rows = _sizes().rows
+    few = _sizes().few
+    min_features = _sizes().features[0]
+    peak = max(_product_flops(rows, features, features, dtype) for features in _sizes().features)
+    few_rows = _product_flops(few, min_features, min_features, dtype)
     few_features = _product_flops(rows, few, few, dtype)
-    # With speed = peak / (1 + half_rows / M) / (1 + half_features / N)².
+    # Solve speed = peak / (1 + half_rows / M) / (1 + half_features / N)² for both halves.
     half_features = max(few * ((peak / few_features) ** 0.5 - 1), 0.0)
-    slower = (1 + half_features / least) ** 2
+    slower = (1 + half_features / min_features) ** 2
     half_rows = max(few * (peak / few_rows / slower - 1), 0.0)
     return peak, half_rows, half_features
 
 
 def _product_flops(rows, inputs, outputs, dtype="float32"):
-    times = int(min(max(_own().flops / (2.0 * rows * inputs * outputs), 2), 32))
-    normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
-    many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
+    times = int(min(max(_sizes().flops / (2.0 * rows * inputs * outputs), 2), 32))
+
+    def normal(shape, seed):
+        return tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
+
+    many = [normal([rows, inputs], seed) for seed in range(times)]
+    y = normal([inputs, outputs], 99)
     products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
     seconds = _seconds(lambda: products(many).numpy())
     return 2.0 * rows * inputs * outputs * times / seconds
 
 
 def _memory_bytes_per_second():
-    number = _own().memory_items
-    x, one = tf.Variable(tf.zeros([number])), tf.ones([number])
-    step = tf.function(lambda: x.assign_add(one)[0])  # reads two and writes one
-    return 12.0 * number / _seconds(lambda: step().numpy())
+    num_elements = _sizes().memory_items
+    x = tf.Variable(tf.zeros([num_elements]))
+    ones = tf.ones([num_elements])
+    step = tf.function(lambda: x.assign_add(ones)[0])  # Each element needs two reads and one write.
+    return 12.0 * num_elements / _seconds(lambda: step().numpy())
 
 
 def _overhead_seconds():
-    """Return the seconds of a block's forward pass in which nothing is left to compute."""
-    block, x = _block(1, 2, 8, 2)
-    times = lambda x: functools.reduce(lambda x, _: block(x, training=True), range(_BLOCKS), x)
-    blocks = tf.function(times)
+    """Return the seconds of a tiny block's forward pass, which is mainly overhead."""
+    block, x = _make_block(1, 2, 8, 2)
+
+    @tf.function
+    def blocks(x):
+        for _ in range(_BLOCKS):
+            x = block(x, training=True)
+        return x
+
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
-def _block(rows, length, hidden_size, num_heads):
-    """Return a block, built, and inputs."""
+def _make_block(rows, length, hidden_size, num_heads):
+    """Return a built Transformer block and its inputs."""
     block = TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size)
     x = tf.random.stateless_normal([rows, length, hidden_size], [0, 1])
     block(x)
@@ -205,14 +231,14 @@ def _block(rows, length, hidden_size, num_heads):
 
 
 def _block_bytes_per_second(device):
-    """Return the bytes a second of what is no product in both passes of a block.
+    """Return the memory bandwidth of a block's forward and backward pass in bytes per second.
 
-    What it takes beyond its products, which the device's other figures tell, is for the bytes that
+    The time beyond the matrix products, as predicted for `device`, is attributed to the bytes that
     `planner.work` counts.
     """
-    rows, length, hidden, heads = _own().block
+    rows, length, hidden, heads = _sizes().block
     model = ModelShape("block", hidden, heads, 1, length, num_layers=1)
-    block, x = _block(rows, length, hidden, heads)
+    block, x = _make_block(rows, length, hidden, heads)
 
     @tf.function
     def both(x):
@@ -224,8 +250,8 @@ def _block_bytes_per_second(device):
     layouts = Layouts.of(micro_batch=rows)
 
     def planned(rate):
-        own = dataclasses.replace(device, memory_gb_per_second=rate)
-        return float(block_passes(own, model, model.kinds[0], layouts, False).total[0])
+        infinite = dataclasses.replace(device, memory_gb_per_second=rate)
+        return float(block_passes(infinite, model, model.kinds[0], layouts, False).total[0])
 
     products = planned(math.inf)
     beyond = max(_seconds(lambda: both(x).numpy()) - products, 0.01 * products)
@@ -233,15 +259,18 @@ def _block_bytes_per_second(device):
 
 
 def _all_reduce_seconds(size):
-    """Return the seconds of the sum of a bucket of several tensors, as of a block's weights."""
-    x, group = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET, job.whole_job()
+    """Return the seconds of an all-reduce of `size` bytes in a bucket of 16 tensors."""
+    x = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET
+    group = job.whole_job()
     step = tf.function(lambda x: all_reduce_together(x, group, f"measure_{size}")[0][0])
-    return _waited_seconds(lambda: step(x).numpy())
+    return _collective_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
-    """Return the seconds to send from stage 0 to stage 1, of there and back; others wait."""
-    link, x, specs = peers(), tf.zeros([size // 4]), [([size // 4], "float32")]
+    """Return half the round-trip seconds of `size` bytes between stages 0 and 1. Others wait."""
+    link = peers()
+    x = tf.zeros([size // 4])
+    specs = [([size // 4], "float32")]
 
     def there_and_back():
         if job.stage()[0] == 0:
@@ -251,59 +280,70 @@ def _send_seconds(size):
             link.receive(specs, 0, "measure_there").result()
             link.send([x], 0, "measure_back").result()
 
-    return _waited_seconds(there_and_back) / 2
+    return _collective_seconds(there_and_back) / 2
 
 
 def _mesh_seconds(size):
-    """Return the seconds of a sum over the model axis of the mesh, which has all ranks."""
+    """Return the seconds of a sum of `size` bytes over a mesh's model axis with all ranks."""
     x = put_replicated(np.ones([job.size(), size // 4], np.float32))
 
     def sums(x):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
 
     step = MeshFunction(sums, [])
-    return _waited_seconds(lambda: step(x))
+    return _collective_seconds(lambda: step(x))
 
 
 def _link(seconds_of, members=1):
-    """Return the `Link` of what two sizes take: of a ring of members, or from one to one."""
-    size = _own().large_bytes
-    small, large = seconds_of(_SMALL_BYTES), seconds_of(size)
+    """Fit a `Link` to the seconds of a small and a large collective.
+
+    Args:
+        seconds_of: Function from a size in bytes to seconds.
+        members: Number of ranks in the ring of an all-reduce, or 1 for a send.
+    """
+    size = _sizes().large_bytes
+    small = seconds_of(_SMALL_BYTES)
+    large = seconds_of(size)
     sent = 2 * (members - 1) / members * size if members > 1 else size
     rate = sent / max(large - small, 0.1 * large)
     return Link(round(rate / 1e9, 4), 0.0, round(small * 1e6, 1))
 
 
 def _seconds(run: Callable) -> float:
-    """Return the seconds of a function's call, called over and over: as often by all ranks.
+    """Return the seconds of one call of `run`, which all ranks repeat equally often.
 
-    So ranks that share cores have their share of them, and not those of others that wait.
+    Equal numbers keep all ranks busy, so that none uses the cores of ranks that wait.
     """
     run()
     start = time.perf_counter()
     run()
     once = max(time.perf_counter() - start, 1e-6)
     times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
-    return _least_of_rounds(run, np.zeros(times))
+    return _min_of_rounds(run, np.zeros(times))
 
 
-def _waited_seconds(run: Callable) -> float:
-    """Return the seconds of a collective that begins at any moment.
+def _collective_seconds(run: Callable) -> float:
+    """Return the mean seconds of a collective that starts at a random time.
 
-    Horovod looks for what is to be sent at intervals: what follows the last at once would wait for
-    all of one, and the least of many for none. Ranks pause for as long as each other, differently
-    before every call.
+    Horovod starts collectives at fixed intervals. A collective directly after another one would wait
+    for a full interval, and the fastest of many for none. Therefore all ranks pause for the same
+    random time before each call.
     """
     run()
-    return _least_of_rounds(run, np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS))
+    return _min_of_rounds(run, np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS))
 
 
-def _least_of_rounds(run, pauses):
-    """Return the mean seconds of a round's calls, a pause before each: the least, of the slowest rank.
+def _min_of_rounds(run, pauses):
+    """Return the mean seconds per call in the fastest round, measured on its slowest rank.
 
-    What others do on a machine only adds. All ranks begin a round together.
+    Other programs on the machine only add time, so the minimum is the best estimate. All ranks start
+    a round together.
+
+    Args:
+        run: Function without arguments.
+        pauses: Array of seconds to pause before each call.
     """
-    found = []
+    rounds = []
     for _ in range(_ROUNDS):
         job.barrier()
         seconds = 0.0
@@ -313,5 +353,8 @@ def _least_of_rounds(run, pauses):
             start = time.perf_counter()
             run()
             seconds += time.perf_counter() - start
-        found.append(seconds / len(pauses))
-    return min(max(of_ranks) for of_ranks in zip(*all_gather_json(found, "measure/rounds")))
+        rounds.append(seconds / len(pauses))
+    return min(
+        max(seconds_of_ranks)
+        for seconds_of_ranks in zip(*all_gather_json(rounds, "measure/rounds"))
+    )

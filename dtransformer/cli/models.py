@@ -1,4 +1,4 @@
-"""`dtransformer models`: the published sizes, and the families whose folders are loaded and saved."""
+"""`dtransformer models`: list published model sizes, and the families that can be loaded and saved."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from dtransformer.tables import columns
 
 
 def presets() -> list[dict]:
-    """Return name, network, number of parameters, positions and source of each published size."""
+    """Return one dict per published size: preset, network, parameters, positions and source."""
     return [
         {
             "preset": name,
@@ -25,7 +25,7 @@ def presets() -> list[dict]:
 
 
 def families() -> list[dict]:
-    """Return each family: its class in `transformers`, what it does, and its heads of labels."""
+    """Return one dict per family: its class in `transformers`, network, abilities and task heads."""
     return [
         {
             "family": name,
@@ -39,18 +39,18 @@ def families() -> list[dict]:
 
 
 def models(arguments: argparse.Namespace) -> None:
-    """Print what there is, as two tables or as JSON."""
+    """Print published sizes and families, as two tables or as JSON."""
     tables = {"presets": presets(), "families": families()}
     if arguments.json:
         print(json.dumps(tables))
         return
     for title, rows in tables.items():
         print(f"\n{title}\n")
-        print("\n".join(columns([list(rows[0]), *(map(_shown, x.values()) for x in rows)])))
+        print("\n".join(columns([list(rows[0]), *(map(_format_cell, x.values()) for x in rows)])))
 
 
-def _shown(value):
-    """Return a value as a cell of a table."""
+def _format_cell(value):
+    """Return a value as the text of a table cell."""
     if isinstance(value, list):
         return ", ".join(value)
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Options of the command line: checked where they are read, and refused in one line."""
+"""Parser of the command line, with checks of all values."""
 
 import argparse
 import pathlib
@@ -14,9 +14,10 @@ from dtransformer.version import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises an InputError, and takes no beginnings of options for them.
+    """Argument parser that raises an `InputError` and does not accept abbreviated options.
 
-    Of a mistyped `--over` argparse would make `--overwrite`. All texts are paths here but a `Text`.
+    By default, argparse expands a mistyped `--over` to `--overwrite`. All strings are checked as paths,
+    except values of the type `Text`.
     """
 
     def __init__(self, **kwargs):
@@ -34,14 +35,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class Text(str):
-    """The text of an option that is one to read, and no path: of whole characters."""
+    """String value of an option that is not a path. It must be valid Unicode."""
 
     def __new__(cls, text):
         return super().__new__(cls, _checked(lambda: check_whole(text, "the option")))
 
 
 def number(low: int, high: int) -> Callable:
-    """Return a function of the text of an option that is an int from `low` to `high`."""
+    """Return an argparse type for integers from `low` to `high`."""
 
     def read(text):
         value = parse_yaml(text, "the option")
@@ -59,7 +60,7 @@ def _checked(read):
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-# Fields of options -> functions of their values that return what reads an option's text.
+# Fields in commands.yaml, with functions from their values to argparse types.
 _KINDS = {
     "number": lambda bounds: number(*bounds),
     "text": lambda _: Text,
@@ -85,7 +86,7 @@ def make_parser() -> Parser:
 
 
 def _with_example(command):
-    """Return the arguments of a parser whose help ends with an example."""
+    """Return parser arguments that append an example to the help."""
     return {
         "epilog": f"example:\n  {command}",
         "formatter_class": argparse.RawDescriptionHelpFormatter,
@@ -113,9 +114,10 @@ def _add_commands(parser, table, name):
 
 
 def _add_options(parser, options, needed):
-    groups = {(None, None): parser}  # title, and name of those that exclude each other
+    groups = {(None, None): parser}  # Keys are (title, name of the mutually exclusive group).
     for names, option in options.items():
-        title, either = option.pop("group", None), option.pop("either", None)
+        title = option.pop("group", None)
+        either = option.pop("either", None)
         if (title, None) not in groups:
             groups[title, None] = parser.add_argument_group(title)
         if (title, either) not in groups:

@@ -1,4 +1,4 @@
-"""`dtransformer plan`: memory, time and the best layout of a training."""
+"""`dtransformer plan`: estimate memory, time and the best layout of a training run."""
 
 import argparse
 import dataclasses
@@ -23,16 +23,16 @@ _MAX_DEFAULT_LENGTH = 8192
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
-    """Run the command.
+    """Plan a training run, print the table of layouts, and write the requested files.
 
     Raises:
-        InputError: If an option is missing or wrong, or options do not go together.
+        InputError: If an option is missing or wrong, or options exclude each other.
     """
     if arguments.plot:
-        check_installed("matplotlib", "pictures")
+        check_installed("matplotlib", "Plots")
     tokens = arguments.tokens
     if tokens is not None and not 0 < tokens < math.inf:
-        raise InputError(f"--tokens is {tokens:g}: give the number of training tokens, such as 1e9")
+        raise InputError(f"--tokens must be a positive number, such as 1e9, got {tokens:g}.")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 
@@ -40,22 +40,24 @@ def run_plan(arguments: argparse.Namespace) -> None:
         arguments.device = arguments.measure
         if arguments.model is None:
             return
-    found, notes = plan_of(arguments)
-    config = yaml_of(found, arguments.model if os.path.isdir(arguments.model) else None)
+    result, notes = plan_of(arguments)
+    config = yaml_of(result, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
         write_text_atomically(arguments.yaml, config)
     if arguments.plot:
-        report.draw(found, arguments.plot)
+        report.draw(result, arguments.plot)
     if arguments.json:
-        print(json.dumps({**report.json_of(found, tokens), "notes": notes}, indent=2))
+        print(json.dumps({**report.json_of(result, tokens), "notes": notes}, indent=2))
         return
-    print("\n".join([report.text_of(found, tokens), *notes]))
-    if found.fits and not arguments.yaml:
+    print("\n".join([report.text_of(result, tokens), *notes]))
+    if result.fits and not arguments.yaml:
         print(f"\n{config}", end="")
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
-    """Return the plan of the command's options, and notes on it: its default batch, and a hint.
+    """Return a `(plan, notes)` tuple for the command's options.
+
+    The notes are lines to print: the source of the default batch, and a hint about bfloat16.
 
     Raises:
         InputError: If an option is missing or wrong.
@@ -70,15 +72,16 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     if arguments.devices_per_node:
         device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
     if (arguments.devices is None) == (arguments.nodes is None):
-        raise InputError("give either --devices, the number of all devices, or --nodes")
+        raise InputError("Set either --devices, the number of devices on all nodes, or --nodes.")
     devices = arguments.devices or arguments.nodes * device.devices_per_node
-    batch, reason = arguments.global_batch, ""
+    batch = arguments.global_batch
+    reason = ""
     if batch is None:
         batch, reason = default_batch(model, devices, arguments.tokens)
     fixed = dict(parse_setting(text, "--fix", "FIELD=VALUE") for text in arguments.fix)
     job = Job(batch, arguments.precision, arguments.optimizer, fixed)
-    found = plan(model, Cluster(device, devices), job, arguments.top)
-    return found, [note for note in (reason, bfloat16_hint(found)) if note]
+    result = plan(model, Cluster(device, devices), job, arguments.top)
+    return result, [note for note in (reason, bfloat16_hint(result)) if note]
 
 
 def model_of(name: str | None, **changes) -> ModelShape:
@@ -93,7 +96,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
         InputError: If the model does not exist, or the file has unknown fields.
     """
     if name is None:
-        raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
+        raise InputError("--model is required: a name, such as gpt-175b, a folder or a YAML file.")
     if os.path.isdir(name):
         from dtransformer.models.pretrained.load import architecture_of
 
@@ -104,7 +107,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
         return _with_default_length(named(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
-        raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
+        raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024.")
     if isinstance(fields.get("base"), str):
         return named(fields.pop("base"), **{**fields, **changes})
     return checked(ModelShape, {"name": name, **fields, **changes})
@@ -117,7 +120,7 @@ def _with_default_length(model, changes):
 
 
 def device_of(name: str) -> Device:
-    """Return a device by its name, or from a file that `--measure` wrote.
+    """Return a device from its name or from a YAML file, such as one written by `--measure`.
 
     Raises:
         InputError: If the device does not exist, or the file has unknown fields.
@@ -126,14 +129,16 @@ def device_of(name: str) -> Device:
         return device_named(name)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
-        raise InputError(f"{name}: expected the fields of a device, as --measure writes them")
+        raise InputError(f"{name}: expected the fields of a device, in the format of --measure.")
     with refusing(name):
         base = vars(device_named(fields.pop("base"))) if "base" in fields else {}
-        own = {}
+        converted = {}
         if "links" in fields:
-            own["links"] = {axis: checked(Link, x) for axis, x in dict(fields["links"]).items()}
+            converted["links"] = {
+                axis: checked(Link, x) for axis, x in dict(fields["links"]).items()
+            }
         if "constants" in fields:
-            given = vars(base["constants"]) if base else {}
-            own["constants"] = checked(Constants, {**given, **fields["constants"]})
+            defaults = vars(base["constants"]) if base else {}
+            converted["constants"] = checked(Constants, {**defaults, **fields["constants"]})
         custom = {"source": "custom"} if base else {}
-        return checked(Device, {**base, **custom, **fields, **own})
+        return checked(Device, {**base, **custom, **fields, **converted})

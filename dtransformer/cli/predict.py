@@ -1,4 +1,4 @@
-"""`dtransformer predict` and `dtransformer embed`: labels, numbers and vectors of texts."""
+"""`dtransformer predict` and `dtransformer embed`: compute labels, numbers or vectors of texts."""
 
 import argparse
 import contextlib
@@ -29,9 +29,13 @@ def predict(arguments: argparse.Namespace) -> None:
         InputError: If the run, the model or a record is not usable.
     """
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # notes do not mix with predictions
-        for found in _predictions(arguments, "predict"):
-            text = json.dumps(found, ensure_ascii=False) if arguments.json else _line(found)
+    with contextlib.redirect_stdout(sys.stderr):  # Only predictions go to standard output.
+        for prediction in _predictions(arguments, "predict"):
+            text = (
+                json.dumps(prediction, ensure_ascii=False)
+                if arguments.json
+                else _format_prediction(prediction)
+            )
             print(text, file=out)
 
 
@@ -45,10 +49,10 @@ def embed(arguments: argparse.Namespace) -> None:
     out = sys.stdout
     if out.isatty() and not (arguments.json or arguments.out):
         raise InputError(
-            "the NumPy file would go to the terminal: add > FILE, --out FILE or --json"
+            "The NumPy file would go to the terminal. Add > FILE, --out FILE or --json."
         )
     with contextlib.redirect_stdout(sys.stderr):
-        vectors = [found["vector"] for found in _predictions(arguments, "embed")]
+        vectors = [prediction["vector"] for prediction in _predictions(arguments, "embed")]
     if not job.is_chief():
         return
     if arguments.json:
@@ -71,7 +75,7 @@ def _predictions(arguments, command):
     if not task.command.startswith(command):
         use = task.command.format("FOLDER")
         raise InputError(
-            f"the model is of task {config.task}, not for {command}: dtransformer {use}"
+            f"{command} does not support models of task {config.task}. Use `dtransformer {use}`."
         )
     if arguments.batch_size is not None:
         config.training.batch_size = arguments.batch_size
@@ -79,12 +83,12 @@ def _predictions(arguments, command):
         check_positions(task.core, arguments.max_length)
         config.data.length = arguments.max_length
     fields = {"text": arguments.field} if arguments.field else config.data.fields
-    records = from_chief(lambda: list(_records(arguments, fields)), "predict/records")
+    records = from_chief(lambda: list(_read_records(arguments, fields)), "predict/records")
     if not records:
-        raise InputError("there is no text: give lines of standard input, or --data FILE")
-    for found in task.predict(make_trainer(task, 1), records):
+        raise InputError("No text was given. Write lines to standard input, or add --data FILE.")
+    for prediction in task.predict(make_trainer(task, 1), records):
         if job.is_chief():
-            yield found
+            yield prediction
     if task.num_cut:
         job.print_once(
             f"dtransformer: warning: {task.num_cut:,} of {len(records):,} texts have more than "
@@ -93,8 +97,8 @@ def _predictions(arguments, command):
         )
 
 
-def _records(arguments, fields):
-    """Yield the records of the files or of standard input, each after its place."""
+def _read_records(arguments, fields):
+    """Yield a (place, record) pair for each record in the files or in standard input."""
     for path in arguments.data or ["standard input"]:
         values = placed_values(path) if arguments.data else None
         if values is None:
@@ -104,21 +108,21 @@ def _records(arguments, fields):
             if arguments.text or not first.startswith("{"):
                 yield from ((place, {"text": line}) for place, line in placed)
                 continue
-            hint = " (--text reads lines that are no JSON)"
+            hint = " (add --text if the lines are not JSON)"
             values = ((place, parse_json(line, place + hint)) for place, line in placed)
         yield from named_records(objects(values, ()), fields)
 
 
 def _stdin_lines(name):
     if sys.stdin is None:
-        raise InputError("standard input is closed: give its lines, or --data FILE")
+        raise InputError("Standard input is closed. Write lines to it, or add --data FILE.")
     return decode_lines(read_limited(sys.stdin.buffer, name), name)
 
 
-def _line(found):
-    """Return a prediction as a line to read."""
-    if "words" in found:
-        return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in found["words"])
-    if "label" in found:
-        return f"{found['label']}\t{found['probability']:.4f}"
-    return "\t".join(f"{score:.6g}" for score in found.values())
+def _format_prediction(prediction):
+    """Return a prediction as a readable line."""
+    if "words" in prediction:
+        return " ".join(f"{word['word']}/{word['label'] or '?'}" for word in prediction["words"])
+    if "label" in prediction:
+        return f"{prediction['label']}\t{prediction['probability']:.4f}"
+    return "\t".join(f"{score:.6g}" for score in prediction.values())

@@ -1,29 +1,37 @@
-"""`dtransformer prepare`: the files that training reads."""
+"""`dtransformer prepare`: write the files that training reads."""
 
 import argparse
 
 from dtransformer.errors import InputError
 
-_OF_CORPUS = "num_train", "seed"
-_OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentences", "shard_tokens"
+_CORPUS_OPTIONS = "num_train", "seed"
+_LM_OPTIONS = (
+    "input",
+    "tokenizer",
+    "train_tokenizer",
+    "field",
+    "documents",
+    "sentences",
+    "shard_tokens",
+)
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write what the options say, and print where it is.
+    """Write the embedded corpus or token shards, and print their paths.
 
     Raises:
-        InputError: an option, or a file, is wrong.
+        InputError: If an option or a file is wrong.
     """
-    unread, what = (_OF_CORPUS, "--embedded") if arguments.lm else (_OF_LM, "--lm")
-    for name in unread:
+    unused, required = (_CORPUS_OPTIONS, "--embedded") if arguments.lm else (_LM_OPTIONS, "--lm")
+    for name in unused:
         if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} goes with {what} only: leave it out")
+            raise InputError(f"--{name.replace('_', '-')} requires {required}. Remove it.")
     if arguments.lm:
         return _token_shards(arguments)
     from dtransformer.datasets.embedded import write_corpus
 
-    numbers = {k: x for k in _OF_CORPUS if (x := getattr(arguments, k)) is not None}
-    paths = write_corpus(arguments.out, **numbers, overwrite=arguments.overwrite)
+    options = {k: x for k in _CORPUS_OPTIONS if (x := getattr(arguments, k)) is not None}
+    paths = write_corpus(arguments.out, **options, overwrite=arguments.overwrite)
     print(*paths.values(), sep="\n")
     return None
 
@@ -33,13 +41,16 @@ def _token_shards(arguments):
     from dtransformer.datasets.sample import evenly_spread, texts_of
 
     if not arguments.input:
-        raise InputError("--lm needs --input: give files with text")
+        raise InputError("--lm requires --input. Add files with text.")
     options = {
         "field": arguments.field or "text",
         "boundary": arguments.documents or "blank_line",
         "sentences": bool(arguments.sentences),
     }
-    documents = lambda: datasets.read_documents(arguments.input, **options)
+
+    def documents():
+        return datasets.read_documents(arguments.input, **options)
+
     if arguments.tokenizer:
         tokenizer = datasets.load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
@@ -48,15 +59,15 @@ def _token_shards(arguments):
         )
     else:
         raise InputError(
-            "--lm needs a tokenizer: give --tokenizer FOLDER or --train-tokenizer SIZE"
+            "--lm requires a tokenizer. Add --tokenizer FOLDER or --train-tokenizer SIZE."
         )
     size = {"shard_tokens": arguments.shard_tokens} if arguments.shard_tokens else {}
     shards = datasets.write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
-    left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(
-        shards.num_left_out
-    )
+    left_out = ""
+    if shards.num_left_out:
+        left_out = f"; skipped {shards.num_left_out:,} documents with an empty part or no text"
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"

@@ -41,10 +41,12 @@ def new(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If the task or the device is unknown, or options do not fit together.
     """
-    depth, device, devices = arguments.depth, arguments.device, arguments.devices
+    depth = arguments.depth
+    device = arguments.device
+    devices = arguments.devices
     if depth is None:
         if device or devices:
-            raise InputError("--device and --devices need --depth: add it")
+            raise InputError("--device and --devices require --depth. Add it.")
         text = new_config(arguments.task)
     else:
         kind = device_of(device) if device else this_device(devices or 1)
@@ -53,11 +55,11 @@ def new(arguments: argparse.Namespace) -> None:
 
 
 def _steps(text):
-    """Return the first and the last step of a text such as "3-5"; None of None."""
+    """Parse a range of steps such as "3-5" to a (first, last) tuple. `None` stays `None`."""
     if text is None:
         return None
-    check_installed("tensorboard", "profiles")
+    check_installed("tensorboard", "Profiles")
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise InputError(f"--profile {shown(text)}: expected two numbers of steps, such as 3-5")
+        raise InputError(f"--profile must be a range of steps, such as 3-5, got {shown(text)}.")
     return int(first), int(last)

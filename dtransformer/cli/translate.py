@@ -1,4 +1,4 @@
-"""`dtransformer translate` and `dtransformer evaluate`: translating with the model of a run."""
+"""`dtransformer translate` and `dtransformer evaluate`."""
 
 import argparse
 import json
@@ -19,21 +19,27 @@ from dtransformer.runs.loading import load_run
 def make_translator(
     run_folder: str | os.PathLike, beam_size: int | None = None, length_penalty: float | None = None
 ) -> Callable[[list[str]], list[str]]:
-    """Return a function that translates with the model of a run; it warns of long sentences.
+    """Return a function that translates sentences with the model of a run.
+
+    Sentences with more tokens than `data.max_length` are truncated with a warning.
 
     Args:
-        run_folder: the run's folder.
-        beam_size, length_penalty: as in `GenerationOptions`; None for the run's own.
+        run_folder: Folder of the run.
+        beam_size: Integer. Number of hypotheses. Defaults to the run's `search.beam_size`.
+        length_penalty: Float. Exponent of the length penalty. Defaults to the run's
+            `search.length_penalty`.
 
     Returns:
-        A function of sentences, which raises an InputError where this machine cannot hold their
-        search.
+        A function from a list of sentences to a list of translations. It raises an `InputError` if
+        the search does not fit in memory.
 
     Raises:
-        InputError: the run folder is not usable.
+        InputError: If the run folder is unusable.
     """
     run = load_run(run_folder, task="translation")
-    config, model, tokenizer = run.config, run.network, run.tokenizer
+    config = run.config
+    model = run.network
+    tokenizer = run.tokenizer
 
     def warn(number, length, limit):
         print(
@@ -65,13 +71,13 @@ def make_translator(
 
 
 def translate(arguments: argparse.Namespace) -> None:
-    """Translate the lines of standard input.
+    """Translate the lines of standard input, and print the translations.
 
     Raises:
-        InputError: the run folder is not usable, or a line is not UTF-8.
+        InputError: If the run folder is unusable, or a line is not UTF-8.
     """
     if sys.stdin is None:
-        raise InputError("standard input is closed: give the lines to translate")
+        raise InputError("Standard input is closed. Write the lines to translate to it.")
     translator = make_translator(arguments.run, arguments.beam_size, arguments.length_penalty)
     lines = decode_lines(read_limited(sys.stdin.buffer, "standard input"), "standard input")
     for translation in translator(lines):
@@ -79,17 +85,18 @@ def translate(arguments: argparse.Namespace) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Print a run's loss and metrics on records; of translations sacreBLEU's score and signature.
+    """Print loss and metrics of a run, or BLEU with sacreBLEU's signature for `--src` and `--ref`.
 
     Raises:
-        InputError: the run folder or a file is not usable, or the files' lengths differ.
+        InputError: If the run folder or a file is unusable, options exclude each other, or the files
+            of `--src` and `--ref` differ in length.
     """
     if (arguments.src is None) != (arguments.ref is None):
-        raise InputError("--src and --ref go together: give both")
-    unread, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
-    if getattr(arguments, unread):
-        option = unread.replace("_", "-")
-        raise InputError(f"--{option} is not read {how} --src and --ref: leave it out")
+        raise InputError("--src and --ref require each other. Add both.")
+    unused, how = ("beam_size", "without") if arguments.src is None else ("data", "with")
+    if getattr(arguments, unused):
+        option = unused.replace("_", "-")
+        raise InputError(f"--{option} has no effect {how} --src and --ref. Remove it.")
     if arguments.src is None:
         evaluate_run(arguments.run, arguments.data, arguments.json)
         return

@@ -1,8 +1,8 @@
-"""`dtransformer doctor --warm`: first kernels, which a GPU's driver compiles into CUDA's cache.
+"""`dtransformer doctor --warm`: compile GPU kernels into CUDA's cache before the first training.
 
-TensorFlow's wheel has no machine code for cards of compute capability 9.0 and more: of those the driver
-compiles a kernel when it is first used, and keeps it for all processes of a host. Here that is done
-by one process, before the ranks of a training all wait for it, or compile the same.
+TensorFlow's wheel has no machine code for GPUs of compute capability 9.0 and later. Their driver
+compiles each kernel on its first use, and caches it for all processes of the host. A single process
+fills the cache here, so that the ranks of a training run do not all wait or compile the same kernels.
 """
 
 import os
@@ -19,27 +19,40 @@ from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.trainers import Trainer
 
 _POLICIES = "float32", "mixed_bfloat16", "mixed_float16"
-_SIZES = {"hidden_size": 64, "num_heads": 2, "num_layers": 1}  # kernels do not depend on them
-_VOCAB_SIZE, _ROWS, _LENGTH = 64, 4, 64
-_OF_CUDA = "~/.nv/ComputeCache"  # where CUDA_CACHE_PATH says nothing
+_SIZES = {
+    "hidden_size": 64,
+    "num_heads": 2,
+    "num_layers": 1,
+}  # The compiled kernels do not depend on sizes.
+_VOCAB_SIZE = 64
+_ROWS = 4
+_LENGTH = 64
+_DEFAULT_CACHE = "~/.nv/ComputeCache"  # CUDA's default without CUDA_CACHE_PATH
 
 
 def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
-    """Train a small network and let it generate, in each type; return checks, as `doctor.examine`."""
+    """Train a small network and generate text with each dtype policy, to compile their kernels.
+
+    Args:
+        policies: Names of dtype policies.
+
+    Returns:
+        A list of checks, see `checks.check`.
+    """
     if device_type() == "CPU":
-        why = "TensorFlow sees no GPU whose driver would compile kernels"
-        return [check("kernels", False, why, "dtransformer doctor says why")]
-    folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_OF_CUDA))
+        why = "TensorFlow finds no GPU whose driver could compile kernels"
+        return [check("kernels", False, why, "run dtransformer doctor to see the cause")]
+    folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_DEFAULT_CACHE))
     before = _megabytes(folder)
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
-    checks = [_warmed(policy) for policy in policies]
+    checks = [_warm_policy(policy) for policy in policies]
     found = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
     return [*checks, check("CUDA's cache", True, found)]
 
 
-def _warmed(policy):
-    """Train, by TensorFlow's own kernels and in XLA's clusters, and generate; return the check."""
-    begin = time.monotonic()
+def _warm_policy(policy):
+    """Train with TensorFlow's and with XLA's kernels, generate text, and return the check."""
+    start = time.monotonic()
     ids = np.random.default_rng(0).integers(1, _VOCAB_SIZE, (_ROWS, _LENGTH))
     for jit_compile in (False, "auto"):
         network = CausalLM(_VOCAB_SIZE, **_SIZES, dtype=policy)
@@ -48,10 +61,11 @@ def _warmed(policy):
         losses = [trainer.train_on_batch(ids[:, :-1], ids[:, 1:]) for _ in range(2)]
     network.generate(ids[:, :4], max_new_tokens=2)
     is_finite = bool(np.all(np.isfinite([np.ravel(loss)[0] for loss in losses])))
-    found = f"{policy}: first steps and tokens took {time.monotonic() - begin:.0f} s"
-    return check("kernels", is_finite, found, "the loss is not finite: do other programs compute?")
+    text = f"{policy}: first steps and tokens took {time.monotonic() - start:.0f} s"
+    mend = "the loss is not finite; check whether other programs use the GPU"
+    return check("kernels", is_finite, text, mend)
 
 
 def _megabytes(folder):
-    """Return what a folder's files have, 10^6 bytes; 0 where it is not there."""
+    """Return the total size of a folder's files in 10^6 bytes, or 0 if it does not exist."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6

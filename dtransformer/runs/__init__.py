@@ -1,6 +1,6 @@
-"""Runs: one config, one folder, one command for everything that is trained.
+"""Training runs: every task uses one config, one run folder and one command.
 
-A task is a file of `tasks`: what its records are, its tokenizer, network, batches, loss and metrics.
-All else is shared, and knows no task: `config` (on `options`), `run`, the `folder` and what belongs
-to it (`identity`, `callbacks`), the `optimizers`, and the `networks` that tasks train.
+Each module in `tasks` defines one task: its records, tokenizer, network, batches, loss and metrics.
+All other modules are independent of the task: `config` and `options` for the config file, `run` for
+training, `folder` and `identity` for the run folder, `callbacks`, `optimizers` and `networks`.
 """

@@ -1,4 +1,4 @@
-"""`parallel: auto`: the layout of a run is the planner's."""
+"""`parallel: auto`: let the planner choose the layout of a run."""
 
 import importlib
 from collections.abc import Mapping
@@ -21,29 +21,32 @@ _ATTENTION = (
 _DENSE = tuple(
     f"{x}/block_0/feed_forward" for x in ("blocks", "transformer/encoder", "transformer/decoder")
 )
-# What the planner calls a kernel that may have an adapter -> the layers with such ones.
-_ADAPTED = {
+# The planner's name of each kernel that can have an adapter, and the layers that contain it.
+_ADAPTABLE_KERNELS = {
     **dict.fromkeys(("query", "key", "value", "output", "latent"), _ATTENTION),
     **dict.fromkeys(("query_down", "query_up", "key_value"), _ATTENTION),
     **dict.fromkeys(("mapping", "gate", "projection"), _DENSE),
 }
-# Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
-_USUAL_SHARE = 4
+# The planner assumes that a mean sentence has a quarter of `data.max_length` tokens.
+_LENGTH_DIVISOR = 4
 
 
 def plan_of_run(
     config: RunConfig, cluster: Cluster | None = None, fixed: Mapping | None = None
 ) -> Plan:
-    """Return the plan of a run.
+    """Plan the layout of a run.
 
     Args:
-        config: the run's config.
-        cluster: what it runs on; this job's ranks by default.
-        fixed: dict of fields of `parallel` that are kept; those that are not the defaults by
-            default.
+        config: Config of the run.
+        cluster: Devices to plan for. Defaults to the devices of this job's ranks.
+        fixed: Mapping from field names of `parallel` to values that the plan must keep. Defaults to
+            all fields of `config.parallel` that differ from their defaults.
+
+    Returns:
+        A `Plan`. Its layout `best` fits in the memory of the devices.
 
     Raises:
-        InputError: nothing fits, or no layout has what is given.
+        InputError: If no layout with the fixed fields fits in memory.
     """
     training = config.training
     cluster = cluster or this_cluster(local_devices=training.local_devices)
@@ -60,29 +63,49 @@ def plan_of_run(
 
 
 def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
-    """Return the usual length of a run's rows in tokens, and the number of rows of a batch."""
+    """Return the typical row length in tokens and the number of rows of a global batch.
+
+    Sentences of the translation task vary in length. Their typical length is `data.packed_length`,
+    or else a quarter of `data.max_length`, at least 8. The number of their rows is rounded down to a
+    power of two per device, so that many layouts divide the batch.
+
+    Args:
+        config: Config of the run.
+        devices: Integer. Number of devices of the job.
+    """
     data = config.data
     if not isinstance(data, TranslationData):
-        return data.length, _class_of(config).num_sequences * config.training.batch_size
-    length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
+        return data.length, _task_class(config).num_sequences * config.training.batch_size
+    length = data.packed_length or max(data.max_length // _LENGTH_DIVISOR, 8)
     rows = data.batch_size or max(data.batch_tokens // length, 1)
-    return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
+    return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices
 
 
 def shape_of_run(config: RunConfig, length: int) -> ModelShape:
-    """Return the shape of a run's model, for rows of some length."""
+    """Return the shape of a run's model for the planner, without building the model.
+
+    Args:
+        config: Config of the run.
+        length: Integer. Tokens per row.
+
+    Raises:
+        InputError: If the preset or the folder of the model does not exist.
+    """
     vocab_size = config.tokenizer.vocab_size or USUAL_VOCABULARY
     if not isinstance(config.data, TranslationData):
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
-        found = networks.architecture(config, _class_of(config).kind.__name__, vocab_size)
+        base = networks.architecture(config, _task_class(config).kind.__name__, vocab_size)
         adapters = config.model.adapters
-        asked = {}
+        adapter_options = {}
         if adapters is not None:
-            asked = {"adapter_rank": adapters.rank, "adapter_targets": _targets(adapters.targets)}
-            asked["adapter_kind"] = adapters.kind
+            adapter_options = {
+                "adapter_rank": adapters.rank,
+                "adapter_targets": _adapter_targets(adapters.targets),
+            }
+            adapter_options["adapter_kind"] = adapters.kind
         name = config.model.preset or config.model.from_ or f"{config.task} model"
-        return from_architecture(name, found, sequence_length=length, **asked)
-    longest = config.data.max_length
+        return from_architecture(name, base, sequence_length=length, **adapter_options)
+    max_length = config.data.max_length
     arguments = {
         **vars(config.model),
         "source_vocab_size": vocab_size,
@@ -92,18 +115,23 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
         "translation model",
         Architecture("TranslationTransformer", arguments, ""),
         sequence_length=length,
-        learned_positions=2 * longest if config.model.positions == "learned" else 0,
+        learned_positions=2 * max_length if config.model.positions == "learned" else 0,
     )
 
 
-def _class_of(config):
-    return importlib.import_module("dtransformer.runs.tasks").class_of(config)  # as above
+def _task_class(config):
+    return importlib.import_module("dtransformer.runs.tasks").class_of(config)  # imports TensorFlow
 
 
-def _targets(patterns):
-    """Return what of a block the patterns of adapters match, as the planner names it."""
+def _adapter_targets(patterns):
+    """Return the planner's names of all kernels that the adapters' patterns match."""
     weight_paths = importlib.import_module("dtransformer.models.weight_paths")  # imports TensorFlow
-    paths = {name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTED.items()}
+    paths = {
+        name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTABLE_KERNELS.items()
+    }
     paths["head"] = ["head/kernel"]
-    is_matched = lambda path: weight_paths.is_matched(path, patterns)
-    return tuple(name for name, kernels in paths.items() if any(map(is_matched, kernels)))
+    return tuple(
+        name
+        for name, kernels in paths.items()
+        if any(weight_paths.is_matched(kernel, patterns) for kernel in kernels)
+    )

@@ -1,4 +1,4 @@
-"""The config of a run: YAML files, `--set` options, and their checks."""
+"""Configs of runs: reading YAML files, applying `--set` options, and checking both."""
 
 import dataclasses
 import difflib
@@ -14,23 +14,23 @@ from dtransformer.inputs.yaml_file import parse_setting, read_yaml, yaml_text
 from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
-_MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
+_MAX_DEGREE = 4096  # maximum number of ranks, stages or micro-batches
 _NO_DEGREE = "parallel.parallel_optimizer_threshold"
-_MAX_KEY = 100  # characters that are compared with the names of options
+_MAX_KEY = 100  # characters of an unknown key that suggestions compare
 
 
 class RunConfig:
-    """All options of a run, as its folder keeps them in config.yaml.
+    """All options of a run, with their defaults. The run folder stores them as config.yaml.
 
     Args:
-        task: what is trained, one of `SECTIONS`.
+        task: Name of the task, a key of `SECTIONS`. Defaults to `"translation"`.
 
     Attributes:
-        task: as given.
-        data, tokenizer, model, training, parallel, …: the sections of the task, dataclasses.
+        task: Name of the task.
+        data, tokenizer, model, training, parallel, …: Dataclasses of the task's sections.
 
     Raises:
-        InputError: there is no such task.
+        InputError: If the task is unknown.
     """
 
     def __init__(self, task: str = TRANSLATION):
@@ -44,11 +44,11 @@ class RunConfig:
         return isinstance(other, RunConfig) and vars(self) == vars(other)
 
     def sections(self) -> dict[str, Any]:
-        """Return the sections by their names."""
+        """Return a dict of all sections by name."""
         return {name: getattr(self, name) for name in SECTIONS[self.task]}
 
     def keys(self) -> list[str]:
-        """Return the names of all options, "section.key"."""
+        """Return the names of all options, each "section.key"."""
         return [
             f"{name}.{key_of(field.name)}"
             for name, section in self.sections().items()
@@ -56,14 +56,14 @@ class RunConfig:
         ]
 
     def option(self, key: str) -> Any:
-        """Return the value of an option, "section.key"."""
+        """Return the value of the option `key`, "section.key"."""
         section, name = key.split(".")
         owner = getattr(self, section)
         return getattr(owner, name if hasattr(owner, name) else f"{name}_")
 
 
 def key_of(field: str) -> str:
-    """Return what YAML calls a field: one that Python has a word for ends with "_" here."""
+    """Return the YAML key of a field. Fields named like a Python keyword end with "_": `from_`."""
     return field.rstrip("_")
 
 
@@ -80,7 +80,7 @@ def load_config(
 
     Raises:
         InputError: If the file is missing or not YAML, a key is unknown, a value is wrong,
-            or the config does not say what to train.
+            or `needs_task` is set and the config has neither a task nor data.
     """
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
@@ -107,7 +107,7 @@ def load_config(
 
 
 def _flat(content):
-    """Yield the options of a file, "section.key" and value, and sections without keys."""
+    """Yield the options of a file as ("section.key", value), and sections without keys as they are."""
     for section, values in content.items():
         if isinstance(values, dict):
             yield from ((f"{section}.{key}", value) for key, value in values.items())
@@ -116,7 +116,7 @@ def _flat(content):
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
-    """Write the options of a run as YAML."""
+    """Write all options of a run to a YAML file."""
     from dtransformer.inputs.files import write_text_atomically
 
     content = {
@@ -127,16 +127,16 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
 
 
 def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
-    """Set an option of a run, checked.
+    """Validate a value and set an option of a run to it.
 
     Args:
-        config: the config.
-        key: "section.key", or "section.key.field" of one that is a mapping and was set before.
-        value: as YAML has it.
-        origin: where it comes from, for messages.
+        config: Config to change.
+        key: "section.key", or "section.key.field" if the option was already set to a mapping.
+        value: Value in the form of parsed YAML.
+        origin: Source of the value, such as a path. Error messages begin with it.
 
     Raises:
-        InputError: there is no such option, or it may not have this value.
+        InputError: If the option is unknown or the value is invalid.
     """
     known, (outer, _, inner) = config.keys(), key.rpartition(".")
     if outer in known and dataclasses.is_dataclass(own := config.option(outer)):
@@ -146,7 +146,7 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     section, name = key.split(".")
     owner = getattr(config, section)
     field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
-    if key == "training.jit_compile" and value in ("true", "false"):  # as runs were saved once
+    if key == "training.jit_compile" and value in ("true", "false"):  # Old runs stored texts.
         value = value == "true"
     try:
         is_degree = section == "parallel" and key != _NO_DEGREE
@@ -160,7 +160,7 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
 
 
 def _nearest(config, key):
-    """Return a hint at the known key that is nearest to one that is not known."""
+    """Return a hint for an unknown key: a task that has it, a similar key, or all sections."""
     keys, key, sections = config.keys(), key[:_MAX_KEY], config.sections()
     others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
     if others:

@@ -1,4 +1,4 @@
-"""Depth as the one dial of a language model: its sizes, batch and rate by published rules."""
+"""Derive the size, batch and learning rate of a language model from its depth."""
 
 import math
 
@@ -11,22 +11,25 @@ from dtransformer.planner.report import text_of
 from dtransformer.runs.options import USUAL_VOCABULARY
 from dtransformer.runs.preview import new_config
 
-_TASK, _LENGTH = "causal_lm", 1024  # tokens of a row, as GPT-2's
+_TASK, _LENGTH = "causal_lm", 1024  # GPT-2's row length in tokens
 
 
 def options_of_depth(depth: int) -> dict[str, dict]:
-    """Return the options of a run that trains a decoder of so many blocks, by sections.
+    """Return the options of a run that trains a decoder with `depth` blocks, as a dict by section.
 
-    With d blocks of width h, N weights in them, D tokens that are trained on, and C FLOPs in all:
+    For d blocks of width h with N weights, D training tokens and C training FLOPs:
 
-    - h = 64 d, in heads of 64: GPT-3's smallest model, of 12 blocks (Brown et al., 2020, arXiv
-      2005.14165, table 2.1). What shape it is says little of the loss (Kaplan et al., 2020, arXiv
-      2001.08361, §3.1);
-    - D = 20 N, with N = 12 d h² (Hoffmann et al., 2022, arXiv 2203.15556, table 3);
-    - batch = 0.2920 C^0.3271 tokens, the power of two of rows that is nearest, and rate =
-      0.3118 C^-0.1250, with C = (72 d h² + 12 d h s) D for rows of s tokens; weights decay by 0.1,
-      and 2,000 steps of warm-up, or a tenth of all where that is less (DeepSeek-AI, 2024, arXiv
-      2401.02954, §2.3 and §3.1).
+    - h = 64 d, with heads of size 64, as in GPT-3's smallest model with 12 blocks (Brown et al., 2020,
+      arXiv 2005.14165, table 2.1). The loss depends little on the ratio of depth and width (Kaplan et
+      al., 2020, arXiv 2001.08361, §3.1).
+    - D = 20 N, with N = 12 d h² (Hoffmann et al., 2022, arXiv 2203.15556, table 3).
+    - The batch has 0.2920 C^0.3271 tokens, rounded to a power of two of rows. The peak learning rate
+      is 0.3118 C^-0.1250. C = (72 d h² + 12 d h s) D for rows of s tokens. The weight decay is 0.1,
+      and the warm-up takes 2,000 steps or a tenth of all steps, if that is less (DeepSeek-AI, 2024,
+      arXiv 2401.02954, §2.3 and §3.1).
+
+    Args:
+        depth: Integer. Number of blocks, d.
 
     Example:
 
@@ -48,22 +51,23 @@ def options_of_depth(depth: int) -> dict[str, dict]:
 
 
 def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
-    """Return the file of a run that trains a decoder of so many blocks, with the planner's table.
+    """Return the text of a config file for a decoder with `depth` blocks.
+
+    The planner's table of layouts follows in comments.
 
     Args:
-        task: "causal_lm".
-        depth: number of blocks.
-        cluster: what the table is for, which comes as comments.
+        task: Name of the task. Only "causal_lm" is supported.
+        depth: Integer. Number of blocks.
+        cluster: Devices that the table is computed for.
 
     Raises:
-        InputError: it is another task, which the rules are not for.
+        InputError: If the task is not "causal_lm".
     """
     if task != _TASK:
-        raise InputError(
-            f"--depth is for task {_TASK}, whose sizes the rules are of, not for {task}"
-        )
+        raise InputError(f"--depth only supports task {_TASK}, got {task}.")
     options = options_of_depth(depth)
-    rows, on_cpu = options["training"]["batch_size"], cluster.device.name == "cpu"
+    rows = options["training"]["batch_size"]
+    on_cpu = cluster.device.name == "cpu"
     job = Job(rows, "float32" if on_cpu else None).on(cluster.device)
     options["training"]["precision"] = job.precision
     arguments = {**options["model"], "vocab_size": USUAL_VOCABULARY, "max_length": _LENGTH}

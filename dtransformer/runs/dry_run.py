@@ -1,4 +1,4 @@
-"""`dtransformer train --dry-run`: plan a run and check everything that training would refuse."""
+"""`dtransformer train --dry-run`: plan a run and check everything that training would reject."""
 
 import contextvars
 import math
@@ -30,7 +30,8 @@ from dtransformer.runs.unread import check_read
 from dtransformer.trainers.optimizer.checks import check_elementwise
 
 _NUM_RECORDS = 3
-_GREEN, _PLAIN = "\033[32m", "\033[0m"
+_GREEN = "\033[32m"
+_PLAIN = "\033[0m"
 
 
 def dry_run(
@@ -43,24 +44,24 @@ def dry_run(
 
     The network gets shapes and no values, so neither memory nor devices are needed for it.
     Nothing is trained or written. If several ranks are started, rank 0 does all of this for
-    them, and the others return at once.
+    them, and the others return immediately.
 
     Args:
         config_path: A YAML file.
         settings: Texts "section.key=value" that replace values of the file.
-        in_color: Whether learnt text is green. Otherwise it stands between ⟦ and ⟧.
+        in_color: Whether to print text with labels in green. Otherwise it stands between ⟦ and ⟧.
         overwrite: Whether training may replace existing exports.
 
     Raises:
-        InputError: If training would refuse the config, the data, the weights, the layout
+        InputError: If training would reject the config, the data, the weights, the layout
             or the exports.
     """
     if os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     config = load_config(config_path, settings, needs_task=True)
     check_read(config)
-    parallel, cluster = _layout(config)
-    print(f"Task: {config.task}\n{_planned(config, parallel, cluster)}")
+    parallel, cluster = _resolve_layout(config)
+    print(f"Task: {config.task}\n{_describe_plan(config, parallel, cluster)}")
     data = config.data
     if not (getattr(data, "train", None) or getattr(data, "source", None)):
         print("data is not given, so neither records nor weights are checked")
@@ -70,61 +71,66 @@ def dry_run(
         task.read()
         print("\n".join(task.told()))
         for record in task.preview(_NUM_RECORDS):
-            print("".join(_marked(text, learnt, in_color) for text, learnt in record))
+            print("".join(_mark_labels(text, has_label, in_color) for text, has_label in record))
         ranks = num_ranks()
         if cluster.num_devices > ranks * cluster.local_devices:
             ranks = math.inf  # They are not started, so the memory of their machines is unknown.
         contextvars.copy_context().run(_check_training, task, parallel, overwrite, ranks)
 
 
-def _layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
-    """Return the layout of a run and its devices: the started ranks', or those of the config.
+def _resolve_layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Cluster]:
+    """Return the layout of a run and its devices.
+
+    With several started ranks, the devices are theirs. A single process plans for the devices that
+    the config's degrees need.
 
     Raises:
         InputError: If the layout does not fit the ranks, or the planner finds none.
     """
-    parallel, local = config.parallel, config.training.local_devices
+    parallel = config.parallel
+    local_devices = config.training.local_devices
     ranks = num_ranks()
     if ranks > 1:
-        cluster = this_cluster(local_devices=local)
+        cluster = this_cluster(local_devices=local_devices)
         plan = layout_plan(config)
     else:
         degrees = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel)
-        devices = max(math.prod(degrees) * (parallel.data_parallel or 1), local)
-        ranks = max(devices // local, 1)
-        cluster = Cluster(this_device(devices), devices, local_devices=local)
+        devices = max(math.prod(degrees) * (parallel.data_parallel or 1), local_devices)
+        ranks = max(devices // local_devices, 1)
+        cluster = Cluster(this_device(devices), devices, local_devices=local_devices)
         plan = plan_of_run(config, cluster) if config.training.layout == "auto" else None
     if plan is not None:
         return plan.best.config, cluster
     with refusing("parallel", ValueError):
-        return parallel.resolve(ranks, local), cluster
+        return parallel.resolve(ranks, local_devices), cluster
 
 
-def _planned(config, parallel, cluster):
+def _describe_plan(config, parallel, cluster):
     """Return lines on the size, the layout, the step time and the memory of a run.
 
     Raises:
         InputError: If the layout does not fit the network or the batch.
     """
-    devices, training = cluster.num_devices, config.training
+    devices = cluster.num_devices
+    training = config.training
     length, rows = batch_of_run(config, devices)
     model = shape_of_run(config, length)
     fields = fields_of(parallel)
     if not hasattr(config.data, "length"):
         fields.pop("context_parallel", None)  # The lengths of sentence pairs vary.
     job = Job(rows, training.precision, training.optimizer, fields, bool(training.ema))
-    wrong = supported_error(parallel, cluster.local_devices) or mismatch(model, cluster, job)
-    if wrong:
-        raise InputError(f"parallel: {wrong}")
-    found = cost(model, cluster, job, parallel)
+    problem = supported_error(parallel, cluster.local_devices) or mismatch(model, cluster, job)
+    if problem:
+        raise InputError(f"parallel: {problem}")
+    estimate = cost(model, cluster, job, parallel)
     source = getattr(config.model, "from_", None)
     weights = f"weights of {source}" if source else "random weights"
     ranks = devices // cluster.local_devices
     lines = [
         f"Model: {model.name}, {model.parameters():,} parameters, {weights}; rows of {length:,} "
         f"tokens, {rows:,} per step",
-        f"Layout: {found.layout}, {devices} × {cluster.device.name}; about "
-        f"{found.step_seconds:.3g} s/step. {fit_line(found)}",
+        f"Layout: {estimate.layout}, {devices} × {cluster.device.name}; about "
+        f"{estimate.step_seconds:.3g} s/step. {fit_line(estimate)}",
     ]
     if ranks > num_ranks():
         lines.append(
@@ -133,14 +139,14 @@ def _planned(config, parallel, cluster):
     return "\n".join(lines)
 
 
-def _marked(text, is_learnt, in_color):
-    if not is_learnt:
+def _mark_labels(text, has_label, in_color):
+    if not has_label:
         return text
     return f"{_GREEN}{text}{_PLAIN}" if in_color else f"⟦{text}⟧"
 
 
 def _check_training(task, parallel, overwrite, ranks):
-    """Check the network, its weights, the optimizer and the exports of a task, without values."""
+    """Check the network, its weights, the optimizer and the exports of a task from shapes alone."""
     needs.planned_ranks.set(ranks)
     check_logs(task.config)
     with tf.device("CPU"):

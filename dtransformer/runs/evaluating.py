@@ -1,4 +1,4 @@
-"""`dtransformer evaluate` of any task: loss and metrics of a run on records."""
+"""`dtransformer evaluate` for every task: compute loss and metrics of a run on held-out records."""
 
 import json
 import os
@@ -19,29 +19,33 @@ from dtransformer.runs.run import make_trainer
 def evaluate_run(
     folder: str | os.PathLike, data: Iterable[str] = (), as_json: bool = False
 ) -> dict[str, float]:
-    """Print loss and metrics of a run's weights, on any number of ranks; all ranks call.
+    """Print loss and metrics of a run's weights on held-out records.
+
+    The loss excludes label smoothing and z-loss. Any number of ranks can evaluate a run. All ranks
+    call this function.
 
     Args:
-        folder: the run's folder.
-        data: files of records; those of its `data.dev` by default.
-        as_json: whether to print JSON.
+        folder: Folder of the run.
+        data: Paths of record files. Defaults to the run's `data.dev`.
+        as_json: Boolean. Print one line of JSON instead of one line per result.
 
     Returns:
-        What is printed.
+        Dict of the printed results.
 
     Raises:
-        InputError: the folder or a file is not usable, or there are no records.
+        InputError: If the folder or a file is unusable, or no records are given.
     """
     folder = pathlib.Path(folder)
     task = open_run(folder, trained=False)
     if not hasattr(task.config.data, "dev"):
-        raise InputError(f"{folder}: translations are evaluated on sentences: give --src and --ref")
+        raise InputError(f"`{folder}` is a translation run. Add --src and --ref.")
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
-    # What is printed is −log p itself.
+    # The printed loss is −log p, without regularization.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
-    # Made where token shards are written, so that a run may lie where nothing else is written.
+    # Token shards go to a temporary folder next to the run. It is created only if shards are
+    # written, so that other tasks can evaluate runs in a read-only place.
     name = from_chief(lambda: f".evaluated-{secrets.token_hex(4)}", "evaluate")
     task.folder = beside(folder, name)
     try:
@@ -53,7 +57,7 @@ def evaluate_run(
     finally:
         if job.is_chief():
             shutil.rmtree(task.folder, ignore_errors=True)
-    shown = {name: float(value) for name, value in results.items()}
-    lines = (f"{name}: {value:.6g}" for name, value in shown.items())
-    job.print_once(json.dumps(shown) if as_json else "\n".join(lines))
+    values = {name: float(value) for name, value in results.items()}
+    lines = (f"{name}: {value:.6g}" for name, value in values.items())
+    job.print_once(json.dumps(values) if as_json else "\n".join(lines))
     return results

@@ -1,4 +1,4 @@
-"""Export of a run for other programs: a published folder, or adapters apart."""
+"""Export a run for other programs, as a published folder, adapters or a SavedModel."""
 
 import os
 import pathlib
@@ -15,25 +15,30 @@ from dtransformer.runs.tasks.base import Task
 
 
 def check_export(task: Task, overwrite: bool) -> None:
-    """Check, before training, that what is trained can be written where `export` says.
+    """Check before training that the run's `export` options can be carried out.
+
+    Args:
+        task: Task of the run, with its network.
+        overwrite: Boolean. Whether existing exports may be replaced.
 
     Raises:
-        InputError: it cannot; says why.
+        InputError: If a target exists, cannot be written, or cannot store this network.
     """
     options = task.config.sections().get("export")
     if options is None:
         return
     if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
         raise InputError(
-            f"export.saved_model: {options.saved_model} exists. Choose another path, or add --overwrite."
+            f"`export.saved_model`: {options.saved_model} exists. Choose another path, or add "
+            "--overwrite."
         )
     if not options.folder:
         return
     check_target(options.folder, overwrite)
     if getattr(task.core, "has_task_head", False) and not options.merge_adapters:
         raise InputError(
-            f"export.merge_adapters: adapters alone would lack the head of task {task.config.task}: "
-            "leave it out, so that they are added to the weights"
+            "`export.merge_adapters=false` would leave out the trained head of task "
+            f"{task.config.task}. Set it to true."
         )
     if options.merge_adapters or not adapters_of(task.core):
         with refusing("export.family"):
@@ -43,50 +48,55 @@ def check_export(task: Task, overwrite: bool) -> None:
 def export(
     task: Task, trainer: keras.Model, run: str | os.PathLike, overwrite: bool = False
 ) -> pathlib.Path | None:
-    """Write what `export` of a run's config asks for, of the run's best weights; all ranks call.
+    """Write the exports that the run's config requests, with the run's best weights.
+
+    All ranks call it. Adapters are merged into the network if `export.merge_adapters` is set.
 
     Args:
-        task: the task, whose network is trained.
-        trainer: the trainer of the network.
-        run: the run's folder.
-        overwrite: whether what is there is replaced.
+        task: Task of the run, with the trained network.
+        trainer: Trainer of the network.
+        run: Folder of the run.
+        overwrite: Boolean. Replace existing exports.
 
     Returns:
-        The folder that it is in; None where nothing is asked for.
+        Path of the exported folder, or `None` if `export.folder` is not set.
 
     Raises:
-        InputError: the network is of no published family, or the folder cannot be written.
+        InputError: If the network belongs to no published family, or a target cannot be written.
     """
     options = task.config.sections().get("export")
     if options is None or not (options.folder or options.saved_model):
         return None
-    run, network = pathlib.Path(run), task.core
+    run = pathlib.Path(run)
+    network = task.core
     if not only_adapters_are_trained(network):
         trainer.load_weights(run / WEIGHTS)
     else:
         load_lora(network, run / ADAPTERS)
     if options.saved_model:
         trainer.export(options.saved_model, verbose=False)
-        _told(options.saved_model, "The SavedModel is", "TensorFlow")
+        _print_use(options.saved_model, "The SavedModel is", "TensorFlow")
         if not options.folder:
             return None
     if adapters_of(network):
         if not options.merge_adapters:
             base = task.config.model.from_
-            # Of a run's weights there is no published folder, beside which peft could load them.
-            family, also = ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
-            landed = save_lora(network, options.folder, family, overwrite)
-            use = f"dtransformer generate --model {base} --adapters {landed}{also}"
-            return _told(landed, "The adapters are", use)
+            # peft needs a published folder as the base, which a run folder is not.
+            family, more_uses = (
+                ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
+            )
+            exported = save_lora(network, options.folder, family, overwrite)
+            use = f"dtransformer generate --model {base} --adapters {exported}{more_uses}"
+            return _print_use(exported, "The adapters are", use)
         merge_lora(network)
-    landed = save_pretrained(
+    exported = save_pretrained(
         network, options.folder, options.family, overwrite, task.tokenizer, options.dtype
     )
-    command = task.command.replace("--run", "--model").format(landed)
-    also = "" if command.startswith("evaluate") else f" and dtransformer {command}"
-    return _told(landed, "The model is", f"transformers{also}")
+    command = task.command.replace("--run", "--model").format(exported)
+    more_uses = "" if command.startswith("evaluate") else f" and dtransformer {command}"
+    return _print_use(exported, "The model is", f"transformers{more_uses}")
 
 
-def _told(folder, what, use):
+def _print_use(folder, what, use):
     job.print_once(f"{what} in {folder}, for {use}")
     return folder

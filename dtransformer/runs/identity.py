@@ -1,12 +1,12 @@
-"""`run.json`: what belongs to a run, as checksums. It is written once, when the run begins.
+"""`run.json`: checksums of the files and records of a run, written once when the run begins.
 
     {"run": {"version": 1, "id": "9f86d081…",
              "files": {"config.yaml": SHA-256, "tokenizer/tokenizer.json": SHA-256, …},
              "data": {"train": SHA-256 of the records, "dev": …}},
-     "sha256": SHA-256 of what is under "run"}
+     "sha256": SHA-256 of the value of "run"}
 
-Weights end with the SHA-256 of this file, see `checkpoint.export`, and checkpoints have a copy of it:
-what comes from another run, or was changed, does not pass for the run's own.
+A file of weights ends with the SHA-256 of this file (see `checkpoint.export`), and every checkpoint
+contains a copy of it. This detects changed files and files from other runs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.export import RUN, check_seal, sha256_of
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
-# What a run folder holds.
+# Names of the files and folders in a run folder.
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 WEIGHTS = "model.weights.h5"
@@ -53,7 +53,7 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Body(pydantic.BaseModel):
-    """What belongs to a run."""
+    """Value of "run" in `run.json`."""
 
     model_config = STRICT
     version: Literal[_VERSION]
@@ -62,7 +62,7 @@ class _Body(pydantic.BaseModel):
 
 
 class _Document(pydantic.BaseModel):
-    """What `run.json` holds."""
+    """Content of `run.json`."""
 
     model_config = STRICT
     run: _Body
@@ -70,18 +70,18 @@ class _Document(pydantic.BaseModel):
 
 
 def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a run's."""
+    """Return whether a folder is a run folder: it contains `run.json`."""
     return os.path.isfile(os.path.join(folder, RUN))
 
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-    """What `run.json` says.
+    """Identity of a run: the checksums in its `run.json`.
 
     Args:
-        text: the file's content.
-        files: names of files, and the SHA-256 of each.
-        data: the SHA-256 of the records "train" and "dev"; None where there are none.
+        text: Text of the file.
+        files: Dict from file names, relative to the run folder, to their SHA-256.
+        data: Dict with the SHA-256 of the "train" and "dev" records. `None` if a part has no records.
     """
 
     text: str
@@ -90,70 +90,77 @@ class RunIdentity:
 
     @classmethod
     def new(cls, folder: pathlib.Path, data: dict[str, str | None]) -> "RunIdentity":
-        """Return that of a run that begins with the config and the tokenizer in a folder."""
+        """Create the identity of a new run.
+
+        Args:
+            folder: Folder with the run's config and tokenizer.
+            data: Dict with the SHA-256 of the "train" and "dev" records, or `None` for no records.
+        """
         tokenizer = sorted(x for x in (folder / TOKENIZER).rglob("*") if x.is_file())
         paths = [folder / CONFIG, *tokenizer]
         files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
         body = {"version": _VERSION, "id": secrets.token_hex(16), "files": files, "data": data}
-        text = json.dumps({"run": body, "sha256": _digest_of(body)}, indent=1) + "\n"
+        text = json.dumps({"run": body, "sha256": _digest(body)}, indent=1) + "\n"
         return cls(text, files, data)
 
     @classmethod
     def load(cls, folder: pathlib.Path) -> "RunIdentity":
-        """Read that of a run folder.
+        """Read the identity of a run folder.
 
         Raises:
-            InputError: the folder has none, or it is damaged.
+            InputError: If `run.json` is missing or damaged.
         """
         path = folder / RUN
         if not path.is_file():
             raise InputError(
-                f"{folder}: has no {RUN}, as it is no run folder or is of an older dtransformer: give "
-                "another run, or train it anew"
+                f"`{folder}` has no {RUN}. It is not a run folder, or an older dtransformer wrote it. "
+                "Choose another run, or train it again."
             )
         try:
             data = read_bytes(path, _MAX_BYTES)
             document = typed(parse_json(data, path, _MAX_BYTES), _Document, path)
-            if document["sha256"] != _digest_of(document["run"]):
-                raise InputError(f"{path} is damaged: its checksum is another")
+            if document["sha256"] != _digest(document["run"]):
+                raise InputError(f"{path} is damaged: its checksum does not match")
         except InputError as error:
             raise InputError(
-                f"{error}; put the run's own back, such as the copy in its checkpoints"
+                f"{str(error).rstrip('.')}. Restore the file from a checkpoint of the run."
             ) from None
         return cls(data.decode(), document["run"]["files"], document["run"]["data"])
 
     @property
     def key(self) -> str:
-        """What the run's weights end with: the SHA-256 of `run.json`."""
+        """The SHA-256 of `run.json`. Every file of the run's weights ends with it."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `run.json` to a path."""
+        """Write `run.json` to the file `path`."""
         pathlib.Path(path).write_text(self.text, encoding="utf-8", newline="")
 
     def check(self, folder: pathlib.Path) -> None:
-        """Compare the files, the weights and the checkpoints of a run folder with this.
+        """Compare the config, the tokenizer and the weights in a run folder with the checksums.
 
         Raises:
-            InputError: one is missing, damaged, or of another run.
+            InputError: If a file is missing, damaged, or belongs to another run.
         """
         for name, digest in self.files.items():
             path = folder / name
             if not path.is_file():
-                raise InputError(f"{path}: is missing: put the run's own there")
+                raise InputError(f"`{path}` is missing. Restore the file of this run.")
             if sha256_of(path) != digest:
                 raise InputError(
-                    f"{path}: is not what the run began with: it was changed, is damaged, or is of "
-                    "another run; put the run's own back, such as the copy in its checkpoints"
+                    f"`{path}` has changed since the run began: it was edited, is damaged, or belongs "
+                    "to another run. Restore the file from a checkpoint of the run."
                 )
         if os.path.lexists(folder / WEIGHTS):
             check_seal(folder / WEIGHTS, self.key)
 
     def check_checkpoints(self, folder: pathlib.Path) -> None:
-        """Refuse checkpoints of other runs in a run folder; damaged ones are told elsewhere.
+        """Check that all checkpoints in a run folder belong to this run.
+
+        Damaged checkpoints are skipped. Loading reports them.
 
         Raises:
-            InputError: names the first.
+            InputError: If a checkpoint belongs to another run. The message names the first one.
         """
         for _, path in saved_steps(folder / CHECKPOINTS):
             try:
@@ -162,15 +169,16 @@ class RunIdentity:
                     continue
             except (InputError, OSError):
                 continue
-            own = checkpoint.path / RUN
-            if not own.is_file() or sha256_of(own) != self.key:
+            copy = checkpoint.path / RUN
+            if not copy.is_file() or sha256_of(copy) != self.key:
                 raise InputError(
-                    f"{path}: is a checkpoint of another run than the {RUN} of {folder}: move it away"
+                    f"`{path}` is a checkpoint of another run than the {RUN} in {folder}. Move it to "
+                    "another folder."
                 )
 
 
 def digest_of_records(records: Iterable) -> str:
-    """Return the SHA-256 of records, of what JSON has, whatever files they came from."""
+    """Return the SHA-256 of the records as JSON. It does not depend on the format of their files."""
     digest = hashlib.sha256()
     for record in records:
         text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=str)
@@ -178,5 +186,5 @@ def digest_of_records(records: Iterable) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(body):
+def _digest(body):
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

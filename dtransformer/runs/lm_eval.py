@@ -1,12 +1,13 @@
-"""EleutherAI's lm-evaluation-harness on a run, or on a published folder: its three methods.
+"""Evaluate a run or a published folder with EleutherAI's lm-evaluation-harness.
 
     import lm_eval
     from dtransformer.runs.lm_eval import harness_model
 
     lm_eval.simple_evaluate(model=harness_model("runs/mine"), tasks=["lambada_openai"])
 
-Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602. The package
-`lm_eval` is imported when a model is made for it.
+The package `lm_eval` is imported when a model is created.
+
+Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602.
 """
 
 import importlib
@@ -25,94 +26,120 @@ from dtransformer.models.generation.text_generator import as_lists
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 
-_MULTIPLE = 64  # of tokens, that rows are filled up to: each length is compiled once
-_DRAWS = ("temperature", "top_p", "top_k")  # what requests may say of generation
+_LENGTH_MULTIPLE = (
+    64  # Rows are padded to a multiple of 64 tokens, so that few lengths are compiled.
+)
+_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # sampling options of requests
 
 
-class _Scores:
-    """The three methods, of a network and its tokenizer on one device; see `harness_model`."""
+class _HarnessMethods:
+    """The three methods of `lm_eval.api.model.LM` for a network and its tokenizer on one device."""
 
     def __init__(self, network, tokenizer, batch_size, max_length):
         super().__init__()
-        self._network, self._tokenizer = network, tokenizer
-        self._batch_size, self._max_length = batch_size, max_length
+        self._network = network
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._max_length = max_length
         self._sums = SequenceLogProbability(network.vocab_size)
         self._compiled = tf.function(self._scores)
 
     def loglikelihood(self, requests: Sequence) -> list[tuple[float, bool]]:
-        """Return log p of each continuation, and whether it is the likeliest, token by token."""
+        """Return a (log p, is_greedy) pair for each (context, continuation) request.
+
+        log p is the log probability of the continuation. `is_greedy` is true if each of its tokens is
+        the most probable next token.
+        """
         return self._score([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence) -> list[float]:
-        """Return log p of each text, in windows of the longest length, each token once."""
-        rows, owners = [], []
+        """Return the log probability of each text.
+
+        Long texts are scored in windows of `max_length` tokens. Each token counts once.
+        """
+        rows = []
+        owners = []
         for owner, request in enumerate(requests):
-            (text,), most = request.args, self._max_length
+            (text,) = request.args
+            max_length = self._max_length
             (ids,) = as_lists(self._tokenizer.encode([text]))
-            whole = [self._first(), *ids]
-            for start in range(0, len(ids), most):
-                end = min(start + most, len(ids))
-                rows.append((whole[max(0, end - most) : end + 1], end - start))
+            tokens = [self._start_token(), *ids]
+            for start in range(0, len(ids), max_length):
+                end = min(start + max_length, len(ids))
+                rows.append((tokens[max(0, end - max_length) : end + 1], end - start))
                 owners.append(owner)
         totals = np.zeros(len(requests))
         np.add.at(totals, owners, [total for total, _ in self._score(rows)])
         return totals.tolist()
 
     def generate_until(self, requests: Sequence) -> list[str]:
-        """Return what comes after each context, or its end where it is long, up to the first end."""
+        """Return the continuation of each context, up to the first of its "until" texts.
+
+        Long contexts are truncated from the left, so that the new tokens fit into `max_length`.
+        """
         texts = []
         for context, options in (request.args for request in requests):
-            number = options.get("max_gen_toks", options.get("max_new_tokens", 256))
-            draws = {key: options[key] for key in _DRAWS if key in options}
-            if not options.get("do_sample", bool(draws.get("temperature"))):
-                draws = {}
-            draws["max_source_length"] = max(self._max_length - number, 1)
-            (text,) = TextGenerator(self._network, self._tokenizer, number, **draws)([context])
-            ends = options.get("until") or []
-            ends = [ends] if isinstance(ends, str) else ends
-            texts.append(re.split("|".join(map(re.escape, ends)), text)[0] if ends else text)
+            max_new_tokens = options.get("max_gen_toks", options.get("max_new_tokens", 256))
+            sampling = {key: options[key] for key in _SAMPLING_OPTIONS if key in options}
+            if not options.get("do_sample", bool(sampling.get("temperature"))):
+                sampling = {}
+            sampling["max_source_length"] = max(self._max_length - max_new_tokens, 1)
+            (text,) = TextGenerator(self._network, self._tokenizer, max_new_tokens, **sampling)(
+                [context]
+            )
+            stops = options.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            texts.append(re.split("|".join(map(re.escape, stops)), text)[0] if stops else text)
         return texts
 
-    def _first(self):
+    def _start_token(self):
         start = self._network.start_id
         return self._network.end_id if start is None else start
 
     def _pair(self, context, continuation):
-        """Return the ids of a context and its continuation, and how many are the latter's."""
-        spaces = context[len(context.rstrip()) :]  # which belong to the word that follows
-        context, continuation = context.rstrip(), spaces + continuation
-        whole, before = self._prompts([context + continuation, context])
+        """Return the ids of a context with its continuation, and the number of continuation ids."""
+        spaces = context[len(context.rstrip()) :]  # Tokens of words include the space before them.
+        context = context.rstrip()
+        continuation = spaces + continuation
+        full_ids, context_ids = self._prompts([context + continuation, context])
         if not context:
-            (whole,), before = as_lists(self._tokenizer.encode([continuation])), [self._first()]
-            whole = [*before, *whole]
-        number = min(len(whole) - len(before), self._max_length)
-        return whole[-(self._max_length + 1) :], number
+            (full_ids,) = as_lists(self._tokenizer.encode([continuation]))
+            context_ids = [self._start_token()]
+            full_ids = [*context_ids, *full_ids]
+        count = min(len(full_ids) - len(context_ids), self._max_length)
+        return full_ids[-(self._max_length + 1) :], count
 
     def _prompts(self, texts):
-        """Return the ids of texts, with those before them that the network was trained with."""
+        """Return the ids of texts, with the start tokens that the network was trained with."""
         if hasattr(self._tokenizer, "encode_prompts"):
             return as_lists(self._tokenizer.encode_prompts(texts))
-        return [[self._first(), *row] for row in as_lists(self._tokenizer.encode(texts))]
+        return [[self._start_token(), *row] for row in as_lists(self._tokenizer.encode(texts))]
 
     def _score(self, rows):
-        """Return log p of the last ids of rows, and whether they are the likeliest."""
+        """Return a (log p, is_greedy) pair for each row.
+
+        Args:
+            rows: List of (ids, count) pairs. The last `count` ids of a row are scored.
+        """
         order = sorted(range(len(rows)), key=lambda x: -len(rows[x][0]))
-        found = [None] * len(rows)
+        results = [None] * len(rows)
         for start in range(0, len(rows), self._batch_size):
-            numbers = order[start : start + self._batch_size]
-            length = len(rows[numbers[0]][0]) - 1
-            shape = self._batch_size, min(length + -length % _MULTIPLE, self._max_length)
-            tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            batch = order[start : start + self._batch_size]
+            length = len(rows[batch[0]][0]) - 1
+            shape = self._batch_size, min(length + -length % _LENGTH_MULTIPLE, self._max_length)
+            tokens = np.zeros(shape, np.int32)
+            segments = np.zeros(shape, np.int32)
             labels = np.full(shape, -100, np.int32)
-            for place, number in enumerate(numbers):
-                ids, count = rows[number]
+            for row, index in enumerate(batch):
+                ids, count = rows[index]
                 size = len(ids) - 1
-                tokens[place, :size], segments[place, :size] = ids[:-1], 1
-                labels[place, size - count : size] = ids[len(ids) - count :]
+                tokens[row, :size] = ids[:-1]
+                segments[row, :size] = 1
+                labels[row, size - count : size] = ids[len(ids) - count :]
             totals, are_likeliest = self._compiled(tokens, segments, labels)
-            for number, total, is_likeliest in zip(numbers, totals.numpy(), are_likeliest.numpy()):
-                found[number] = float(total), bool(is_likeliest)
-        return found
+            for index, total, is_likeliest in zip(batch, totals.numpy(), are_likeliest.numpy()):
+                results[index] = float(total), bool(is_likeliest)
+        return results
 
     def _scores(self, tokens, segments, labels):
         logits = self._network({"tokens": tokens, "segments": segments}, training=False)
@@ -128,23 +155,28 @@ def harness_model(
 ) -> Any:
     """Return a model for `lm_eval.simple_evaluate`, an `lm_eval.api.model.LM`.
 
-    Texts begin with the special tokens that the tokenizer adds, and those without a context, and
-    windows of texts, with the network's start token, or its end token where it has none.
+    Texts with a context begin with the special tokens that the tokenizer adds. Texts without a
+    context and rolling windows begin with the network's start token, or with its end token if it has
+    no start token.
 
     Args:
-        folder: a run's, or a published one.
-        precision: the type to compute in.
-        batch_size: number of rows that are scored at once.
-        max_length: most tokens of a row; those of learned positions, or 2,048 by default.
+        folder: Path of a run folder or a published folder.
+        precision: Name of the dtype policy to compute in. Defaults to `"float32"`.
+        batch_size: Integer. Rows per batch. Defaults to 8.
+        max_length: Integer. Maximum tokens per row. Defaults to the number of learned positions, or
+            to 2,048 without learned positions. Larger values are reduced to this default.
 
     Raises:
-        InputError: lm_eval is not installed, there are several ranks, or the folder is not usable.
+        InputError: If `lm_eval` is not installed, the job has several ranks or a mesh, or the folder
+            is unusable.
     """
-    check_installed("lm_eval", "its scores")
+    check_installed("lm_eval", "Evaluations with the harness")
     if job.size() > 1 or job.mesh() is not None:
-        raise InputError("the harness scores on one device: start one process, without a layout")
+        raise InputError("The harness runs on one device. Start one process without a layout.")
     base = importlib.import_module("lm_eval.api.model").LM
     tokenizer, network = opened(folder, precision)
-    longest = network.arguments.get("max_length") or 2048
-    kind = type("HarnessModel", (_Scores, base), {})
-    return kind(network, tokenizer, batch_size, min(max_length or longest, longest))
+    default_length = network.arguments.get("max_length") or 2048
+    model_class = type("HarnessModel", (_HarnessMethods, base), {})
+    return model_class(
+        network, tokenizer, batch_size, min(max_length or default_length, default_length)
+    )

@@ -1,4 +1,4 @@
-"""A run as its folder has it: its config, its tokenizer, and its network with the weights."""
+"""Load the config, the tokenizer and the trained network of a run or a published folder."""
 
 import os
 import pathlib
@@ -29,20 +29,21 @@ from dtransformer.runs.unread import like
 
 @refusing("parallel", ValueError)
 def start_job(config: RunConfig) -> None:
-    """Join the job's ranks, by the layout of a config.
+    """Initialize the job with the layout, seed and devices of a config.
 
     Raises:
-        InputError: the layout does not fit them.
+        InputError: If the layout does not fit the number of ranks.
     """
     fields = ("seed", "local_devices", "deterministic")
-    own = {name: getattr(config.training, name) for name in fields}
-    dtransformer.init(config.parallel, **own)
+    options = {name: getattr(config.training, name) for name in fields}
+    dtransformer.init(config.parallel, **options)
 
 
 def open_run(folder: str | os.PathLike, trained: bool = True) -> Task:
-    """Join the job by a run's layout, adapted to the number of ranks, and return its task.
+    """Initialize the job with a run's layout, adapted to the number of ranks, and load the run.
 
-    Arguments and errors are those of `load_run`. The precision is that of training.
+    All ranks call it. Arguments and errors are the same as in `load_run`. The network computes in
+    `training.precision`.
     """
     config = check_run(pathlib.Path(folder))
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
@@ -56,50 +57,55 @@ def load_run(
     task: str | None = None,
     trained: bool = True,
 ) -> Task:
-    """Read a run's folder; all ranks call.
+    """Load a run. All ranks call it.
 
     Args:
-        folder: its path.
-        precision: of the network's computations; weights are float32 anyway.
-        task: the task that the run has to be of; None for any.
-        trained: whether the network gets the run's weights, or is as training began.
+        folder: Path of the run folder.
+        precision: Name of the dtype policy of the network. Its weights are float32, except with
+            `"bfloat16"`.
+        task: Name of the expected task. `None` accepts every task.
+        trained: Boolean. Load the run's weights. Otherwise the network has its initial weights.
 
     Returns:
-        Its task, with tokenizer and network; records are not read.
+        A `Task` with tokenizer and network. Records are not read.
 
     Raises:
-        InputError: the folder or a file in it is missing, damaged, or of another run.
+        InputError: If the folder or a file in it is missing or damaged, belongs to another run, or
+            has another task.
     """
     folder = pathlib.Path(folder)
     config = check_run(folder)
     if task is not None and like(config.task) != task:
-        raise InputError(f"{folder}: is a run of task {config.task}, expected {task}")
-    own = task_of(config, old_run=folder, folder=folder)
-    own.load_tokenizer(folder)
-    own.make_network(precision)
+        raise InputError(f"`{folder}` is a run of task {config.task}, expected task {task}.")
+    loaded = task_of(config, old_run=folder, folder=folder)
+    loaded.load_tokenizer(folder)
+    loaded.make_network(precision)
     if trained and _compat.makes_values():
-        load_trained(own)
-    return own
+        load_trained(loaded)
+    return loaded
 
 
 def load_published(folder: str) -> Task:
-    """Return the task of a published folder whose network gives labels, a number or vectors.
+    """Return the task of a published folder whose network predicts labels, numbers or vectors.
 
-    Texts may have 512 tokens, or as many as the network has positions. All ranks call it.
+    Texts may have up to 512 tokens, or fewer if the network has fewer positions. All ranks call it.
 
     Raises:
-        InputError: If the folder is not usable, or its network has no such head.
+        InputError: If the folder is unusable, or its network has no suitable head.
     """
     fields = read_object(f"{folder}/config.json")
-    labels, name = labels_of(fields, folder), str(fields.get("architectures"))
+    labels = labels_of(fields, folder)
+    architecture = str(fields.get("architectures"))
     if os.path.exists(f"{folder}/{MODULES}"):
         kind = "embedding"
-    elif TOKENS in name:
+    elif TOKENS in architecture:
         kind = "token_classification"
-    elif SEQUENCE in name:
+    elif SEQUENCE in architecture:
         kind = "regression" if len(labels) == 1 else "classification"
     else:
-        raise InputError(f"{folder}: holds {name}, which gives no labels and no vectors")
+        raise InputError(
+            f"`{folder}` contains {architecture}, which predicts neither labels nor vectors."
+        )
     config = RunConfig(kind)
     set_option(config, "data.labels", labels, folder)
     positions = architecture_of(folder).arguments.get("max_length") or config.data.length
@@ -113,7 +119,7 @@ def load_published(folder: str) -> Task:
 
 
 def load_trained(task: Task) -> None:
-    """Give the network of a run's task the run's weights; all ranks call."""
+    """Load the run's weights or adapters into the network of its task. All ranks call it."""
     folder = task.old_run
     if (folder / ADAPTERS).exists():
         load_lora(task.core, folder / ADAPTERS)
@@ -124,77 +130,80 @@ def load_trained(task: Task) -> None:
 def opened(
     folder: str | os.PathLike, precision: str, adapters: str | os.PathLike | None = None
 ) -> tuple[object, keras.Model]:
-    """Return the tokenizer and the network of a published folder, or of a run's.
+    """Return the tokenizer and the network of a published folder or a run, to generate text.
 
     Args:
-        folder: its path.
-        precision: the type to compute in.
-        adapters: a folder of low-rank adapters, or None.
+        folder: Path of the folder.
+        precision: Name of the dtype policy to compute in.
+        adapters: Path of a folder of low-rank adapters to add, or `None`.
 
     Raises:
-        InputError: the folder is not usable, or what it holds generates no texts.
+        InputError: If the folder is unusable, or its network does not generate text.
     """
     folder = pathlib.Path(folder)
     if is_run(folder):
         run = load_run(folder, precision)
         if like(run.config.task) == "translation":
             raise InputError(
-                f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
+                f"`{folder}` is a translation run. Use `dtransformer translate --run {folder}`."
             )
-        tokenizer, model = run.tokenizer, run.core
+        tokenizer = run.tokenizer
+        model = run.core
     else:
         tokenizer = load_tokenizer(folder)
         needs.check_published(folder)
         model = from_pretrained(folder, dtype=precision)
     if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(
-            f"{folder}: holds a {type(model).__name__}, which generates no text. Use dtransformer "
-            "predict for labels and numbers, or embed for vectors."
+            f"`{folder}` contains a {type(model).__name__}, which does not generate text. Use "
+            "`dtransformer predict` for labels and numbers, or `dtransformer embed` for vectors."
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
-            f"{model.vocab_size}: are the files of one model?"
+            f"The tokenizer in `{folder}` has {tokenizer.vocab_size} ids, but the model has only "
+            f"{model.vocab_size}. Use the tokenizer of this model."
         )
     if adapters is not None:
-        if adapters_of(model):  # of a run, which those that are given were trained beside
+        if adapters_of(model):  # The new adapters were trained on the merged weights of the run.
             merge_lora(model)
         load_lora(model, adapters)
     return tokenizer, model
 
 
 def check_run(folder: pathlib.Path) -> RunConfig:
-    """Return the config of a run's folder, whose files were compared with their checksums.
+    """Compare the files of a run folder with their checksums, and return the run's config.
 
     Raises:
-        InputError: one is missing, damaged, or of another run.
+        InputError: If a file is missing, damaged, or belongs to another run.
     """
     if not os.path.isdir(folder):
-        raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
+        raise InputError(
+            f"The run folder `{folder}` does not exist. Create it with `dtransformer train`."
+        )
     if not (is_run(folder) or any((folder / x).exists() for x in (CONFIG, WEIGHTS, TOKENIZER))):
         raise InputError(_other_run(folder))
     for name in (CONFIG, TOKENIZER, WEIGHTS):
-        there = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
-        if not there:
-            old = replaced_run(folder)
-            hint = f"; the run that it was to replace is in {old}" if old.is_dir() else ""
+        exists = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
+        if not exists:
+            replaced = replaced_run(folder)
+            hint = f" The replaced run is in `{replaced}`." if replaced.is_dir() else ""
             raise InputError(
-                f"{folder}: this run folder has no {name}, as its training did not get that far: "
-                f"train again, or give another run{hint}"
+                f"The run folder `{folder}` has no {name}, because its training ended too early. "
+                f"Train again, or choose another run.{hint}"
             )
     RunIdentity.load(folder).check(folder)
     return load_config(folder / CONFIG)
 
 
 def _other_run(folder):
-    """Return what is told of a folder that `dtransformer train` has not written."""
-    told = f"{folder}: is no run of dtransformer train"
+    """Return the error message for a folder that `dtransformer train` did not write."""
+    message = f"`{folder}` is not a run of `dtransformer train`."
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():
-            use = "give it as --model to dtransformer generate, predict or embed"
-            return f"{told}: {inner} has a published model: {use}"
+            hint = "Pass it as --model to dtransformer generate, predict or embed."
+            return f"{message} `{inner}` contains a published model. {hint}"
     old = replaced_run(folder)
     if old.is_dir():
-        return f"{told}; the run that it was to replace is in {old}"
-    found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
-    return f"{told}: it has {found}"
+        return f"{message} The replaced run is in `{old}`."
+    names = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
+    return f"{message} It contains {names}."

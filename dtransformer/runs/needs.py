@@ -8,55 +8,60 @@ from dtransformer.inputs.files import free_memory
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 
-_NUMBER = 4  # bytes of a float32
-_TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
+_FLOAT_BYTES = 4  # bytes of a float32
+_TRAINED_BYTES = 3 * _FLOAT_BYTES  # bytes of a weight, its gradient and one optimizer state
 _GIBIBYTE = 2**30
 # Number of ranks that a dry run plans for. A dry run is a single process.
 planned_ranks: contextvars.ContextVar[float] = contextvars.ContextVar("planned_ranks", default=1)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:
-    """Refuse a search that this machine cannot hold: its caches, and the scores of a step.
+    """Check that the free memory suffices for the caches and scores of a search.
 
     Args:
-        config: the run's config.
-        vocab_size: number of pieces of the vocabulary.
-        beam_size: number of beams of a sentence.
-        sentences: number of sentences that are translated at once.
+        config: Config of the run.
+        vocab_size: Integer. Size of the vocabulary.
+        beam_size: Integer. Beams per sentence.
+        sentences: Integer. Sentences per batch.
 
     Raises:
-        InputError: names the need; or the search is longer than the model can count.
+        InputError: If the free memory is too small, or `search.max_length` exceeds the model's
+            positions.
     """
-    length, hidden = config.data.max_length, config.model.hidden_size
-    _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
+    length = config.data.max_length
+    hidden = config.model.hidden_size
+    _check(f"The position tables of data.max_length={length}", 2 * _FLOAT_BYTES * length * hidden)
     steps = config.search.max_length or 1
     if steps > length + 1:
         raise InputError(
-            f"search.max_length={steps} is more than the model can count, which is "
-            f"data.max_length={length} and the end: give at most {length + 1}"
+            f"`search.max_length={steps}` is longer than the model's targets. Set it to at most "
+            f"{length + 1}, which is data.max_length={length} plus the end token."
         )
-    cached = vocab_size + 2 * hidden * config.model.decoder_layers * steps
+    per_beam = vocab_size + 2 * hidden * config.model.decoder_layers * steps
     _check(
-        f"search (beam_size={beam_size}, max_length={steps}, {sentences} sentences at once)",
-        _NUMBER * sentences * beam_size * cached,
+        f"A search with beam_size={beam_size}, max_length={steps} and {sentences} sentences per batch",
+        _FLOAT_BYTES * sentences * beam_size * per_beam,
     )
 
 
 def check_network(network: object) -> None:
-    """Check that this machine can hold a rank's share of a network in training.
+    """Check that the free memory suffices for a rank's share of a network in training.
 
     Args:
-        network: The network, not built, with `num_parameters()`.
+        network: Unbuilt network with a method `num_parameters()`.
 
     Raises:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
-    number = network.num_parameters()
-    _check(f"model ({number:,} parameters)", _TRAINED * number // _num_ranks())
+    num_parameters = network.num_parameters()
+    _check(
+        f"The model with {num_parameters:,} parameters",
+        _TRAINED_BYTES * num_parameters // _num_ranks(),
+    )
 
 
 def check_published(folder: pathlib.Path) -> None:
-    """Check that this machine can hold a rank's share of published weights.
+    """Check that the free memory suffices for a rank's share of published weights.
 
     Args:
         folder: Folder of the weights.
@@ -65,7 +70,7 @@ def check_published(folder: pathlib.Path) -> None:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    _check(f"{folder} (its weights)", size // _num_ranks())
+    _check(f"Loading the weights of `{folder}`", size // _num_ranks())
 
 
 def _num_ranks():
@@ -76,6 +81,6 @@ def _check(what, need):
     free = free_memory()
     if need > free:
         raise InputError(
-            f"{what}: needs at least {need / _GIBIBYTE:,.1f} GiB of memory, and this machine has "
-            f"{free / _GIBIBYTE:,.1f} GiB free: give smaller numbers, or more ranks"
+            f"{what} needs at least {need / _GIBIBYTE:,.1f} GiB of memory, but this machine has "
+            f"{free / _GIBIBYTE:,.1f} GiB free. Reduce the sizes, or use more ranks."
         )

@@ -1,4 +1,4 @@
-"""The network of a run: published weights, a preset, another run's, or of sizes; and its adapters."""
+"""Create the network of a run from published weights, another run, a preset or sizes."""
 
 import importlib
 import pathlib
@@ -18,10 +18,13 @@ from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run
 from dtransformer.runs.options import USUAL_VOCABULARY
 
-_IDS = {name: name for name in ("pad_id", "start_id", "end_id")}
-# Arguments of networks -> the tokenizer's special ids, where they are not all, by the same names; an
-# encoder-decoder starts with the padding, as T5, which is never trained as a label.
-_IDS_OF_KINDS = {MaskedLM: {"pad_id": "pad_id"}, EncoderDecoderLM: {**_IDS, "start_id": "pad_id"}}
+_ID_NAMES = {name: name for name in ("pad_id", "start_id", "end_id")}
+# Maps arguments of networks to the tokenizer's special ids. By default all ids have the same names.
+# Encoder-decoders start with padding, as T5 does, because padding is never a label.
+_ID_NAMES_BY_CLASS = {
+    MaskedLM: {"pad_id": "pad_id"},
+    EncoderDecoderLM: {**_ID_NAMES, "start_id": "pad_id"},
+}
 _NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
 
 
@@ -33,43 +36,43 @@ def make_network(
     accepts: type | None = None,
     **own: Any,
 ) -> TokenModel:
-    """Return the network that `model` of a run's config asks for, built; all ranks call.
+    """Create and build the network that `model` of a run's config describes. All ranks call it.
 
     Args:
-        config: the run's config.
-        kind: the class that the task trains.
-        vocab_size: number of ids of its tokenizer.
-        precision: of its computations; by default `training.precision`.
-        accepts: a base of the classes that weights may be of; by default `kind`.
-        **own: arguments that the task gives, such as special ids, where it is of sizes.
+        config: Config of the run.
+        kind: Class of the network that the task trains.
+        vocab_size: Integer. Number of ids of the tokenizer.
+        precision: Name of the dtype policy. Defaults to `training.precision`.
+        accepts: Base class of all networks that the task accepts. Defaults to `kind`.
+        **own: Default arguments, such as special ids, for a network from sizes.
 
     Raises:
-        InputError: the options make none, or one that is too large for this machine; or the weights
-            are of another kind, or of a smaller vocabulary.
+        InputError: If the options are invalid, the network is too large for this machine, its class
+            does not suit the task, or its vocabulary is smaller than the tokenizer's.
     """
     precision = precision or config.training.precision
-    given = sizes_of(config)
+    sizes = sizes_of(config)
     try:
-        network = _made(config, kind, vocab_size, precision, given, own)
+        network = _create(config, kind, vocab_size, precision, sizes, own)
     except InputError:
         raise
     except (TypeError, ValueError) as error:
         raise InputError(f"model: {error}") from None
     if not isinstance(network, accepts or kind):
         raise InputError(
-            f"model: task {config.task} trains a {kind.__name__}, and what is given is a "
-            f"{type(network).__name__}"
+            f"Task {config.task} trains a {kind.__name__}, but `model` specifies a "
+            f"{type(network).__name__}."
         )
     if vocab_size > network.vocab_size:
         raise InputError(
-            f"model: the tokenizer has {vocab_size} ids, and the model {network.vocab_size}: is it "
-            "the model's own?"
+            f"The tokenizer has {vocab_size} ids, but the model has only {network.vocab_size}. Use "
+            "the tokenizer of this model."
         )
     return network
 
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of a network that a config gives."""
+    """Return the arguments of the network that `model` sets: all sizes that are not `None`."""
     return {
         name: value
         for name, value in vars(config.model).items()
@@ -78,76 +81,79 @@ def sizes_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_positions(network: TokenModel, length: int) -> None:
-    """Check that a network has learned positions for rows of a length, where it learns them.
+    """Check that a network with learned positions has at least `length` positions.
 
     Raises:
-        InputError: it has fewer.
+        InputError: If it has fewer.
     """
     arguments = network.arguments
     has_table = arguments.get("positions", "learned") == "learned"
     if has_table and arguments.get("max_length", length) < length:
         raise InputError(
-            f"data.length makes rows of {length} tokens, and the model has {arguments['max_length']} "
-            "positions: give less"
+            f"`data.length` results in rows of {length} tokens, but the model has only "
+            f"{arguments['max_length']} positions. Reduce data.length."
         )
 
 
 def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
-    """Return the sizes of a run's network, of which no weight is read or made.
+    """Return the architecture of a run's network without reading or creating weights.
 
     Args:
-        config: the run's config.
-        kind: name of the class that the task trains.
-        vocab_size: number of ids, where nothing else says it.
+        config: Config of the run.
+        kind: Name of the network class that the task trains.
+        vocab_size: Integer. Number of ids of a network from sizes. Presets and folders have theirs.
 
     Raises:
-        InputError: there is no such preset or folder.
+        InputError: If the preset or the folder does not exist.
     """
-    options, given = config.model, sizes_of(config)
+    options = config.model
+    sizes = sizes_of(config)
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
         if is_run(folder):
             loading = importlib.import_module("dtransformer.runs.loading")
-            other = loading.check_run(folder)
-            return architecture(other, kind, other.tokenizer.vocab_size or USUAL_VOCABULARY)
-        found = architecture_of(folder)
+            other_config = loading.check_run(folder)
+            return architecture(
+                other_config, kind, other_config.tokenizer.vocab_size or USUAL_VOCABULARY
+            )
+        base = architecture_of(folder)
     elif options.preset is not None:
-        _, found = architecture_named(options.preset)
+        _, base = architecture_named(options.preset)
     else:
-        usual = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
+        defaults = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
         stacks = (
             ("encoder_layers", "decoder_layers") if kind == "EncoderDecoderLM" else ("num_layers",)
         )
-        usual |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
-        found = Architecture(kind, usual, "")
-    return Architecture(found.network, {**found.arguments, **given}, found.source)
+        defaults |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
+        base = Architecture(kind, defaults, "")
+    return Architecture(base.network, {**base.arguments, **sizes}, base.source)
 
 
-def _made(config, kind, vocab_size, precision, given, own):
+def _create(config, kind, vocab_size, precision, sizes, arguments):
     options = config.model
     if options.from_ is not None and options.preset is not None:
-        raise InputError("model: from and preset are both given: give one of them")
+        raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
-        return _loaded(config, pathlib.Path(options.from_), precision, given)
+        return _load(config, pathlib.Path(options.from_), precision, sizes)
     if options.preset is not None:
         _, preset = architecture_named(options.preset)
-        usual = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
-        network = from_preset(options.preset, **{**usual, **given}, dtype=precision)
+        defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
+        network = from_preset(options.preset, **{**defaults, **sizes}, dtype=precision)
     else:
-        own = {"max_length": config.data.length, **own, **given}
-        network = kind(vocab_size, **own, dtype=precision)
+        arguments = {"max_length": config.data.length, **arguments, **sizes}
+        network = kind(vocab_size, **arguments, dtype=precision)
     needs.check_network(network)
     network.build()
     return network
 
 
-def _loaded(config, folder, precision, given):
+def _load(config, folder, precision, sizes):
     """Return the network of a published folder, or of another run with its adapters merged."""
     if is_run(folder):
-        loading = importlib.import_module("dtransformer.runs.loading")  # which makes networks, too
-        if given:
+        loading = importlib.import_module("dtransformer.runs.loading")  # A circular import.
+        if sizes:
             raise InputError(
-                f"model.{next(iter(given))}: {folder} is a run, which has its own sizes"
+                f"`model.{next(iter(sizes))}` cannot change the sizes of the run {folder}. Remove it."
             )
         network = loading.load_run(folder, precision).core
         if adapters_of(network):
@@ -155,27 +161,32 @@ def _loaded(config, folder, precision, given):
             unfreeze(network)
         return network
     needs.check_published(folder)
-    return from_pretrained(folder, dtype=precision, **given)
+    return from_pretrained(folder, dtype=precision, **sizes)
 
 
 def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> None:
-    """Give a network the adapters that a config asks for, and freeze what is not trained.
+    """Add the adapters and the embedding noise that a config requests, and freeze weights.
 
     Args:
-        network: the network, built.
-        config: the run's config.
-        always: a pattern of weights that are trained in any case, such as a new head's.
+        network: Built network. It is changed in place.
+        config: Config of the run.
+        always: Path pattern of weights that stay trainable next to adapters, such as a new head's.
 
     Raises:
-        InputError: a pattern matches no weight.
+        InputError: If a pattern matches no weight.
     """
     options = config.model
     with refusing("model.adapters, model.freeze"):
         if options.adapters is not None:
-            asked = options.adapters
-            alpha = asked.alpha * (asked.rank**0.5 if asked.rslora else 1)
+            adapters = options.adapters
+            alpha = adapters.alpha * (adapters.rank**0.5 if adapters.rslora else 1)
             add_lora(
-                network, asked.rank, alpha, asked.targets, dropout=asked.dropout, kind=asked.kind
+                network,
+                adapters.rank,
+                alpha,
+                adapters.targets,
+                dropout=adapters.dropout,
+                kind=adapters.kind,
             )
             if always is not None:
                 unfreeze(network, always)
@@ -186,10 +197,12 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
 
 
 def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
-    """Return where the tokenizer of a run is that is not trained for it; None where it is.
+    """Return the folder of a run's tokenizer, or `None` if the tokenizer must be trained.
+
+    It is `tokenizer.folder`, or else the tokenizer of `model.from`.
 
     Raises:
-        InputError: the model has one that is not there.
+        InputError: If the folder `model.from` does not exist.
     """
     if config.tokenizer.folder is not None:
         return pathlib.Path(config.tokenizer.folder)
@@ -198,11 +211,14 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
         return None
     folder = pathlib.Path(source)
     if not folder.is_dir():
-        raise InputError(f"model.from: there is no folder {shown(str(folder))}")
+        raise InputError(f"`model.from`: the folder {shown(str(folder))} does not exist.")
     return folder / "tokenizer" if is_run(folder) else folder
 
 
 def special_ids(tokenizer: object, kind: type[TokenModel]) -> dict[str, int | None]:
-    """Return the ids of a tokenizer's special tokens, by the arguments of a class of networks."""
-    names = _IDS_OF_KINDS.get(kind, _IDS)
-    return {ours: getattr(tokenizer, theirs, None) for ours, theirs in names.items()}
+    """Return a tokenizer's special ids as arguments for networks of the class `kind`.
+
+    An id that the tokenizer does not have is `None`.
+    """
+    names = _ID_NAMES_BY_CLASS.get(kind, _ID_NAMES)
+    return {argument: getattr(tokenizer, token, None) for argument, token in names.items()}

@@ -11,8 +11,13 @@ from dtransformer.runs.unread import check_optimizer
 from dtransformer.trainers import lr_schedules
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
-# Schedules that end with the training, and the options that they take besides.
-_ENDING = {"linear": (), "cosine": (), "wsd": ("decay_steps",), "restarts": ("restarts",)}
+# Schedules that depend on the number of training steps, and their additional options.
+_SCHEDULES_WITH_END = {
+    "linear": (),
+    "cosine": (),
+    "wsd": ("decay_steps",),
+    "restarts": ("restarts",),
+}
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
@@ -29,26 +34,31 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
         raise InputError(
-            f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
-            "adafactor"
+            "`training.optimizer` must be a Keras optimizer such as adamw, adam, sgd, lion or "
+            f"adafactor, got {name!r}."
         ) from None
 
 
 def group_weights(network: keras.Model, config: RunConfig) -> None:
-    """Mark the weights of `training.groups`, for the optimizer step; all ranks call.
+    """Set the `update_group` attribute of all weights that `training.groups` matches.
+
+    The optimizer step reads it. All ranks call this function.
 
     Raises:
-        InputError: a pattern matches no weight, or one that another group has.
+        InputError: If a pattern matches no weight, or two groups match the same weight.
     """
     variables = {path_in(network, variable): variable for variable in network.variables}
-    seen = {}
-    for number, group in enumerate(config.training.groups, 1):
+    groups = {}
+    for index, group in enumerate(config.training.groups, 1):
         with refusing("training.groups"):
             paths = matching_paths(network, group.pattern)
         for path in paths:
-            if path in seen:
-                raise InputError(f"training.groups: {path} is in groups {seen[path]} and {number}")
-            seen[path] = number
+            if path in groups:
+                raise InputError(
+                    f"`training.groups`: {path} matches groups {groups[path]} and {index}. Each weight "
+                    "can be in one group only."
+                )
+            groups[path] = index
             if path in variables:
                 update = UpdateGroup(group.learning_rate_factor, group.weight_decay)
                 variables[path].update_group = update
@@ -56,34 +66,36 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
 
 @refusing("training")
 def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run, with its schedule.
+    """Create the optimizer of a run, with its learning rate schedule.
+
+    Biases and normalization weights are excluded from weight decay.
 
     Args:
-        config: the run's config.
-        total_steps: number of steps of the training, at which some schedules end.
+        config: Config of the run.
+        total_steps: Integer. Number of training steps. Some schedules end there.
 
     Raises:
-        InputError: the options do not make an optimizer.
+        InputError: If the optimizer or the schedule rejects its options.
     """
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}
-    if options.schedule in _ENDING:
+    if options.schedule in _SCHEDULES_WITH_END:
         schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
         schedule["final_learning_rate"] = options.final_learning_rate
-        schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
-    keywords = {
+        schedule |= {name: getattr(options, name) for name in _SCHEDULES_WITH_END[options.schedule]}
+    arguments = {
         "learning_rate": lr_schedules.get(options.schedule, **schedule),
-        "weight_decay": options.weight_decay,  # 0, too: Keras' AdamW has another default
+        "weight_decay": options.weight_decay,  # Also set if it is 0, because AdamW's default is not.
     }
     if options.ema:
-        keywords |= {"use_ema": True, "ema_momentum": options.ema}
+        arguments |= {"use_ema": True, "ema_momentum": options.ema}
     if options.clip_norm:
-        keywords["global_clipnorm"] = options.clip_norm
+        arguments["global_clipnorm"] = options.clip_norm
     if "beta_2" in inspect.signature(kind).parameters:
-        keywords["beta_2"] = options.beta_2
+        arguments["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:
-        raise ValueError(f"beta_2: optimizer {options.optimizer} has none: leave it out")
-    optimizer = kind(**keywords)
+        raise ValueError(f"beta_2 is not an argument of optimizer {options.optimizer}. Remove it.")
+    optimizer = kind(**arguments)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer

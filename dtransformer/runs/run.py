@@ -1,4 +1,4 @@
-"""A run: from a config file to a run folder, whatever its task is."""
+"""Train any task: read a config file and write a run folder."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,14 @@ from dtransformer.planner.machine import num_ranks, this_device
 from dtransformer.planner.report import fields_of, text_of
 from dtransformer.planner.search import Plan
 from dtransformer.runs.automatic import plan_of_run
-from dtransformer.runs.callbacks import BestWeights, Evaluations, check_logs, log_callbacks
+from dtransformer.runs.callbacks import (
+    BestWeights,
+    Evaluations,
+    callback_on,
+    check_logs,
+    limit_callbacks,
+    log_callbacks,
+)
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
@@ -50,23 +57,22 @@ from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import SharedTimer, best_of
+from dtransformer.trainers.checkpoint.callback import best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
-# What `--resume` may change: where the data lie, and all that changes neither the model nor the
-# tokens nor their order.
-_MAY_MOVE = (
+# `--resume` accepts new paths of the data, and new values of all options outside `_FIXED_ON_RESUME`.
+_PATHS = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
     *("tokenizer.folder", "model.from_"),
 )
-# Fields of `parallel` that are another layout's, where fewer ranks are left; all others stay.
-_FREE = (
+# Fields of `parallel` that the planner may change if the layout does not fit the remaining ranks.
+_LAYOUT_FIELDS = (
     *("data_parallel", "model_parallel", "context_parallel", "expert_parallel"),
     *("pipeline_stage", "pipeline_schedule", "pipeline_chunks", "micro_batch_num"),
     *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
-_KEPT = (
+_FIXED_ON_RESUME = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
@@ -98,28 +104,28 @@ def train(
     check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
-        folder.check(config_path, overwrite, resume)  # before any work
-    found = layout_plan(config)
-    if found is not None:
-        config.parallel = found.best.config
+        folder.check(config_path, overwrite, resume)
+    plan = layout_plan(config)
+    if plan is not None:
+        config.parallel = plan.best.config
     start_job(config)
 
     def resumes_from():
         folder.recover()
         return folder.check(config_path, overwrite, resume)
 
-    if found is not None:
-        job.print_once(summary(found))
+    if plan is not None:
+        job.print_once(summary(plan))
     resumes = from_chief(resumes_from, "run/resumes")
     try:
-        # Everything is made, so that what is wrong is told, before the folder is touched.
+        # Create everything before the folder is changed, so that errors leave it as it was.
         task, trainer, batches = _prepare(config, folder, resumes)
-        # By all ranks, which have read all files, before the folder that they are in is moved.
+        # All ranks must have read their files before rank 0 renames the folder.
         together(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         task.moved(folder.path)
-        if found is not None and job.is_chief():
-            write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
+        if plan is not None and job.is_chief():
+            write_text_atomically(folder.path / PLAN, text_of(plan) + "\n")
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
@@ -141,44 +147,52 @@ def train(
 
 
 def layout_plan(config: RunConfig) -> Plan | None:
-    """Return the plan of a run whose layout is the planner's, the same on every rank; else None.
+    """Return the planner's plan for a run, or `None` if the config's layout is used.
 
-    With `parallel: auto` it is; and under `dtransformer launch`, where the config's own layout does
-    not fit the ranks that are left. What the planner then finds nothing for goes by the rule of
-    `parallel.config.elastic_config`.
+    The planner is used for `parallel: auto`. It is also used under `dtransformer launch` if the
+    config's layout does not fit the remaining ranks. If it finds no layout then, the result is `None`,
+    and `parallel.config.elastic_config` adapts the layout. All ranks compute the same plan.
+
+    Raises:
+        InputError: If `parallel` is `auto` and no layout fits in memory.
     """
-    local, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
         return plan_of_run(config)
-    number = num_ranks() * local
+    num_devices = num_ranks() * local_devices
     try:
-        config.parallel.resolve(number, local)
+        config.parallel.resolve(num_devices, local_devices)
     except ValueError:
         # The optimizer may not be one that can update shards.
-        given = fields_of(config.parallel)
-        given["optimizer_shard"] = int(config.parallel.optimizer_shard)
-        fixed = {name: value for name, value in given.items() if name not in _FREE}
+        fields = fields_of(config.parallel)
+        fields["optimizer_shard"] = int(config.parallel.optimizer_shard)
+        fixed = {name: value for name, value in fields.items() if name not in _LAYOUT_FIELDS}
         with contextlib.suppress(InputError):
-            cluster = Cluster(this_device(per_host), number, per_host * local, local_devices=local)
+            cluster = Cluster(
+                this_device(per_host),
+                num_devices,
+                per_host * local_devices,
+                local_devices=local_devices,
+            )
             return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
 
 
 def _has_ended(path, config):
-    """Return whether a run has made all steps that `training.max_steps` asks for."""
+    """Return whether the newest checkpoint has reached `training.max_steps`."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
 def make_trainer(task: Task, total_steps: int) -> Trainer:
-    """Return a trainer of a task's network, compiled.
+    """Create and compile the trainer of a task's network.
 
     Args:
-        task: the task, whose `make_network` was called.
-        total_steps: number of steps of the training.
+        task: Task with a network, after `make_network`.
+        total_steps: Integer. Number of training steps, for the learning rate schedule.
 
     Raises:
-        InputError: the options of `training` do not fit.
+        InputError: If the options of `training` are invalid.
     """
     options, trainer = task.config.training, Trainer(task.network)
     group_weights(task.network, task.config)
@@ -195,14 +209,14 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
 
 
 def _prepare(config, folder, resumes):
-    """Return the task, the trainer and the batches by parts; all is read and made."""
+    """Read the data, create network and trainer, and return (task, trainer, batches by part)."""
     options, old_run = config.training, folder.path if resumes else None
-    optimizer_class(options.optimizer)  # before work begins
+    optimizer_class(options.optimizer)  # Report a wrong name before the data is read.
     check_logs(config)
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
-        # Labels that the config does not name were found in the records when the run began.
+        # Without `data.labels`, the labels were collected from the records when the run began.
         if not getattr(config.data, "labels", True):
             config.data.labels = getattr(old.data, "labels", [])
         _check_same(config, old)
@@ -221,37 +235,40 @@ def _prepare(config, folder, resumes):
 
 
 def _check_same(config, old):
-    """Refuse options that a run that is resumed cannot change."""
+    """Check that the config equals the old config in all options that a resumed run must keep."""
     if config.task != old.task:
-        raise InputError(f"--resume: the run is of task {old.task}, and the config's {config.task}")
+        raise InputError(
+            f"--resume: the run has task {old.task}, but the config has task {config.task}."
+        )
     for section, values in config.sections().items():
         for field in dataclasses.fields(values):
             name = f"{section}.{field.name}"
-            if name in _MAY_MOVE or not {section, name} & set(_KEPT):
+            if name in _PATHS or not {section, name} & set(_FIXED_ON_RESUME):
                 continue
-            own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
-            if own != its:
+            value = _without_paths(getattr(values, field.name))
+            old_value = _without_paths(getattr(getattr(old, section), field.name))
+            if value != old_value:
                 raise InputError(
-                    f"--resume: {name} is {own!r}, but the run began with {its!r}. Restore this "
+                    f"--resume: {name} is {value!r}, but the run began with {old_value!r}. Restore this "
                     "value, or train another --run."
                 )
 
 
-def _placeless(value):
-    """Return an option's value; of sources the weights alone, as files may move."""
+def _without_paths(value):
+    """Return an option's value, or the mixture weights of sources, whose paths may change."""
     is_sources = isinstance(value, tuple) and value and isinstance(value[0], Source)
     return tuple(source.weight for source in value) if is_sources else value
 
 
 def _begin(folder, task, resumes):
-    """Begin the run folder anew, or see that what is there belongs together."""
+    """Create the run folder, or check that checkpoints and data of a resumed run belong to it."""
     if not resumes:
         folder.begin(task.config, task.tokenizer, task.digests)
         return
     run = RunIdentity.load(folder.path)
     run.check_checkpoints(folder.path)
-    for name, its in run.data.items():
-        if its != task.digests[name]:
+    for name, digest in run.data.items():
+        if digest != task.digests[name]:
             raise InputError(
                 f"--resume: the {name} records have changed since the run began. Give the same files, "
                 "or train another --run."
@@ -262,34 +279,42 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = []
     if resumes:
-        callbacks.append(_when(lambda: refuse_nan(trainer, path / CHECKPOINTS), "on_train_begin"))
-    callbacks += limits(trainer, options.max_minutes, options.max_steps)
+        callbacks.append(
+            callback_on(lambda: check_weights_finite(trainer, path / CHECKPOINTS), "on_train_begin")
+        )
+    callbacks += limit_callbacks(trainer, options.max_minutes, options.max_steps)
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, run.key, resumes)]
     if options.ema:
-        swap = lambda: trainer.optimizer_step.take_averages(exchanges=True)
-        callbacks.append(_when(swap, "on_epoch_end"))
+
+        def swap():  # `fit` creates the optimizer step.
+            trainer.optimizer_step.take_averages(exchanges=True)
+
+        callbacks.append(callback_on(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
-        callbacks.append(_when(lambda: _tell_profile(path / PROFILE, profile[0]), "on_train_end"))
+        callbacks.append(
+            callback_on(lambda: _report_profile(path / PROFILE, profile[0]), "on_train_end")
+        )
     if options.early_stopping:
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
-    # The config that the run began with, which `--resume` does not change.
-    own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
+    # Checkpoints store the initial config of the run, even if `--resume` changes options.
+    initial_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
-    seals = lambda fresh: seal(fresh, run.key)
-    save = functools.partial(trainer.save_weights, path / WEIGHTS, before=seals)
+    save = functools.partial(
+        trainer.save_weights, path / WEIGHTS, before=lambda fresh: seal(fresh, run.key)
+    )
     if only_adapters_are_trained(task.network):
-        own = {"family": "dtransformer", "overwrite": True}
-        save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
+        lora_options = {"family": "dtransformer", "overwrite": True}
+        save = functools.partial(save_lora, task.core, path / ADAPTERS, **lora_options)
     callbacks.append(BestWeights(save, monitor, best))
-    if options.ema:  # checkpoints have the weights themselves, and are saved before a validation
-        callbacks.append(_when(swap, "on_epoch_end"))
-        sinks.append(_when(swap, "on_test_begin", "on_test_end"))
+    if options.ema:  # Checkpoints need the weights themselves, validation their averages.
+        callbacks.append(callback_on(swap, "on_epoch_end"))
+        sinks.append(callback_on(swap, "on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -297,72 +322,38 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             every_minutes=options.checkpoint_minutes or None,
             keep=options.keep_checkpoints,
             monitor=monitor,
-            assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
+            assets={RUN: run, CONFIG: initial_config, TOKENIZER: task.tokenizer},
         ),
-        # It comes after what saves.
-        _when(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
+        # The old run is removed only after the callbacks above have saved the new one.
+        callback_on(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
     return callbacks + sinks
 
 
-def _tell_profile(path, first):
-    """Say where the profile is, or that there is none."""
+def _report_profile(path, first):
+    """Print the path of the profile, or warn if training ended before its first step."""
     if any(path.rglob("*.xplane.pb")):
         print(f"The profile is in {path}: tensorboard --logdir {path}", flush=True)
     else:
-        warnings.warn(f"--profile: training ended before step {first}", stacklevel=2)
+        warnings.warn(f"No profile was written: training ended before step {first}.", stacklevel=2)
 
 
-def _when(act, *events):
-    """Return a callback that acts at some events."""
-    return keras.callbacks.LambdaCallback(**dict.fromkeys(events, lambda *_, **also: act()))
-
-
-def limits(trainer: Trainer, minutes: float | None, steps: int | None) -> list:
-    """Return callbacks that stop training after a time, and after a number of the run's steps.
+def check_weights_finite(trainer: Trainer, path: pathlib.Path) -> None:
+    """Check that all weights of the network are finite. All ranks call it.
 
     Args:
-        trainer: the trainer.
-        minutes: the time, from the first step on; None for none.
-        steps: the number; None for none.
-    """
-    found = []
-    if minutes:
-        timer = SharedTimer(60 * minutes)
-        found.append(_when(lambda: timer.start(trainer.num_steps), "on_train_begin"))
-        found.append(_stops(trainer, timer.is_over))
-    if steps:  # of which the optimizer may have skipped some; it is asked when all are made
-        made = lambda step: step >= steps and int(trainer.optimizer.iterations) >= steps
-        found.append(_stops(trainer, made))
-    return found
+        trainer: Trainer of the network.
+        path: Source of the weights, for the error message.
 
-
-def _stops(trainer, is_over):
-    """Return a callback that stops training once a function of the number of its steps is true."""
-
-    def stop():
-        if is_over(trainer.num_steps):
-            trainer.stop_training = True
-
-    return _when(stop, "on_train_batch_end")
-
-
-def refuse_nan(trainer: Trainer, path: pathlib.Path) -> None:
-    """Refuse to go on from weights that are not numbers; all ranks call.
-
-    Args:
-        trainer: the trainer, which has them.
-        path: where they come from, for the error.
+    Raises:
+        InputError: If a weight is NaN or infinite.
     """
     values = network_values(trainer.network)
     together(lambda: check_finite(path, values), "run/finite")
 
 
 def _best_loss(folder):
-    """Return the best loss of the saved checkpoints, which later epochs have to improve on.
-
-    None where there are no weights that they could be better than.
-    """
+    """Return the lowest `val_loss` of the checkpoints, or `None` if the next epoch must be saved."""
     best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
     if best is None or not any((folder / name).exists() for name in (WEIGHTS, ADAPTERS)):
         return None

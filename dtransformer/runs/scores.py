@@ -1,9 +1,9 @@
-"""Scores of predictions that are no means over rows, and perplexity: by token, by byte and by word.
+"""Scores that are not means over rows: F1, retrieval, correlations and perplexities.
 
-Perplexity by token depends on the tokenizer; those by byte and by word do not, and are
-exp(−log p / n) of the same log p, that of all tokens which count, with n the bytes in UTF-8, or the
-words between white space, of the text that these tokens stand for (Gao et al., 2020, "The Pile",
-arXiv 2101.00027, §3.1).
+Perplexity per token depends on the tokenizer. Perplexities per byte and per word do not. They are
+exp(−log p / n), where log p is the sum over all predicted tokens, and n is the number of UTF-8 bytes
+or whitespace-separated words of the text of these tokens (Gao et al., 2020, "The Pile", arXiv
+2101.00027, §3.1).
 """
 
 import itertools
@@ -14,7 +14,11 @@ import numpy as np
 
 
 def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the mean F1 of the classes that occur or are predicted. Arguments are int [n].
+    """Return the unweighted mean of the F1 scores of all classes that occur or are predicted.
+
+    Args:
+        labels: Int array [n]. Class ids.
+        predicted: Int array [n]. Predicted class ids.
 
     Example:
 
@@ -37,23 +41,24 @@ def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
     >>> sorted(entities(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"]))
     [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC')]
     """
-    found, start = set(), 0
+    spans = set()
+    start = 0
     pairs = itertools.pairwise([*labels, "O"])
     for end, (label, after) in enumerate(pairs, start=1):
-        kind = label[2:]
-        if label[:2] in ("B-", "I-") and after in (f"I-{kind}", f"E-{kind}"):
+        entity_type = label[2:]
+        if label[:2] in ("B-", "I-") and after in (f"I-{entity_type}", f"E-{entity_type}"):
             continue
         if label[:2] in ("B-", "I-", "E-", "S-"):
-            found.add((start, end, kind))
+            spans.add((start, end, entity_type))
         start = end
-    return found
+    return spans
 
 
 def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[str, float]:
     """Return the recall at 1, 5 and 10 and the mean reciprocal rank (MRR) of pairs.
 
-    Each query is compared with all distinct texts by cosine. The rank of its own text is the number
-    of texts that are at least as near.
+    Each query is compared with all distinct texts by cosine similarity. The rank of its text is the
+    number of texts with at least the same similarity.
 
     Args:
         queries: Float array [n, h].
@@ -69,13 +74,19 @@ def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[s
     texts = texts[np.unique(ids, return_index=True)[1]]
     texts = texts / np.maximum(np.linalg.norm(texts, axis=1, keepdims=True), 1e-12)
     scores = (texts @ query for query in queries)
-    ranks = np.array([np.sum(x >= x[own]) for x, own in zip(scores, ids)])
+    ranks = np.array([np.sum(x >= x[target]) for x, target in zip(scores, ids)])
     recalls = {f"recall@{k}": float(np.mean(ranks <= k)) for k in (1, 5, 10)}
     return {**recalls, "mrr": float(np.mean(1 / ranks))}
 
 
 def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the correlation of classes and predicted ones (Gorodkin, 2004); 0 where one is constant.
+    """Return the Matthews correlation of classes and predicted classes (Gorodkin, 2004).
+
+    The result is 0 if `labels` or `predicted` has a single class.
+
+    Args:
+        labels: Int array [n]. Class ids.
+        predicted: Int array [n]. Predicted class ids.
 
     Example:
 
@@ -83,12 +94,18 @@ def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
     1.0
     """
     classes = np.union1d(labels, predicted)
-    own, their = ((x[:, None] == classes).astype(float) for x in (labels, predicted))
-    return _correlation(own, their)
+    actual, guessed = ((x[:, None] == classes).astype(float) for x in (labels, predicted))
+    return _correlation(actual, guessed)
 
 
 def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the correlation of ranks, ties sharing theirs; 0 where one is constant.
+    """Return Spearman's rank correlation. Equal values have the mean of their ranks.
+
+    The result is 0 if one of the arrays is constant.
+
+    Args:
+        values: Float array [n].
+        predicted: Float array [n].
 
     Example:
 
@@ -99,7 +116,8 @@ def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def _correlation(x, y):
-    x, y = x - x.mean(0), y - y.mean(0)
+    x = x - x.mean(0)
+    y = y - y.mean(0)
     size = np.sqrt((x**2).sum() * (y**2).sum())
     return float((x * y).sum() / size) if size else 0.0
 
@@ -115,13 +133,15 @@ _MAX_EXPONENT = 700.0
 def perplexities(
     loss: float, spans: Iterable[np.ndarray], num_tokens: int, tokenizer: object
 ) -> dict[str, float]:
-    """Return `perplexity`, which is by token, `byte_perplexity` and `word_perplexity`.
+    """Return a dict of `perplexity` (per token), `byte_perplexity` and `word_perplexity`.
+
+    Counts of 0 are left out. Exponents are limited to 700, so that results are finite.
 
     Args:
-        loss: the mean of −log p over the tokens that count.
-        spans: the ids of tokens that count and follow each other, int arrays.
-        num_tokens: the number of tokens that count, those without text among them.
-        tokenizer: what says their text.
+        loss: Float. Mean of −log p over all predicted tokens.
+        spans: Iterable of int arrays. Ids of predicted tokens, one array per contiguous text.
+        num_tokens: Integer. Number of predicted tokens, including tokens without text.
+        tokenizer: Tokenizer with `decode(rows)`.
 
     Example:
 
@@ -131,32 +151,35 @@ def perplexities(
     >>> {name: round(value, 3) for name, value in found.items()}
     {'perplexity': 2.0, 'byte_perplexity': 1.414, 'word_perplexity': 4.0}
     """
-    found, spans = np.zeros(2, np.int64), iter(spans)
-    while some := list(itertools.islice(spans, 1024)):
-        texts = tokenizer.decode(some)
-        found += [
+    sizes = np.zeros(2, np.int64)
+    spans = iter(spans)
+    while batch := list(itertools.islice(spans, 1024)):
+        texts = tokenizer.decode(batch)
+        sizes += [
             sum(len(x.encode(errors="replace")) for x in texts),
             sum(len(x.split()) for x in texts),
         ]
-    each = {"perplexity": num_tokens, "byte_perplexity": found[0], "word_perplexity": found[1]}
+    counts = {"perplexity": num_tokens, "byte_perplexity": sizes[0], "word_perplexity": sizes[1]}
     return {
-        name: math.exp(min(loss * num_tokens / number, _MAX_EXPONENT))
-        for name, number in each.items()
-        if number
+        name: math.exp(min(loss * num_tokens / count, _MAX_EXPONENT))
+        for name, count in counts.items()
+        if count
     }
 
 
 def learnt_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
-    """Return the ids that are predicted, those together that follow each other.
+    """Return the ids with labels as a list of arrays, one per contiguous span.
 
     Args:
-        ids: int [n], of a sequence, whose first one is not predicted.
-        labels: int [n]; -100 where nothing is learnt.
+        ids: Int array [n]. Ids of a sequence. The first id is never predicted.
+        labels: Int array [n]. -100 marks ids without a label.
 
     Example:
 
     >>> learnt_spans(np.arange(5), np.array([0, 1, -100, 3, 4]))
     [array([1]), array([3, 4])]
     """
-    places = np.flatnonzero(labels[1:] != -100) + 1
-    return [ids[x] for x in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(x)]
+    positions = np.flatnonzero(labels[1:] != -100) + 1
+    return [
+        ids[x] for x in np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(x)
+    ]

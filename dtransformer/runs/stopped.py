@@ -1,4 +1,4 @@
-"""Explanations of a training that has stopped early: how to continue it."""
+"""Explain an interrupted or failed training, and how to continue it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def explained(
 
     Args:
         config: Config of the run.
-        config_path: Path of its file.
+        config_path: Path of the config file.
         folder: Folder of the run.
         settings: Texts of `--set`.
 
@@ -44,8 +44,8 @@ def explained(
             if job.is_chief():
                 print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
-            "the memory of a device is full: parallel: auto takes the first layout of the planner's "
-            "table for these ranks, which rank 0 prints; or give a smaller batch_size"
+            "The memory of a device is full. Set `parallel: auto` to use the first layout in the "
+            "planner's table, which rank 0 prints, or reduce batch_size."
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Keys that a run would not read: the tables, and the check that refuses them.
+"""Check that a run reads all keys that its config sets.
 
-A key that has its default's value is taken anywhere, as saved configs hold all keys.
+Saved configs contain all keys, so a key with its default value is always accepted.
 """
 
 from dtransformer.errors import InputError, shown
@@ -11,7 +11,7 @@ _GENERATE = ("causal_lm", "chat")
 _TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
 _NEW_HEADS = (*_CLASSES, "regression", "reward")
-# Keys that not all tasks read whose sections have them -> those that do.
+# Keys that only some tasks read, with the names of these tasks.
 READ = {
     "training.bleu_sentences": ("translation",),
     "training.label_smoothing": ("translation", *_TOKENS, *_CLASSES),
@@ -28,79 +28,83 @@ READ = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
-_OF_SOURCES = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
-LIKE: dict[str, str] = {}  # tasks of programs -> those that read the same
-_NOT_GIVEN = (None, "", (), [], False)
-_ENDING = ("linear", "cosine", "wsd", "restarts")
-# A key, another one that decides whether it is read, and with which of its values. What only says how
-# something is done that is switched off, such as export.family, may stay.
-_READ_WITH = (
+_SOURCE_KEYS = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
+LIKE: dict[str, str] = {}  # Registered tasks, each with the built-in task that has the same keys.
+_UNSET = (None, "", (), [], False)
+_SCHEDULES_WITH_END = ("linear", "cosine", "wsd", "restarts")
+# Tuples (key, other key, values): `key` is read only if the other key has one of these values. Keys
+# that only refine a disabled feature, such as export.family, are accepted.
+_READ_ONLY_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
-    ("training.final_learning_rate", "training.schedule", _ENDING),
+    ("training.final_learning_rate", "training.schedule", _SCHEDULES_WITH_END),
     *(
-        (f"tokenizer.{key}", other, _NOT_GIVEN)
+        (f"tokenizer.{key}", other, _UNSET)
         for key in ("vocab_size", "lower_case", "algorithm")
         for other in ("tokenizer.folder", "model.from")
     ),
-    ("data.num_buckets", "data.packed_length", _NOT_GIVEN),
+    ("data.num_buckets", "data.packed_length", _UNSET),
 )
 
 
 def is_read(task: str, key: str) -> bool:
-    """Return whether a task reads a key that its sections have."""
+    """Return whether a task reads a key of its sections."""
     return like(task) in READ.get(key, SECTIONS)
 
 
 def like(task: str) -> str:
-    """Return the library's task whose keys a task reads: itself, but for those of programs."""
+    """Return the built-in task with the same keys: `task` itself, unless it was registered."""
     return LIKE.get(task, task)
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse Muon by name, before Keras is asked for its class.
+    """Check that a config does not use Muon, which would update many weights with AdamW.
 
     Raises:
-        InputError: If the name is `"muon"`.
+        InputError: If the name is `"muon"`, in any case.
     """
     if name.lower() == "muon":
         raise InputError(
-            "training.optimizer: muon is not supported yet, because Keras' Muon would update the "
+            "`training.optimizer`: muon is not supported yet, because Keras' Muon would update the "
             "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
-            "and attention biases (two dimensions) with Muon; use adamw, adafactor, lion or sgd"
+            "and attention biases (two dimensions) with Muon. Use adamw, adafactor, lion or sgd."
         )
 
 
 def check_read(config: RunConfig) -> None:
-    """Refuse Muon, keys that a run would not read, and keys that need another one.
+    """Check that a run reads all keys of a config that differ from their defaults.
 
     Raises:
-        InputError: If there is such a key. The message names the first one and the fix.
+        InputError: If the task or another option makes a key unused, a required key is missing, or
+            the optimizer is Muon. The message names the first wrong key and the fix.
     """
     check_optimizer(config.training.optimizer)
     _check_adapters(config)
     _check_context(config)
-    given = {
+    changed = {
         f"{name}.{key_of(field)}": value
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
     }
-    for key in given:
+    for key in changed:
         if not is_read(config.task, key):
             readers = ", ".join(READ[key])
-            raise InputError(f"{key}: task {config.task} does not read it, of tasks {readers}")
-    for key, other, values in _READ_WITH:
-        if key not in given or other not in config.keys():
+            raise InputError(
+                f"`{key}` has no effect in task {config.task}, only in {readers}. Remove it."
+            )
+    for key, other, values in _READ_ONLY_WITH:
+        if key not in changed or other not in config.keys():
             continue
-        own = config.option(other)
-        if own not in values:
-            told = f"{key} is not read where {other} is {shown(own)}"
-            raise InputError(f"{told}: leave one of them out")
+        other_value = config.option(other)
+        if other_value not in values:
+            raise InputError(
+                f"`{key}` has no effect with {other}={shown(other_value)}. Remove one of them."
+            )
     has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
     for key in ("evaluation.every_steps", "training.early_stopping"):
-        if key in given and not has_dev:
-            raise InputError(f"{key}: give held-out records, as data.dev, too")
+        if key in changed and not has_dev:
+            raise InputError(f"`{key}` needs held-out records. Set data.dev, or data.dev_source.")
     _check_sources(config)
 
 
@@ -109,20 +113,21 @@ def _check_adapters(config):
     adapters = getattr(config.model, "adapters", None)
     if adapters is not None and config.model.from_ is None:
         raise InputError(
-            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
-            "published model or of a run"
+            f"`model.adapters` (rank {adapters.rank}) requires weights to adapt. Set `model.from` to "
+            "the folder of a published model or of a run."
         )
     trains_head = like(config.task) in _NEW_HEADS
     if config.training.precision == "bfloat16" and (adapters is None or trains_head):
         raise InputError(
-            "training.precision=bfloat16 stores weights in 16 bits, in which small updates are lost. "
-            "Set model.adapters in a task without a new head, or use mixed_bfloat16"
+            "`training.precision=bfloat16` stores weights in 16 bits and would lose small updates. "
+            "Set model.adapters in a task without a new head, or use mixed_bfloat16."
         )
 
 
 def _check_context(config):
     """Check that context parallelism can divide the rows of sentence pairs."""
-    degree, task = config.parallel.context_parallel, like(config.task)
+    degree = config.parallel.context_parallel
+    task = like(config.task)
     if degree == 1 or task not in ("seq2seq", "translation"):
         return
     if task == "seq2seq":
@@ -133,18 +138,19 @@ def _check_context(config):
         fix = f"data.packed_length to a multiple of {degree}"
     if length is None or length % degree:
         raise InputError(
-            f"parallel.context_parallel={degree} must divide the length of all rows, which varies in "
-            f"task {task} unless rows are packed. Set {fix}, or use context_parallel=1"
+            f"`parallel.context_parallel={degree}` must divide the length of all rows, which varies "
+            f"in task {task} unless rows are packed. Set {fix}, or use context_parallel=1."
         )
 
 
 def _check_sources(config):
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
-            for key, readers in _OF_SOURCES.items():
+            for key, readers in _SOURCE_KEYS.items():
                 is_read_here = like(config.task) in readers and (key, part) != ("weight", "dev")
                 if getattr(source, key) is not None and not is_read_here:
-                    told = "tasks " + ", ".join(readers) + " of data.train" * (key == "weight")
+                    place = "data.train of " if key == "weight" else ""
                     raise InputError(
-                        f"data.{part}: {key} is not read here, of {told}: leave it out"
+                        f"`data.{part}`: {key} has no effect here, only in {place}tasks "
+                        f"{', '.join(readers)}. Remove it."
                     )

@@ -1,4 +1,4 @@
-"""Promise: a run goes from files to translations, and wrong input is told in one line."""
+"""Promise: commands lead from files to translations, and wrong input is an error of one line."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def french(sentence):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A small language, several times over, and a config that reads it."""
+    """Folder with a repeated small corpus and a config that reads it."""
     folder = tmp_path_factory.mktemp("corpus")
     for name, lines in (("train", ENGLISH * 20), ("dev", ENGLISH)):
         (folder / f"{name}.en").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -70,14 +70,14 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(corpus):
-    """A run folder, trained once for all tests."""
+    """Run folder, trained once for all tests."""
     folder = corpus / "run"
     arguments = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder)]
     assert main([*arguments, "--set", *SETTINGS]) == 0
     return folder
 
 
-def test_a_run_folder_holds_everything(run):
+def test_run_folder_contains_all_files(run):
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.yaml",
@@ -94,14 +94,14 @@ def test_a_run_folder_holds_everything(run):
         assert name in epochs[-1]
 
 
-def test_translate_reads_lines_and_writes_as_many(run, monkeypatch, capsys):
+def test_translate_prints_one_line_per_input_line(run, monkeypatch, capsys):
     text = "\n".join([ENGLISH[3], "", ENGLISH[0]]) + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["translate", "--run", str(run)]) == 0
     assert capsys.readouterr().out.split("\n") == [french(ENGLISH[3]), "", french(ENGLISH[0]), ""]
 
 
-def test_translate_cuts_long_lines_and_says_so(run, monkeypatch, capsys):
+def test_translate_warns_of_truncated_lines(run, monkeypatch, capsys):
     text = "one cat\n" + "one cat " * 100 + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["translate", "--run", str(run), "--beam-size", "1"]) == 0
@@ -124,7 +124,7 @@ def test_a_trained_run_is_not_replaced_by_accident(run, corpus, capsys):
     assert "--overwrite" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(run, corpus, tmp_path, capsys):
+def test_resume_continues_from_the_newest_checkpoint(run, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     arguments = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder)]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(run, corpus, tmp_path, capsys)
     assert main(["checkpoint", "verify", str(folder / "checkpoints")]) == 0
 
 
-def test_a_checkpoint_tells_what_it_is(run, tmp_path, capsys):
+def test_checkpoint_inspect_prints_the_contents(run, tmp_path, capsys):
     folder = run / "checkpoints"
     newest = folder / "step-00000240"
     assert main(["checkpoint", "inspect", str(folder)]) == 0
@@ -162,7 +162,7 @@ def test_weights_of_a_checkpoint_are_exported(run, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out == french(ENGLISH[3]) + "\n"
 
 
-def test_a_damaged_checkpoint_is_named(run, tmp_path, capsys):
+def test_checkpoint_verify_names_damaged_files(run, tmp_path, capsys):
     folder = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", folder)
     data = folder / "step-00000240" / "state.data-00000-of-00001"
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path, capsys):
 
 
 def damaged_runs(run, folder):
-    """Run folders that cannot be used, and what has to be said of each."""
+    """Yield unusable run folders, each with the expected error."""
     for name, part in (("bare", "model.weights.h5"), ("wordless", "tokenizer")):
         shutil.copytree(run, folder / name)
         path = folder / name / part
@@ -187,10 +187,10 @@ def damaged_runs(run, folder):
     weights = folder / "torn" / "model.weights.h5"
     weights.write_bytes(weights.read_bytes()[:1000])
     yield folder / "torn", "damaged"
-    yield folder / "nowhere", "no such run folder"
+    yield folder / "nowhere", "nowhere` does not exist"
 
 
-def test_unusable_runs_are_named(run, tmp_path, monkeypatch, capsys):
+def test_unusable_run_folders_are_one_line_errors(run, tmp_path, monkeypatch, capsys):
     for folder, words in damaged_runs(run, tmp_path):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
         assert main(["translate", "--run", str(folder)]) == 2
@@ -216,7 +216,7 @@ def test_unusable_runs_are_named(run, tmp_path, monkeypatch, capsys):
         (["data.max_length=2", "tokenizer.vocab_size=48"], ["max_length"]),
     ],
 )
-def test_wrong_input_of_train(corpus, tmp_path, capsys, settings, words):
+def test_train_rejects_wrong_settings(corpus, tmp_path, capsys, settings, words):
     (corpus / "LATIN").write_bytes(b"un\n\xe9t\xe9\n" + b"x\n" * 318)
     (corpus / "EMPTY").write_bytes(b"")
     (corpus / "DEV.fr").write_bytes((corpus / "dev.fr").read_bytes())
@@ -241,21 +241,21 @@ def test_wrong_input_of_train(corpus, tmp_path, capsys, settings, words):
         assert word in error
 
 
-def test_translate_refuses_what_is_no_utf_8(run, monkeypatch, capsys):
+def test_translate_rejects_invalid_utf_8(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n")))
     assert main(["translate", "--run", str(run)]) == 2
     error = capsys.readouterr().err
     assert "line 2" in error and "0xe9" in error
 
 
-def test_evaluate_refuses_files_of_different_lengths(run, corpus, capsys):
+def test_evaluate_rejects_files_of_different_lengths(run, corpus, capsys):
     files = ["--src", str(corpus / "train.en"), "--ref", str(corpus / "dev.fr")]
     assert main(["evaluate", "--run", str(run), *files]) == 2
     error = capsys.readouterr().err
     assert "320" in error and "16" in error
 
 
-def test_prepare_keeps_what_is_there(tmp_path, capsys):
+def test_prepare_keeps_existing_files(tmp_path, capsys):
     out = tmp_path / "corpus"
     command = ["prepare", "--embedded", "--out", str(out), "--num-train"]
     assert main([*command, "20"]) == main([*command, "20"]) == 0  # the same files again
@@ -268,7 +268,7 @@ def test_prepare_keeps_what_is_there(tmp_path, capsys):
     assert (out / "train.en").read_bytes() != before["train.en"]
 
 
-def test_doctor_says_what_is_there():
+def test_doctor_lists_installed_packages():
     checks = {check["name"]: check for check in examine()}
     assert checks["tensorflow"]["ok"] and checks["compiled function"]["ok"]
     assert all(check["mend"] for check in checks.values() if not check["ok"])

@@ -1,4 +1,4 @@
-"""Promise: a published folder continues texts from the command line; wrong input is told in a line."""
+"""Promise: the command line continues texts, and wrong input is an error of one line."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def save(network, folder, family):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Llama whose tokenizer knows bytes, so that characters are found in parts."""
+    """Random Llama with a byte tokenizer, so that characters are generated in parts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     save(CausalLM(300, **LLAMA), folder, "llama")
     own = byte_tokenizer(["The quick brown fox jumps over the lazy dog, été."] * 3, 290)
@@ -87,13 +87,13 @@ def stdin(monkeypatch):
     return give
 
 
-def test_a_text_is_no_list_of_texts(folder):
+def test_generator_rejects_a_string_instead_of_a_list(folder):
     with pytest.raises(TypeError, match="a list of texts, got the text 'hello'"):
         generator(folder)("hello")
 
 
-def test_texts_are_those_of_the_model(folder):
-    """Whatever the others are: prompts begin with the start token, results do not have them."""
+def test_generated_texts_match_the_network(folder):
+    """Results do not depend on other prompts, which begin with the start token."""
     tokenizer, model = load_tokenizer(folder), from_pretrained(folder)
     together = generator(folder)(PROMPTS)
     assert len(set(together)) == 3
@@ -106,8 +106,8 @@ def test_texts_are_those_of_the_model(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "num_return_sequences": 2}], ids=str)
-def test_parts_are_the_texts(folder, options):
-    """And each has whole characters."""
+def test_streamed_parts_join_to_the_texts(folder, options):
+    """Each part has complete characters."""
     parts = {}
     tell = lambda number, text: parts.setdefault(number, []).append(text)
     texts = generator(folder, batch_size=2, **options)(PROMPTS, on_text=tell)
@@ -116,7 +116,7 @@ def test_parts_are_the_texts(folder, options):
     assert any(len(pieces) > 3 for pieces in parts.values())
 
 
-def test_prompts_of_both_kinds(folder, stdin, capsys):
+def test_generate_reads_prompts_from_options_and_stdin(folder, stdin, capsys):
     expected = generator(folder)(PROMPTS)
     assert run(folder, *prompts(*PROMPTS)) == 0
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
@@ -126,7 +126,7 @@ def test_prompts_of_both_kinds(folder, stdin, capsys):
     assert lines == [{"prompt": x, "text": y} for x, y in zip(PROMPTS, expected, strict=True)]
 
 
-def test_a_stream_is_the_same(folder, capsys):
+def test_stream_prints_the_same_text(folder, capsys):
     expected = [generator(folder)([prompt])[0] for prompt in PROMPTS]
     assert run(folder, *prompts(*PROMPTS), "--stream") == 0
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
@@ -141,7 +141,7 @@ def test_a_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
     assert lines == [{"prompt": x, "text": y} for x, y in zip(texts, expected)]
 
 
-def test_adapters_are_beside_the_weights(folder, tmp_path, capsys):
+def test_generate_adds_adapters_to_the_weights(folder, tmp_path, capsys):
     network = from_pretrained(folder)
     add_lora(network, rank=2, targets="*attention/*_kernel")
     for weight in network.trainable_variables:
@@ -162,8 +162,8 @@ CHAT = (
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
-    """As `transformers` renders it; what begins twice begins once."""
+def test_chat_applies_the_chat_template(folder, tmp_path, capsys, name):
+    """The result matches `transformers`, with a single start token."""
     path = tmp_path / "chat"
     shutil.copytree(folder, path)
     with pytest.raises(InputError, match="has no chat template"):
@@ -204,10 +204,10 @@ def test_tools_of_a_chat_use_the_template_for_tools(folder, tmp_path, capsys):
         assert run(path, *prompts("dog"), "--chat", *options) == 0
         assert capsys.readouterr().out == f"{expected}\n"
     assert run(path, *prompts("dog"), *with_tools) == 2
-    assert "--tools goes with --chat only" in capsys.readouterr().err
+    assert "--tools requires --chat" in capsys.readouterr().err
 
 
-def test_options_go_to_the_search(folder, capsys):
+def test_generate_passes_search_options(folder, capsys):
     drawn = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
     several = ["--num-return-sequences", "2", "--repetition-penalty", "1.2", "--seed", "3"]
     assert run(folder, *prompts("The"), *drawn, *several) == 0
@@ -220,7 +220,7 @@ def test_options_go_to_the_search(folder, capsys):
     assert capsys.readouterr().out == f"{expected[0]}\n"
 
 
-def test_a_token_ends_texts(folder, capsys):
+def test_stop_token_ends_texts(folder, capsys):
     tokenizer, (text,) = load_tokenizer(folder), generator(folder)(["dog"])
     ids = tokenizer.encode([text]).to_list()[0]
     stop = tokenizer.decode([[one] for one in ids if one < 128 + 3])[0]
@@ -228,8 +228,8 @@ def test_a_token_ends_texts(folder, capsys):
     assert capsys.readouterr().out == text[: text.index(stop) + len(stop)] + "\n"
 
 
-def test_texts_for_sources(folder, tmp_path, capsys):
-    """Of an encoder–decoder a text does not go on with its prompt."""
+def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
+    """Texts of an encoder–decoder do not contain the prompt."""
     save(EncoderDecoderLM(300, **BART), tmp_path / "bart", "bart")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "bart" / name).write_bytes((folder / name).read_bytes())
@@ -247,7 +247,7 @@ def test_texts_for_sources(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ([], "there is no prompt: give a --prompt"),
+        ([], "No prompt was given. Add --prompt"),
         (
             ["--prompt", "x", "--temperature", "-1"],
             "temperature should be greater than or equal to 0",
@@ -255,11 +255,11 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),
         (["--prompt", "x", "--beam-size", "0"], "expected an integer from 1"),
-        (["--prompt", "x", "--stop", "two tokens"], "give a text of one token"),
-        (["--prompt", "x", "--stream", "--json"], "leave --json and several out"),
+        (["--prompt", "x", "--stop", "two tokens"], "Choose a text that is a single token"),
+        (["--prompt", "x", "--stream", "--json"], "--stream prints one text per prompt"),
         (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
-        (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
-        (["--prompt", "x", "--system", "y"], "--system goes with --chat only"),
+        (["--prompt", "x", "--set", "model.hidden_size=3"], "Use it with parallel.…"),
+        (["--prompt", "x", "--system", "y"], "--system requires --chat"),
         (["--prompt", "caf\udce9"], "character 4: Byte 0xe9 is not UTF-8 text"),
         (["--prompt", "x", "--stop", "\ud83d"], "character 1: U+D83D is half of a surrogate pair"),
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
@@ -285,28 +285,28 @@ def test_wrong_folders(folder, tmp_path, capsys):
     network.build()
     save_pretrained(network, tmp_path / "small", "llama")
     (tmp_path / "small" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "the tokenizer has 290 ids, but the model 20" in refused(tmp_path / "small")
+    assert "has 290 ids, but the model has only 20" in refused(tmp_path / "small")
     (tmp_path / "run.json").write_text("{}")
-    assert "this run folder has no config.yaml" in refused(tmp_path)
+    assert "has no config.yaml" in refused(tmp_path)
 
 
-def test_halves_of_pairs_in_texts_are_told_with_their_number(folder):
+def test_lone_surrogates_are_reported_with_the_text_index(folder):
     for tokenizer in (load_tokenizer(folder), SubwordTokenizer.train(["one two"], vocab_size=22)):
         with pytest.raises(InputError, match=r"text 2 of 2, character 2: U\+D83D is half of"):
             tokenizer.encode(["one", "o\ud83d"])
 
 
-def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys):
-    """`evaluate` and `translate` take runs of translation models."""
+def test_other_folders_are_named_in_errors(folder, tmp_path, capsys):
+    """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")
     own = tmp_path / "own"
     (own / "checkpoints").mkdir(parents=True)
     for place, told in (
-        (folder, f"{folder} has a published model"),
-        (own, "it has checkpoints"),
+        (folder, f"`{folder}` contains a published model"),
+        (own, "It contains checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
         assert main(ask) == 2
         error = capsys.readouterr().err
-        assert "is no run of dtransformer train" in error and told in error
+        assert "is not a run of `dtransformer train`" in error and told in error

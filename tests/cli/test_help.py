@@ -1,4 +1,4 @@
-"""Promise: help is one command away, and every command's help ends with an example that works."""
+"""Promise: every command prints its help, which ends with a working example."""
 
 import argparse
 import shlex

@@ -1,4 +1,4 @@
-"""Promise: whatever the command line is given, it says what is wrong in one line."""
+"""Promise: wrong options and environments of the command line cause an error of one line."""
 
 import json
 import os
@@ -40,10 +40,10 @@ HUGE = "9" * 5000
         (["translate", "--run", "x", "--length-penalty", "x"], "invalid float"),
         (["translate", "--run", "a" * 300], "too long"),
         (["evaluate", "--run", "x", "--src", "", "--ref", "y"], "must be a nonempty path"),
-        (["evaluate", "--run", "x", "--beam-size", "2"], "--beam-size is not read without --src"),
+        (["evaluate", "--run", "x", "--beam-size", "2"], "--beam-size has no effect without --src"),
         (
             ["evaluate", "--run", "x", "--src", "a", "--ref", "b", "--data", "c"],
-            "--data is not read with --src",
+            "--data has no effect with --src",
         ),
         (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
         (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
@@ -106,13 +106,13 @@ def test_settings_are_limited(setting, told):
         read()
 
 
-def test_a_search_is_limited_by_the_beams_and_sentences_that_are_asked_for(monkeypatch):
+def test_search_memory_counts_beams_and_sentences(monkeypatch):
     config = load_config(None, ["model.hidden_size=256", "search.max_length=50"])
     monkeypatch.setattr(needs, "free_memory", lambda: 2**30)
     needs.check_search(config, 8000, 4, 64)
     for beams, sentences in ((4, 10**4), (1000, 64)):
         told = refusal(lambda: needs.check_search(config, 8000, beams, sentences))
-        assert f"beam_size={beams}, max_length=50, {sentences} sentences" in told
+        assert f"beam_size={beams}, max_length=50 and {sentences} sentences" in told
 
 
 COMMAND = [sys.executable, "-m", "dtransformer.cli"]
@@ -128,7 +128,7 @@ TRANSLATE = [*COMMAND, "translate", "--run", "é"]
     ],
     ids=["backend", "locale", "full disk"],
 )
-def test_odd_surroundings(command, environment, streams, told):
+def test_unusual_environments_are_one_line_errors(command, environment, streams, told):
     result = subprocess.run(
         ["sh", "-c", f'exec "$@" {streams}', "sh", *command],
         env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
@@ -145,7 +145,7 @@ def test_closed_streams(stream, monkeypatch, capsys):
     assert "is closed" in capsys.readouterr().err
 
 
-def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+def test_unexpected_errors_are_one_line(monkeypatch, capsys):
     def fail(_):
         raise RuntimeError("one\ntwo " + "x" * 1000)
 
@@ -159,14 +159,14 @@ def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
         main(["doctor"])
 
 
-def test_ranks_that_are_well_say_in_a_line_that_another_has_left(monkeypatch, capsys):
+def test_healthy_ranks_report_a_failed_rank_in_one_line(monkeypatch, capsys):
     def fail(_):
         raise RuntimeError("gloo/transport/tcp/pair.cc:589] Read error: reset by peer")
 
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setattr("dtransformer.cli._run", fail)
     assert main(["doctor"]) == 1
-    assert "another rank has failed, or left" in capsys.readouterr().err
+    assert "Another rank has failed or left the job" in capsys.readouterr().err
 
 
 def test_models_are_listed(capsys):

@@ -1,4 +1,4 @@
-"""Promise: a machine that was measured is a device to plan for."""
+"""Promise: the planner accepts a measured machine as a device."""
 
 import json
 
@@ -9,7 +9,7 @@ from dtransformer.cli.plan import device_of
 from harness.launch import launch, tail
 
 
-def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
+def test_plan_measure_writes_a_usable_device(tmp_path, capsys):
     path = str(tmp_path / "machine.yaml")
     assert main(["plan", "--measure", path]) == 0
     device = device_of(path)
@@ -19,12 +19,12 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
     ask = ["plan", "--model", "gpt2-small", "--device", path, "--devices", "1"]
     assert main([*ask, "--global-batch", "4", "--precision", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # Six for each position and weight in a product, and the attention cores; less than the peak.
+    # Six FLOPs per position and weight plus the attention scores, at less than the peak.
     assert found["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12
 
 
 @pytest.mark.long
-def test_what_ranks_send_is_measured(tmp_path):
+def test_plan_measure_measures_links_between_ranks(tmp_path):
     path = str(tmp_path / "machine.yaml")
     done = launch(2, ["-m", "dtransformer.cli", "plan", "--measure", path], timeout=300)
     assert not done.returncode, tail(done.stdout, done.stderr)

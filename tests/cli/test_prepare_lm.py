@@ -1,4 +1,4 @@
-"""Promise: `prepare --lm` goes from files to token shards, and wrong options are told in one line."""
+"""Promise: `prepare --lm` converts files to token shards, and rejects wrong options in one line."""
 
 import json
 
@@ -21,7 +21,7 @@ def prepare(*arguments):
     return main(["prepare", *map(str, arguments)])
 
 
-def test_from_files_to_shards(files, tmp_path, capsys):
+def test_prepare_lm_writes_token_shards(files, tmp_path, capsys):
     text, lines = files
     out, pairs = tmp_path / "out", tmp_path / "pairs"
     assert prepare("--lm", "--input", text, "--train-tokenizer", 20, "--out", out) == 0
@@ -45,18 +45,18 @@ def test_from_files_to_shards(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, told",
     [
-        (["--lm"], "--lm needs --input"),
+        (["--lm"], "--lm requires --input"),
         (["--lm", "--input", "some.txt"], "--tokenizer FOLDER or --train-tokenizer SIZE"),
-        (["--embedded", "--field", "text"], "--field goes with --lm only"),
+        (["--embedded", "--field", "text"], "--field requires --lm"),
         (["--embedded", "--lm"], "not allowed with"),
-        (["--lm", "--input", "some.txt", "--seed", "0"], "--seed goes with --embedded only"),
-        (["--lm", "--input", "some.txt", "--num-train", "3"], "--num-train goes with --embedded"),
+        (["--lm", "--input", "some.txt", "--seed", "0"], "--seed requires --embedded"),
+        (["--lm", "--input", "some.txt", "--num-train", "3"], "--num-train requires --embedded"),
         (["--lm", "--input", "none.txt", "--train-tokenizer", "26"], "none.txt does not exist"),
         (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none does not exist"),
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),
     ],
 )
-def test_wrong_options_are_told(files, options, told, tmp_path, monkeypatch, capsys):
+def test_prepare_lm_rejects_wrong_options(files, options, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert prepare(*options, "--out", "out") == 2
     error = capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_named_model_with_adapters_needs_its_weights(tmp_path, capsys, monkeypat
     file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
     train = ["train", "--config", "plan.yaml", "--set", "data.train=text.txt"]
     assert main(train) == 2
-    assert "there is no folder 'models/llama2_7b'" in capsys.readouterr().err
+    assert "the folder 'models/llama2_7b' does not exist" in capsys.readouterr().err
 
 
 def test_preset_states_that_weights_are_random(tmp_path):

@@ -1,9 +1,9 @@
-"""What PyTorch computes of preferences, rewards and classes, for the tests: a program by itself.
+"""Program that computes preference, reward and classification losses with PyTorch, as a reference.
 
     python -m tests.runs.reference_tasks FOLDER
 
-It saves a small Llama of `transformers`, with adapters of `peft`, and a BERT; and losses, gradients and
-logits in float32. Losses of preferences are those of the papers; `reference_trl` has those of `trl`.
+It saves a small Llama of `transformers` with adapters of `peft`, a BERT, and their losses, gradients and
+logits in float32. Preference losses follow the papers. `reference_trl` computes them with `trl`.
 """
 
 import pathlib
@@ -39,7 +39,7 @@ def pairs():
 
 
 def log_probabilities(model, ids, labels, mean):
-    """Return those of the labels of each sequence, sums or means, [rows, 2]."""
+    """Return the sums or means of the labels' log probabilities in each sequence, [rows, 2]."""
     mask = (torch.arange(LENGTH) < (ids != 0).sum(-1, keepdim=True)).long()
     logits = model(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits[:, :-1]
     own = labels.flatten(0, 1)[:, 1:]
@@ -63,7 +63,7 @@ def preference(model, ids, labels, kind, smoothing):
 
 
 def first_gradients(model):
-    """Return those of the two factors of the first block's queries, by their letter."""
+    """Return the gradients of the two factors of the first block's queries, by their letter."""
     return {
         name.split(".")[-3][-1]: weight.grad.clone()
         for name, weight in model.named_parameters()

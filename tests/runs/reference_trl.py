@@ -1,8 +1,8 @@
-"""What `trl` computes of the pairs and networks of `reference_tasks`, for tests: a program by itself.
+"""Program that computes the losses of `reference_tasks` with `trl`, as a second reference.
 
     python -m tests.runs.reference_trl FOLDER
 
-It reads what that program has saved, and saves losses and gradients in float32 by the same names.
+It reads the files of `reference_tasks`, and saves losses and gradients in float32 with the same names.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ from tests.runs.reference_tasks import BETA, VOCAB_SIZE, first_gradients
 
 
 def tokenizer():
-    """Return one of words that are their ids."""
+    """Return a tokenizer with words that are equal to their ids."""
     words = tokenizers.models.WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="3")
     fast = tokenizers.Tokenizer(words)
     fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -29,7 +29,7 @@ def tokenizer():
 
 
 def options(folder):
-    """Return what both trainers take: no saving, no reports, one batch of all pairs."""
+    """Return the arguments of both trainers: no saving, no reports, one batch of all pairs."""
     return {
         "output_dir": str(folder / "trl"),
         "use_cpu": True,
@@ -41,7 +41,7 @@ def options(folder):
 
 
 def preference(folder, kind, examples):
-    """Return loss and gradients of a kind of preference with adapters; without them is the reference."""
+    """Return loss and gradients of a preference loss. The reference is the network without adapters."""
     trainer = trl.DPOTrainer(
         transformers.LlamaForCausalLM.from_pretrained(folder / "llama"),
         args=trl.DPOConfig(beta=BETA, loss_type=[kind], **options(folder)),

@@ -1,4 +1,4 @@
-"""Small records and models of all tasks, and configs that train them: written into a folder."""
+"""Write small records, models and configs of all tasks into a folder."""
 
 import json
 
@@ -33,7 +33,7 @@ NUMBERS = "zero one two three four five six seven".split()
 
 
 def chats():
-    """Yield conversations of two answers."""
+    """Yield conversations with two answers each."""
     for a in range(8):
         for b in range(4):
             question = {"role": "user", "content": f"{NUMBERS[a]} and {NUMBERS[b]}?"}
@@ -43,7 +43,7 @@ def chats():
 
 
 def records():
-    """Return the records of each task by the names of their files."""
+    """Return a dict from file names to the records of each task."""
     texts = [f"{a} or {b}, {'yes' if a > b else 'no'}" for a in NUMBERS for b in NUMBERS[:3]]
     pairs = [(f"{a}?", a) for a in NUMBERS]
     return {
@@ -169,7 +169,7 @@ CONFIGS = {
 
 
 def write_config(name, folder):
-    """Write the config of a name into a folder; return its path."""
+    """Write the named config into a folder and return its path."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(CONFIGS[name]))
     return path

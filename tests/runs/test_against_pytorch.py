@@ -36,7 +36,7 @@ def reference(tmp_path_factory):
 
 
 def inputs_of(found, with_labels):
-    """Return a batch as rows of the tasks have it: labels are the next tokens."""
+    """Return a batch in the form of the tasks' rows, with the next tokens as labels."""
     segments = np.arange(found["ids"].shape[-1]) < found["lengths"][..., None]
     labels = np.pad(found["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
     own = {"tokens": found["ids"], "segments": segments, "labels": labels}
@@ -45,7 +45,7 @@ def inputs_of(found, with_labels):
 
 
 @pytest.mark.parametrize("kind, smoothing", KINDS)
-def test_preferences_with_adapters_and_without_as_the_reference(reference, kind, smoothing):
+def test_preference_loss_with_adapters_matches_pytorch(reference, kind, smoothing):
     folder, found = reference
     core, key = from_pretrained(folder / "llama"), f"{kind}/{smoothing}"
     scores = SequenceLogProbability(core.vocab_size, kind == "ipo")
@@ -66,7 +66,7 @@ def test_preferences_with_adapters_and_without_as_the_reference(reference, kind,
 
 
 @pytest.mark.long
-def test_preferences_and_rewards_of_trl_are_those_of_the_reference(reference):
+def test_reference_losses_match_trl(reference):
     folder, found = reference
     run("reference_trl", folder)
     of_trl = np.load(folder / "of_trl.npz")
@@ -76,7 +76,7 @@ def test_preferences_and_rewards_of_trl_are_those_of_the_reference(reference):
 
 
 @pytest.mark.parametrize("center_rewards", [None, 0.01])
-def test_rewards(reference, center_rewards):
+def test_reward_loss_matches_pytorch(reference, center_rewards):
     folder, found = reference
     key = f"reward/{center_rewards}"
     core = from_pretrained(folder / "llama")
@@ -93,7 +93,7 @@ def test_rewards(reference, center_rewards):
     np.testing.assert_allclose(tf.transpose(gradient), found[f"{key}/gradient"], **CLOSE)
 
 
-def test_classes_of_a_bert_whose_pooler_was_trained(reference):
+def test_classification_with_a_trained_pooler_matches_pytorch(reference):
     folder, found = reference
     network, head = from_pretrained(folder / "bert"), SequenceHead(4, "first", hidden_act="tanh")
     with_task_head(network, head)

@@ -1,4 +1,4 @@
-"""Promise: a wrong config is told in one line, with the nearest right one."""
+"""Promise: a wrong config raises an error of one line that suggests the nearest key."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Promise: documents are trained on as the config says, and a run that fails changes nothing."""
+"""Promise: training on documents follows the config, and a rejected run changes nothing."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ TRAINING = {"batch_size": 4, "learning_rate": 0.01, "optimizer": "sgd", "weight_
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a small text and its config, in which all commands run, and a run of it."""
+    """Working folder with a small text, its config and a run."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "text.txt").write_text("\n\n".join(f"one two {'three ' * n}" for n in range(1, 40)))
     config = {
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 
 def train(*settings, flags=(), run="runs/gpt"):
-    """Train the config with settings; return the exit code."""
+    """Train the config with settings and return the exit code."""
     options = ["--set", *settings] if settings else []
     return main(["train", "--config", "gpt.yaml", "--run", run, *flags, *options])
 
@@ -64,17 +64,17 @@ def test_a_run_that_made_all_its_steps_makes_no_more(place):
         ("model.num_heads=3", "num_heads"),
         (
             "data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]",
-            "weight is not read",
+            "weight has no effect",
         ),
         (
             "data.train={path: text.txt, target: text.txt}",
-            "target is not read here, of tasks seq2seq",
+            "target has no effect here, only in tasks seq2seq",
         ),
         ("tokenizer.vocab_size=5000", "5000"),
-        ("data.mean_span=2.0", "data.mean_span: task causal_lm does not read it, of tasks span_"),
+        ("data.mean_span=2.0", "`data.mean_span` has no effect in task causal_lm, only in span_"),
     ],
 )
-def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, capsys):
+def test_rejected_training_keeps_the_run_and_its_shards(setting, told, place, capsys):
     before = snapshot(place)
     for flags, run in ((["--overwrite"], "runs/gpt"), ([], "some/where")):
         other = [] if setting.startswith("data.train") else ["data.train=gpt.yaml"]
@@ -83,23 +83,23 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
     assert snapshot(place) == before
 
 
-def test_a_run_goes_on_with_its_vocabulary_alone(place, capsys):
+def test_resume_uses_the_tokenizer_of_the_run(place, capsys):
     assert train("tokenizer.vocab_size=18", run="runs/old") == 0
     assert train("tokenizer.vocab_size=17", flags=["--resume"], run="runs/old") == 2
     assert "tokenizer.vocab_size is 17, but the run began with 18" in capsys.readouterr().err
 
 
-def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
-    """Folders of token shards hold what `prepare` read, by options of its own."""
+def test_rejects_reading_options_for_token_shards(place, capsys):
+    """Folders of token shards were already read by `prepare`, with its options."""
     prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "18", "--out"]
     assert main([*prepare, "shards"]) == 0
     rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
     (place / "dev.jsonl").write_text("\n".join(rows))
     own = ["data.train=shards", "data.dev=shards"]
     for setting, told in (
-        ("data.field=content", "data.field is not read of folders of token shards"),
-        ("data.documents=line", "give --documents to dtransformer prepare --lm"),
-        ("data.sentences=true", "shards was prepared without them"),
+        ("data.field=content", "`data.field` has no effect on folders of token shards"),
+        ("data.documents=line", "pass --documents to `dtransformer prepare --lm`"),
+        ("data.sentences=true", "shards was prepared without sentences"),
     ):
         assert train(*own, setting, run="runs/prepared") == 2
         assert told in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place,
 
 
 def lines_of(run, kind):
-    """The records of a kind in a run's metrics."""
+    """Return the records of one kind in a run's metrics."""
     lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
     return [x for x in map(json.loads, lines) if x["kind"] == kind]
 
@@ -129,14 +129,14 @@ def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
     assert float(row["val_loss"]) == looked["val_loss"]
 
 
-def test_perplexities_are_of_the_text(place, capsys):
+def test_perplexities_match_the_log_probability_of_the_text(place, capsys):
     assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     run, documents = load_run("runs/gpt"), (place / "text.txt").read_text().split("\n\n")
     tokenizer, total, number = run.tokenizer, 0.0, 0
     for text in documents:
         (ids,) = tokenizer.encode([text]).to_list()
-        # Rows are shorter than some documents, and begin where they begin: one at a time here.
+        # Each document is scored in a single row, because some are longer than the run's rows.
         ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
         number += ids.shape[1] - 1
         total += len(text.encode())
@@ -147,14 +147,14 @@ def test_perplexities_are_of_the_text(place, capsys):
     assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
 
 
-def test_full_memory_is_told_with_what_would_fit(place, monkeypatch, capsys):
+def test_out_of_memory_prints_layouts_that_fit(place, monkeypatch, capsys):
     def fails(*_, **__):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
     monkeypatch.setattr(Trainer, "fit", fails)
     assert train(run="runs/full") == 2
     told = capsys.readouterr().err
-    assert "layouts computed" in told and "the memory of a device is full" in told
+    assert "layouts computed" in told and "The memory of a device is full" in told
 
 
 def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
@@ -176,14 +176,14 @@ def test_a_profile_is_written_into_the_run(place, capsys):
     assert train(flags=flags, run="runs/profiled") == 0
     assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))
     assert train(flags=["--overwrite", "--profile", "3-2"], run="runs/profiled") == 2
-    assert "expected two numbers of steps" in capsys.readouterr().err
+    assert "must be a range of steps" in capsys.readouterr().err
 
 
 CODE = "def f(x):\n\tif x:\n\n        return  x  # no\n"
 
 
 @pytest.mark.parametrize("algorithm, text", [("null", CODE), ("wordpiece", " ".join(CODE.split()))])
-def test_tokenizers_of_language_models_keep_white_space(algorithm, text, place):
+def test_language_model_tokenizers_keep_white_space(algorithm, text, place):
     (place / "code.txt").write_text(CODE)
     settings = [
         "data.train=code.txt",

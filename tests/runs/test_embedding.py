@@ -35,7 +35,7 @@ def embedding_trainer():
 
 
 def inputs():
-    """Return token ids of pairs of texts; texts with equal ids are equal."""
+    """Return token ids of pairs of texts. Texts with equal ids are equal."""
     texts = np.random.default_rng(0).integers(4, 30, (12, 6), "int32")
     tokens = texts[TEXT_IDS.astype(int)]
     return {"tokens": tokens, "attention_mask": np.ones_like(tokens)}
@@ -114,7 +114,7 @@ def test_records_with_equal_texts_get_equal_ids_and_are_counted(tmp_path, monkey
 
 
 @on_mesh
-def test_losses_on_a_mesh_are_those_without():
+def test_losses_on_a_mesh_match_one_device():
     expected = losses()
     start(model_parallel=2)
     np.testing.assert_allclose(losses(), expected, rtol=PARITY_LOSS)

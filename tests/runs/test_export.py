@@ -1,4 +1,4 @@
-"""Promise: an exported folder computes what the run computes, and has the types of its base."""
+"""Promise: an exported folder gives the same results as its run, in the types of its base."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ADAPTED = LLAMA_16 | {"adapters": {"rank": 2, "targets": "*attention/*_kernel"}}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with records and a Llama in float32 and bfloat16, in which all commands run."""
+    """Working folder with records and a Llama in float32 and bfloat16."""
     folder = tmp_path_factory.mktemp("place")
     write(folder)
     save_pretrained(from_pretrained(folder / "llama"), folder / "llama-16", dtype="bfloat16")
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 
 
 def train(task, place, name, model, *settings):
-    """Train two steps of a task from a model and export them; return the exported folder."""
+    """Train a task for two steps from a model, export it and return the exported folder."""
     path = place / f"{name}.yaml"
     path.write_text(json.dumps(CONFIGS[task] | {"model": model, "tokenizer": {}}))
     told = [f"export.folder=models/{name}", "training.max_steps=2", *settings]
@@ -44,7 +44,7 @@ def train(task, place, name, model, *settings):
 
 
 def types_of(folder):
-    """Return the types of all tensors of a folder, as its file's header has them."""
+    """Return the types of all tensors from the header of a folder's file."""
     with safe_open(folder / "model.safetensors", "np") as file:
         return {file.get_slice(name).get_dtype() for name in file.keys()}
 
@@ -61,7 +61,7 @@ def types_of(folder):
 def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, settings, place):
     folder = train(task, place, name, LLAMA, *settings)
     config = json.loads((folder / "config.json").read_text())
-    assert config["pad_token_id"] == 2  # the tokenizer has no padding, so that the end token is
+    assert config["pad_token_id"] == 2  # The end token replaces the missing padding token.
     ids = np.random.default_rng(0).integers(3, 280, (3, 7))
     mask = np.arange(7) < np.array([[7], [4], [5]])
     ids = np.where(mask, ids, 2)
@@ -95,7 +95,7 @@ def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
     np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=3e-2)
 
 
-def test_a_type_that_is_asked_for_is_exported(place):
+def test_export_uses_the_requested_type(place):
     folder = train("chat", place, "wide", ADAPTED, "export.dtype=float32")
     assert types_of(folder) == {"F32"}
     ids = np.arange(3, 13)[None]
@@ -103,7 +103,7 @@ def test_a_type_that_is_asked_for_is_exported(place):
     np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=1e-5)
 
 
-def test_a_type_that_is_not_known_is_refused(place):
+def test_export_rejects_unknown_types(place):
     path = place / "wrong.yaml"
     path.write_text(json.dumps(CONFIGS["reward"] | {"export": {"dtype": "int8"}}))
     with pytest.raises(InputError, match="export.dtype"):
@@ -111,7 +111,7 @@ def test_a_type_that_is_not_known_is_refused(place):
 
 
 def test_each_tensor_keeps_its_type(place, tmp_path):
-    """Files may have a few tensors of more bits, and weights of 16 bits stay what they are."""
+    """Files may contain a few float32 tensors. Weights of 16 bits keep their bits."""
     folder = tmp_path / "given"
     shutil.copytree(place / "llama-16", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -127,7 +127,7 @@ def test_each_tensor_keeps_its_type(place, tmp_path):
     assert types_of(wide) == {"F32"}
 
 
-def test_values_that_do_not_fit_the_type_are_refused(place, tmp_path):
+def test_export_rejects_values_outside_the_type(place, tmp_path):
     network = from_pretrained(place / "llama")
     network.embedding.table.assign(network.embedding.table * 1e8)
     with pytest.raises(InputError, match="not finite in float16.*Use .* a wider type"):
@@ -151,4 +151,4 @@ def test_a_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
     data = {"train": "text.txt", "length": 32}
     path.write_text(json.dumps({"task": "masked_lm", "data": data, "model": {"from": "bert"}}))
     assert main(["train", "--config", str(path), "--run", "runs/masked"]) == 2
-    assert "bert has a PoolingHead, and task masked_lm trains" in capsys.readouterr().err
+    assert "bert has a PoolingHead, but task masked_lm trains" in capsys.readouterr().err

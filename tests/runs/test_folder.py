@@ -1,4 +1,4 @@
-"""Promise: a run folder is one thing, and nothing in it is lost or replaced by accident."""
+"""Promise: a run folder is consistent, and no run is lost or replaced by accident."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from dtransformer.cli import main
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.runs.identity import RunIdentity
-from dtransformer.runs.run import refuse_nan
+from dtransformer.runs.run import check_weights_finite
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
@@ -39,7 +39,7 @@ WEIGHTS, STEP = "model.weights.h5", "step-00000002"
 
 
 def train(corpus, folder, *arguments):
-    """Train; arguments are flags, and settings that come last."""
+    """Train with flags and, as the last arguments, settings."""
     flags = [one for one in arguments if one.startswith("--")]
     settings = [one for one in arguments if not one.startswith("--")]
     command = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder), *flags]
@@ -59,7 +59,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(corpus):
-    """Two runs of the same data, with other vocabularies and other seeds."""
+    """Two runs on the same data with different vocabularies and seeds."""
     assert train(corpus, corpus / "a") == 0
     assert train(corpus, corpus / "b", "tokenizer.lower_case=true", "training.seed=1") == 0
     return corpus
@@ -67,12 +67,12 @@ def trained(corpus):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of one."""
+    """Copy of the first run."""
     return shutil.copytree(trained / "a", tmp_path / "run")
 
 
 def snapshot(folder):
-    """The files below a folder, and what is in them."""
+    """Return a dict from the paths of all files in a folder to their contents."""
     return {
         str(path.relative_to(folder)): path.is_dir() or hashlib.sha256(path.read_bytes()).digest()
         for path in sorted(folder.rglob("*"))
@@ -80,7 +80,7 @@ def snapshot(folder):
 
 
 def swap(part):
-    """Return a function that puts a part of the other run into a run."""
+    """Return a function that replaces a part of a run with the part of another run."""
 
     def change(run, other):
         path = run / part
@@ -108,10 +108,10 @@ def nan_weights(run, other):
 
 
 SWAPS = {
-    "another config": (swap("config.yaml"), "config.yaml: is not what the run began with"),
-    "another tokenizer": (swap("tokenizer"), "is not what the run began with"),
+    "another config": (swap("config.yaml"), "config.yaml` has changed since the run began"),
+    "another tokenizer": (swap("tokenizer"), "has changed since the run began"),
     "other weights": (swap(WEIGHTS), "weights are of another run"),
-    "another run.json": (swap("run.json"), "is not what the run began with"),
+    "another run.json": (swap("run.json"), "has changed since the run began"),
     "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
     "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
     "a flipped end": (lambda run, other: flip(run / WEIGHTS, 0.9999), "weights are damaged"),
@@ -124,7 +124,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("name", [*SWAPS, "no numbers"])
-def test_what_does_not_belong_together_is_not_used(name, run, trained, monkeypatch, capsys):
+def test_files_of_another_run_are_rejected(name, run, trained, monkeypatch, capsys):
     change, words = {**SWAPS, "no numbers": (nan_weights, "not finite")}[name]
     change(run, trained / "b")
     files = ["--src", str(trained / "train.en"), "--ref", str(trained / "train.fr")]
@@ -143,16 +143,16 @@ def add(name):
     return lambda run, other: (run / name).write_text("mine")
 
 
-# What is done to the run, the arguments of train, and what it has to say.
+# Change of the run folder, arguments of train, and expected error.
 REFUSED = [
-    (nothing, [], "holds a run already; give --overwrite, --resume, or another --run"),
-    (foreign, [], "no run folder"),
-    (foreign, ["--overwrite"], "no run folder"),
-    (foreign, ["--resume"], "no run folder"),
-    (add("notes.txt"), ["--overwrite"], "also holds notes.txt"),
+    (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
+    (foreign, [], "is not a run folder"),
+    (foreign, ["--overwrite"], "is not a run folder"),
+    (foreign, ["--resume"], "is not a run folder"),
+    (add("notes.txt"), ["--overwrite"], "also contains notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
     (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
-    (nothing, ["--overwrite", "data.dev_source=missing.en"], "data.dev_target is not given"),
+    (nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
     (nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
     (nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
     (nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
@@ -175,15 +175,15 @@ REFUSED = [
     (lose_manifests, ["--resume"], f"{STEP} has lost its checkpoint.json"),
     (swap("checkpoints"), ["--resume"], "a checkpoint of another run"),
     (swap(WEIGHTS), ["--resume"], "of another run"),
-    (swap("tokenizer"), ["--resume"], "is not what the run began with"),
-    (swap("config.yaml"), ["--resume"], "is not what the run began with"),
+    (swap("tokenizer"), ["--resume"], "has changed since the run began"),
+    (swap("config.yaml"), ["--resume"], "has changed since the run began"),
     (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
     (lambda run, other: shutil.rmtree(run / "checkpoints"), ["--resume"], "no checkpoint to"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change, arguments, words", REFUSED)
-def test_what_is_refused_changes_nothing(change, arguments, words, run, trained, capsys):
+def test_rejected_training_changes_no_file(change, arguments, words, run, trained, capsys):
     change(run, trained / "b")
     before = snapshot(run.parent)
     arguments = [one.replace("OTHER", str(trained / "other.en")) for one in arguments]
@@ -193,7 +193,7 @@ def test_what_is_refused_changes_nothing(change, arguments, words, run, trained,
     assert snapshot(run.parent) == before
 
 
-def test_a_folder_with_the_users_config_is_no_run(trained, tmp_path, capsys):
+def test_a_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
     shutil.copy(trained / "config.yaml", tmp_path)
     (tmp_path / "file").write_text("mine")
     for folder, flags in ((tmp_path, []), (tmp_path, ["--overwrite"]), (tmp_path / "file", [])):
@@ -202,7 +202,7 @@ def test_a_folder_with_the_users_config_is_no_run(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "file/run", "loop"])
-def test_what_can_be_no_folder_is_told_in_one_line(name, corpus, tmp_path, capsys):
+def test_invalid_run_folders_are_one_line_errors(name, corpus, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to("loop")
     for command in (["translate"], ["train", "--config", str(corpus / "config.yaml")]):
@@ -214,7 +214,7 @@ def test_what_can_be_no_folder_is_told_in_one_line(name, corpus, tmp_path, capsy
 def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
     before = snapshot(run)
     assert train(run, run, "--overwrite") == 2
-    assert "lies in the run folder that is to be replaced" in capsys.readouterr().err
+    assert "is inside the run folder to replace" in capsys.readouterr().err
     assert snapshot(run) == before
 
 
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_the_old_one(run, corpus, small_files, capsys):
     assert snapshot(run.parent) == before
 
 
-def test_a_run_is_replaced_where_told(run, corpus):
+def test_overwrite_replaces_a_run(run, corpus):
     before = RunIdentity.load(run)
     link = run.parent / "link"
     link.symlink_to(run)
@@ -284,11 +284,11 @@ def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus,
     before = snapshot(run.parent)
     killed(run)
     assert train(corpus, run) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert snapshot(run.parent) == before
 
 
-def test_what_a_kill_has_left_is_told(run, monkeypatch, capsys):
+def test_folders_left_by_a_kill_are_reported(run, monkeypatch, capsys):
     not_begun(run)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 2
@@ -312,15 +312,15 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeyp
     RunIdentity.load(run).check(run)
 
 
-def test_weights_that_are_no_numbers_are_not_trained_on():
+def test_rejects_nan_weights():
     trainer = new_trainer()
     trainer.training_state()
     trainer.network.head.bias.assign([1.0, float("nan")])
     with pytest.raises(InputError, match="checkpoints: head/bias has values that are not finite"):
-        refuse_nan(trainer, "checkpoints")
+        check_weights_finite(trainer, "checkpoints")
 
 
-def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):
+def test_verify_reports_all_problems(run, tmp_path, capsys):
     folder = run / "checkpoints"
     for name in ("step-00000001", "step-00000099"):
         shutil.copytree(folder / STEP, folder / name)
@@ -331,7 +331,7 @@ def test_verify_names_what_is_odd_and_goes_on(run, tmp_path, capsys):
     lines = {line.split(": ")[0].rpartition("/")[2]: line for line in told.out.splitlines()}
     assert "checkpoint.json is missing" in lines["step-00000001"]
     assert "checkpoint.json is missing" in lines["step-00000003"]
-    assert "it is of step 2" in lines["step-00000099"]
+    assert "its name does not match its step 2" in lines["step-00000099"]
     assert "files are intact" in lines[STEP]
     assert "3 damaged" in told.err
     for path in ("", ".", "..", "/"):

@@ -1,4 +1,4 @@
-"""Promise: the evaluation harness gets what `transformers` computes of the same weights."""
+"""Promise: scores of the evaluation harness match `transformers`."""
 
 import importlib.machinery
 import importlib.util
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def harness(folder, monkeypatch):
-    """The model of the harness; where the package is not installed its base class is a plain one."""
+    """Model for the harness, with a plain base class if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
             module = types.ModuleType(name)
@@ -41,7 +41,7 @@ def harness(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """A function of ids and the number of the last ones: their log p by `transformers`, greedy ones."""
+    """Function (ids, count) that scores the last ids with `transformers`: log p, and if greedy."""
     torch = pytest.importorskip("torch", reason="the reference environment has PyTorch")
     transformers = pytest.importorskip("transformers", reason="as PyTorch")
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
@@ -59,7 +59,7 @@ def ids_of(harness, text):
     return harness._tokenizer.encode([text]).to_list()[0]
 
 
-def test_continuations(harness, reference):
+def test_log_likelihood_of_continuations_matches_transformers(harness, reference):
     pairs = [
         ("one and two?", " three"),
         ("", "seven"),
@@ -69,20 +69,21 @@ def test_continuations(harness, reference):
     found = harness.loglikelihood([request(*pair) for pair in pairs])
     for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
         whole, before = ids_of(harness, context + text), ids_of(harness, context.rstrip())
-        if not context:  # this tokenizer adds nothing itself
+        if not context:  # This tokenizer adds no special tokens.
             whole, before = [1, *whole], [1]
         ids = np.array(whole[-(MOST + 1) :])
         expected = reference(ids, min(len(whole) - len(before), MOST))
         assert total == pytest.approx(expected[0], rel=1e-5) and is_greedy == expected[1]
 
 
-def test_texts_in_windows(harness, reference):
+def test_rolling_log_likelihood_uses_windows(harness, reference):
     texts = ["one and two and three and four and five and six and seven?" * 2, "one"]
     found = harness.loglikelihood_rolling([request(text) for text in texts])
     for text, total in zip(texts, found, strict=True):
         ids, expected = ids_of(harness, text), 0.0
         whole = np.array([1, *ids])
-        for end in range(1, len(ids) + 1):  # each token after what its window has before it
+        # Each token depends on the previous tokens of its window.
+        for end in range(1, len(ids) + 1):
             last = min(-(-end // MOST) * MOST, len(ids))
             first = max(0, last - MOST)
             expected += reference(whole[first : end + 1], 1)[0]
@@ -90,7 +91,7 @@ def test_texts_in_windows(harness, reference):
     assert len(ids_of(harness, texts[0])) > 2 * MOST
 
 
-def test_texts_end_where_they_are_to(harness):
+def test_generate_until_stops_at_the_given_texts(harness):
     options = {"max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
     (whole,) = harness.generate_until([request("one and two?", {**options, "until": []})])
     assert whole
@@ -98,8 +99,8 @@ def test_texts_end_where_they_are_to(harness):
     assert cut == whole[:1]
 
 
-def test_long_contexts_are_cut_from_the_left(harness):
-    """As those that are scored: learned positions end."""
+def test_long_contexts_are_truncated_from_the_left(harness):
+    """The number of learned positions also limits contexts."""
     network = CausalLM(
         290, hidden_size=8, num_heads=2, num_layers=1, max_length=MOST, start_id=None
     )
@@ -113,7 +114,7 @@ def test_long_contexts_are_cut_from_the_left(harness):
     assert [text] == learned.generate_until([request(end, options)])
 
 
-def test_without_the_package_the_name_of_it_is_told(folder, monkeypatch):
+def test_reports_the_missing_package(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install lm_eval"):
         harness_model(folder)

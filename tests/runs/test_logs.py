@@ -1,4 +1,4 @@
-"""Promise: logs go where a run asks for, and a package that is missing is told before work begins."""
+"""Promise: a run writes the requested logs, and reports a missing package before it starts."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from dtransformer.runs.config import load_config
 
 @pytest.fixture
 def services(monkeypatch):
-    """What stands in for Weights & Biases and MLflow, with their functions' names and arguments."""
+    """Fakes of Weights & Biases and MLflow with the same functions and arguments."""
     seen = []
     note = lambda name: lambda *args, **options: seen.append((name, args, options))
     run = types.SimpleNamespace(log=note("log"), finish=note("finish"))
@@ -28,7 +28,7 @@ def services(monkeypatch):
     return seen
 
 
-def test_services_get_numbers_and_options(services, tmp_path):
+def test_log_services_receive_metrics_and_options(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.wandb=mine", "logs.mlflow=ours"])
     for one in log_callbacks(config, tmp_path / "run", "key", resumes=False):
         one.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
@@ -51,7 +51,7 @@ def test_services_get_numbers_and_options(services, tmp_path):
     assert ("start_run", (None,)) in calls
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_mlflow(services, tmp_path):
+def test_a_resumed_run_continues_the_mlflow_run(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.mlflow=ours"])
     log_callbacks(config, tmp_path / "run", "again", resumes=True)
     started = {"run_name": "run", "tags": {"run_key": "again"}}
@@ -60,10 +60,10 @@ def test_a_run_that_goes_on_is_the_same_run_of_mlflow(services, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["wandb", "mlflow", "tensorboard"])
-def test_a_package_that_is_missing_is_told(key, monkeypatch):
+def test_missing_log_packages_are_reported(key, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = load_config(
         None, ["task=chat", f"logs.{key}={'true' if key == 'tensorboard' else 'x'}"]
     )
-    with pytest.raises(InputError, match=f"logs.{key}: .* pip install {key}"):
+    with pytest.raises(InputError, match=f"logs.{key}` need .* pip install {key}"):
         check_logs(config)

@@ -130,7 +130,7 @@ def test_center_rewards_adds_a_penalty_on_the_sum_of_rewards(place):
 
 
 def check_on_ranks(folder, layout):
-    """Check tasks on ranks, each of which writes and reads its own files."""
+    """Check tasks on ranks. Each rank writes and reads separate files."""
     place = pathlib.Path(folder) / f"means-{layout.name}-{job.rank()}"
     (place / "llama").mkdir(parents=True, exist_ok=True)
     write_few_records(place)

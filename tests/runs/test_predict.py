@@ -1,4 +1,4 @@
-"""Promise: `predict` and `embed` give each line what the network gives it alone, in order."""
+"""Promise: `predict` and `embed` return the network's result for each line, in order."""
 
 import io
 import json
@@ -29,7 +29,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a short run of each task, in which all commands run."""
+    """Working folder for a short run of each task."""
     folder = tmp_path_factory.mktemp("place")
     write(folder)
     (folder / "bio.jsonl").write_text("\n".join(map(json.dumps, BIO * 6)))
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(place):
-    """A function of a task's name that trains it once, and returns what was printed."""
+    """Function that trains a task once and returns the printed text."""
     printed = {}
 
     def train(name, capsys):
@@ -55,7 +55,7 @@ def trained(place):
 
 
 def run(monkeypatch, capsys, *command, lines=TEXTS):
-    """Run a command with lines of standard input; return the lines that it prints."""
+    """Run a command with lines of standard input and return the printed lines."""
     data = "".join(f"{line}\n" for line in lines).encode()
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
     code = main([*map(str, command)])
@@ -102,7 +102,7 @@ def test_probabilities_of_a_text_do_not_depend_on_other_texts(trained, monkeypat
 
 
 def test_numbers_of_pairs_of_texts(trained, place, monkeypatch, capsys):
-    """As `evaluate` computes them: the records have a second text, and ids of its tokens."""
+    """The predictions match `evaluate`. Records have a second text and token types."""
     trained("regression", capsys)
     command = ["predict", "--run", "runs/regression", "--data", "numbers.jsonl"]
     code, lines, _ = run(monkeypatch, capsys, *command)
@@ -152,7 +152,7 @@ def test_entities_of_predicted_labels(trained, monkeypatch, capsys):
     assert [word["label"] for word in found["words"]] == wanted
 
 
-def test_f1_in_logs_is_that_of_entities_for_every_batch_size(trained, place, capsys):
+def test_logged_f1_is_the_entity_f1_for_every_batch_size(trained, place, capsys):
     trained("token_classification", capsys)
     lines = (place / "runs/token_classification/metrics.jsonl").read_text().splitlines()
     logged = json.loads(lines[-1])["val_f1"]
@@ -167,7 +167,7 @@ def test_f1_in_logs_is_that_of_entities_for_every_batch_size(trained, place, cap
     predicted = [ids[0].copy(), ids[1]]
     predicted[0][1] = names.index("O")  # "Ann" alone is no entity of the labels
     assert task.label_scores(ids, predicted)["f1"] == pytest.approx(2 * 3 / (4 + 4))
-    # The end of one sentence does not go on in the next one.
+    # An entity ends with its sentence.
     split = [np.array([names.index("B-P")]), np.array([names.index("I-P")])]
     whole = [np.array([names.index("B-P")]), np.array([names.index("O")])]
     assert task.label_scores(split, whole)["f1"] == pytest.approx(2 * 1 / (2 + 1))
@@ -206,7 +206,7 @@ def test_recall_counts_equal_texts_as_one(trained, place, capsys):
     assert main(["evaluate", "--run", "runs/embedding", "--data", "same.jsonl", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["recall@1"] == found["mrr"] == 1 and "loss" in found
-    assert task.config.data.dev  # which another file took the place of
+    assert task.config.data.dev  # The file of --data replaced it.
 
 
 def test_rewards_of_answers_texts_and_pairs(trained, place, monkeypatch, capsys):
@@ -250,7 +250,7 @@ def test_an_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
 
 
 def test_an_exported_classifier_keeps_its_labels(place, capsys):
-    """Also one that was trained from scratch, whose head is of no published family."""
+    """Also if it was trained from scratch, with a head of no published family."""
     path = write_config("classification", place)
     command = ["train", "--config", str(path), "--run", "runs/bert"]
     settings = ["data.length=16", "model.positions=learned", "export.family=bert"]
@@ -277,23 +277,29 @@ def test_an_exported_classifier_keeps_its_labels(place, capsys):
             ["a"],
             "dtransformer predict --run FOLDER",
         ),
-        (["predict", "--model", "llama"], ["a"], "which gives no labels and no vectors"),
-        (["predict", "--run", "runs/classification"], [], "there is no text"),
+        (["predict", "--model", "llama"], ["a"], "which predicts neither labels nor vectors"),
+        (["predict", "--run", "runs/classification"], [], "No text was given"),
         (["predict", "--run", "runs/classification"], ['{"text": "a"}', ""], "line 2"),
         (["predict", "--run", "runs/classification"], ['{"text": 3}'], "line 1: text is 3"),
-        (["predict", "--run", "runs/classification"], ["{"], "--text reads lines that are no JSON"),
+        (
+            ["predict", "--run", "runs/classification"],
+            ["{"],
+            "add --text if the lines are not JSON",
+        ),
         (["predict", "--run", "runs/classification", "--max-length", 99], ["a"], "32 positions"),
         (["embed", "--run", "runs/embedding", "--json", "--field", "x"], ['{"y": "a"}'], "text is"),
     ],
 )
-def test_wrong_input_is_one_line(command, lines, message, trained, monkeypatch, capsys):
+def test_predict_rejects_wrong_input_in_one_line(
+    command, lines, message, trained, monkeypatch, capsys
+):
     for name in ("embedding", "regression", "classification"):
         trained(name, capsys)
     code, printed, error = run(monkeypatch, capsys, *command, lines=lines)
     assert code == 2 and message in error[-1] and not printed
 
 
-def test_lines_in_braces_are_texts_if_asked_for(trained, monkeypatch, capsys):
+def test_text_option_reads_lines_in_braces(trained, monkeypatch, capsys):
     trained("classification", capsys)
     command = ["predict", "--run", "runs/classification", "--text"]
     code, lines, _ = run(monkeypatch, capsys, *command, lines=["{one}", '{"text": "a"}'])

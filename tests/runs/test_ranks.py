@@ -19,9 +19,9 @@ pytestmark = [needs_horovod, pytest.mark.long]
 
 
 def command(place, name, run, ranks, settings):
-    """Train a task in a process, or in two ranks; return the losses and scores of its epochs."""
+    """Train a task in one process or two ranks. Return the losses and scores of its epochs."""
     path = write_config(name, place)
-    # Rows of one length each: what ranks pad to would differ else.
+    # All rows have the same length. Otherwise ranks would pad them differently.
     train = ["-m", "dtransformer.cli", "train", "--config", str(path), "--run", run, "--overwrite"]
     launch = [str(pathlib.Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2"]
     words = [*(launch if ranks == 2 else []), sys.executable, *train]
@@ -43,12 +43,12 @@ def command(place, name, run, ranks, settings):
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     write(folder)
-    command(folder, "chat", "runs/chat", 1, [])  # which the preference begins with
+    command(folder, "chat", "runs/chat", 1, [])  # The preference task starts from it.
     return folder
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_are_those_of_one_process(name, place):
+def test_losses_on_ranks_match_one_process(name, place):
     expected = command(place, name, f"runs/{name}-1", 1, [])
     for layout, settings in LAYOUTS.items():
         found = command(place, name, f"runs/{name}-{layout}", 2, settings)

@@ -1,4 +1,4 @@
-"""Promise: scores of labels, entities and vectors are those of scikit-learn, seqeval and NumPy."""
+"""Promise: scores of labels, entities and vectors match scikit-learn, seqeval and NumPy."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def seqeval_entities(labels):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_entities_are_those_of_seqeval(seed):
+def test_entities_match_seqeval(seed):
     rng = np.random.default_rng(seed)
     labels = rng.choice(NAMES, 40).tolist()
     assert entities(labels) == seqeval_entities(labels)
@@ -62,7 +62,7 @@ def test_macro_f1_is_the_mean_over_classes_that_occur(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_retrieval_is_that_of_a_sorted_list(seed):
+def test_retrieval_matches_sorted_similarities(seed):
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 30, 50)
     ids = np.unique(ids, return_inverse=True)[1]

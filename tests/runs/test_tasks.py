@@ -1,4 +1,4 @@
-"""Promise: each task goes from files to a run by one command, and goes on to the last bit."""
+"""Promise: one command trains each task from files to a run, and resumes it bit for bit."""
 
 import argparse
 import io
@@ -32,7 +32,7 @@ OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with records, a model and its tokenizer, in which all commands run."""
+    """Working folder with records, a model and its tokenizer."""
     folder = tmp_path_factory.mktemp("place")
     write(folder)
     with pytest.MonkeyPatch.context() as patched:
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def train(name, place, *options, code=0):
-    """Train a task's config; return the losses of its epochs, on held-out records where there are."""
+    """Train a task's config. Return the losses of its epochs, on held-out records if any."""
     path = write_config(name, place)
     assert main(["train", "--config", str(path), *options]) == code
     if code:
@@ -52,7 +52,7 @@ def train(name, place, *options, code=0):
 
 @pytest.fixture(scope="module")
 def chatted(place):
-    """A chat with adapters, of a mixture in packed rows, trained once for all tests."""
+    """Chat run with adapters and a mixture in packed rows, trained once for all tests."""
     return train("chat", place, "--set", "training.epochs=3")
 
 
@@ -73,7 +73,7 @@ def test_a_gpt_from_text_is_exported(place, capsys):
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
 
 
-def test_a_chat_learns_its_answers_and_keeps_adapters_apart(place, chatted, capsys):
+def test_a_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
     assert chatted[-1] < chatted[0]
     names = {path.name for path in (place / "runs" / "chat").iterdir()}
     assert "adapters" in names and "model.weights.h5" not in names
@@ -90,7 +90,7 @@ def test_a_chat_in_the_terminal(place, chatted):
     assert "/reset" in first and answers[0] == answers[1] and answers[2:] == [""]
 
 
-def test_adapters_are_merged_or_apart(place, chatted):
+def test_adapters_are_merged_or_exported_alone(place, chatted):
     for merge in ("true", "false"):
         settings = [f"export.folder=models/chat-{merge}", f"export.merge_adapters={merge}"]
         path = write_config("chat", place)
@@ -113,7 +113,7 @@ def test_packed_and_padded_rows_have_one_loss(place, chatted, capsys):
 
 
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 8))])
-def test_a_chat_that_is_stopped_goes_on_to_the_last_bit(place, chatted, stop):
+def test_a_stopped_chat_resumes_bit_for_bit(place, chatted, stop):
     path, run = write_config("chat", place), f"runs/stopped-{stop}"
     command = ["train", "--config", str(path), "--run", run]
     settings = ["training.epochs=3", "training.schedule=constant"]
@@ -141,7 +141,7 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
     names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     expected = {name: pytest.approx(last[f"val_{name}"], rel=1e-5, abs=1e-6) for name in names}
     assert found == expected
-    # Its adapters are beside the chat's own, which are merged where these are given.
+    # The chat run's adapters are merged before the new ones are added.
     _, beside = opened("runs/chat", "float32", "runs/preference/adapters")
     tokens = np.arange(3, 11, dtype="int32")[None]
     own = load_run("runs/preference").core(tokens)
@@ -149,7 +149,7 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_tasks(name, place, capsys):
+def test_every_other_task_trains_and_evaluates(name, place, capsys):
     losses = train(name, place)
     assert np.isfinite(losses).all() and losses[-1] <= losses[0]
     assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
@@ -163,7 +163,7 @@ def test_other_tasks(name, place, capsys):
     assert expected.get(name, "loss") in found
 
 
-def test_a_classifier_is_exported_and_goes_on(place, capsys):
+def test_an_exported_classifier_can_be_trained_further(place, capsys):
     train("token_classification", place, "--overwrite", "--set", "export.folder=models/labels")
     config = json.loads((place / "models/labels/config.json").read_text())
     assert config["architectures"] == ["LlamaForTokenClassification"]
@@ -180,7 +180,7 @@ def test_a_classifier_is_exported_and_goes_on(place, capsys):
     assert "problem_type is multi_label" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
+def test_a_dry_run_marks_learned_text_and_writes_nothing(place, capsys):
     path = write_config("chat", place)
     before = sorted(place.rglob("*"))
     assert main(["train", "--config", str(path), "--dry-run"]) == 0
@@ -191,7 +191,7 @@ def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
     assert "It fits" in printed and "rank" not in printed.split("\n")[0]
 
 
-def test_the_planners_file_is_taken_as_it_is(tmp_path, capsys):
+def test_train_accepts_the_planners_config(tmp_path, capsys):
     options = ["--device", "h100-80", "--devices", "8", "--global-batch", "64"]
     path = str(tmp_path / "llama.yaml")
     assert main(["plan", "--model", "llama3_8b", *options, "--yaml", path]) == 0
@@ -203,7 +203,7 @@ def test_the_planners_file_is_taken_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("task", SECTIONS)
-def test_new_files_are_taken(task, tmp_path):
+def test_train_accepts_configs_from_new(task, tmp_path):
     (tmp_path / "new.yaml").write_text(new_config(task))
     assert load_config(tmp_path / "new.yaml").task == task
 
@@ -212,19 +212,23 @@ def test_new_files_are_taken(task, tmp_path):
     "name, setting, told",
     [
         ("chat", "data.train=nowhere.jsonl", "nowhere.jsonl"),
-        ("chat", "data.train=null", "data.train is not given"),
+        ("chat", "data.train=null", "`data.train` is missing"),
         ("chat", "data.length=4", "more than data.length=4 tokens"),
         ("chat", "data.train=pairs.jsonl", "completion: Expected a list of messages"),
         ("chat", "model.from=nowhere", "nowhere"),
-        ("chat", "model.preset=gpt2_small", "from and preset"),
+        ("chat", "model.preset=gpt2_small", "`model.preset` are both set"),
         ("chat", "model.adapters={targets: nothing}", "model.adapters"),
         ("gpt", "export.family=llama", "cannot be saved as one of that family"),
-        ("gpt", "model.adapters={rank: 2}", "give model.from"),
+        ("gpt", "model.adapters={rank: 2}", "Set `model.from` to the folder"),
         ("gpt", "training.groups=nothing", "training.groups: the pattern 'nothing'"),
-        ("gpt", "training.groups=['*', '*bias']", "is in groups 1 and 2"),
+        ("gpt", "training.groups=['*', '*bias']", "matches groups 1 and 2"),
         ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, or a list"),
-        ("classification", "data.labels=[yes]", "there are 1: expected two"),
-        ("classification", "data.labels=[yes, maybe]", "line 1: the label 'no' is none of"),
+        ("classification", "data.labels=[yes]", "must have at least two labels"),
+        (
+            "classification",
+            "data.labels=[yes, maybe]",
+            "line 1: the label 'no' is not in 'yes, maybe'",
+        ),
         ("regression", "data.train=labels.jsonl", "must be a finite number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
@@ -233,7 +237,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],
 )
-def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):
+def test_wrong_task_options_are_one_line_errors(name, setting, told, place, capsys):
     run = ["--run", "runs/wrong"]
     path = write_config(name, place)
     settings = [*(["export.folder=models/other"] if name == "gpt" else []), setting]
@@ -244,34 +248,34 @@ def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):
 
 
 @pytest.mark.parametrize("label", [None, True, 0.5, [], "", "x" * 101])
-def test_what_is_no_label(label):
+def test_rejects_invalid_labels(label):
     with pytest.raises(InputError, match="^here: label is .*, expected a text of at most 100"):
         label_name(label, "here")
 
 
-def test_a_run_of_another_task_is_told(place, chatted, capsys):
-    with pytest.raises(InputError, match="is a run of task chat, expected translation"):
+def test_rejects_runs_of_another_task(place, chatted, capsys):
+    with pytest.raises(InputError, match="is a run of task chat, expected task translation"):
         load_run("runs/chat", task="translation")
     path = write_config("classification", place)
     command = ["train", "--config", str(path), "--run", "runs/chat", "--resume"]
     assert main(command) == 2
-    assert "the run is of task chat" in capsys.readouterr().err
+    assert "the run has task chat" in capsys.readouterr().err
 
 
-def test_own_tasks_need_a_name_and_a_class_of_their_own():
+def test_register_task_rejects_built_in_names_and_other_classes():
     from dtransformer.runs.tasks import register_task
     from dtransformer.runs.tasks.causal_lm import LanguageModel
 
-    with pytest.raises(InputError, match="the library's own"):
+    with pytest.raises(InputError, match="Task chat is built in"):
         register_task("chat", LanguageModel, like="causal_lm")
-    with pytest.raises(InputError, match="derives from Task, got 3"):
+    with pytest.raises(InputError, match="subclass of Task, got 3"):
         register_task("mine", 3, like="causal_lm")
     with pytest.raises(InputError, match="did you mean causal_lm"):
         register_task("mine", LanguageModel, like="causallm")
 
 
-def test_one_dial(tmp_path, capsys):
-    """GPT-2's width of its depth; what the published laws say, computed here by hand."""
+def test_depth_determines_sizes_batch_and_rate(tmp_path, capsys):
+    """The width is GPT-2's. The expected values follow from the published laws."""
     command = ["new", "causal_lm", "--depth", "12", "--device", "h100", "--devices", "8"]
     assert main(command) == 0
     text = capsys.readouterr().out
@@ -296,8 +300,8 @@ def test_one_dial(tmp_path, capsys):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
-    """Also where none is asked for, and Keras' own default is another."""
+def test_weight_decay_excludes_biases(optimizer, decay):
+    """Also if it is 0, although Keras' default is different."""
     settings = [f"training.optimizer={optimizer}", f"training.weight_decay={decay}"]
     settings += ["training.clip_norm=null", "training.learning_rate=1", "training.warmup_steps=0"]
     made = make_optimizer(load_config(None, settings), total_steps=10)
@@ -307,22 +311,22 @@ def test_weights_decay_as_asked_for_and_biases_never(optimizer, decay):
     np.testing.assert_array_equal(bias.numpy(), 1)
 
 
-def test_records_are_encoded_some_at_a_time(place, monkeypatch):
+def test_records_are_encoded_in_groups(place, monkeypatch):
     whole, parts = (task_of(load_config(write_config("classification", place))) for _ in range(2))
     whole.read()
-    monkeypatch.setattr("dtransformer.runs.tasks.records._ENCODED", 5)
+    monkeypatch.setattr("dtransformer.runs.tasks.records._GROUP_SIZE", 5)
     parts.read()
     assert parts.records["train"].fingerprint == whole.records["train"].fingerprint
     rows = [{"text": "a", "label": str(n % 2)} for n in range(5)]
     rows += [{**row, "text_pair": "b"} for row in rows]
     (place / "some_pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     mixed = load_config(write_config("classification", place), ["data.train=some_pairs.jsonl"])
-    with pytest.raises(InputError, match="some records have a text_pair, and some have none"):
+    with pytest.raises(InputError, match="Some records have a text_pair and others do not"):
         task_of(mixed).read("train")
 
 
-def test_evaluations_at_once_have_folders_of_their_own(place, monkeypatch):
-    """Made where documents are tokenized; what is there of that name stays."""
+def test_simultaneous_evaluations_use_different_folders(place, monkeypatch):
+    """Token shards are written to temporary folders. Existing folders stay."""
     if not (place / "runs/gpt").exists():
         train("gpt", place)
     theirs = place / "runs/gpt.evaluated"
@@ -341,8 +345,8 @@ def test_evaluations_at_once_have_folders_of_their_own(place, monkeypatch):
     assert (theirs / "notes").exists()
 
 
-def test_what_tasks_of_pairs_do_not_read_is_an_error():
-    with pytest.raises(InputError, match="here: negative is not read"):
+def test_embedding_rejects_explicit_negatives():
+    with pytest.raises(InputError, match="here: negative is not supported"):
         Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
     for wrong in ("high", "", True, [], {}):
         with pytest.raises(InputError, match="here: `margin` must be a finite number"):
@@ -355,4 +359,4 @@ def test_targets_have_a_position_for_the_start_token(place, monkeypatch, capsys)
     length = load_config(write_config("seq2seq", place)).data.length
     settings = ["--set", "model.positions=learned", "--set", f"model.max_length={length}"]
     train("seq2seq", place, "--run", "runs/short", *settings, code=2)
-    assert f"makes rows of {length + 1} tokens" in capsys.readouterr().err
+    assert f"results in rows of {length + 1} tokens" in capsys.readouterr().err

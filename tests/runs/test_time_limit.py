@@ -1,16 +1,16 @@
-"""Promise: a training ends when its time is over, and ranks ask each other rarely whether it is."""
+"""Promise: training stops when its time is over, and ranks compare their clocks rarely."""
 
 import types
 
 import keras
 
-from dtransformer.runs.run import limits
+from dtransformer.runs.callbacks import limit_callbacks
 from dtransformer.trainers.checkpoint import callback
 from tests.trainers.small import Record, dense_trainer, points
 
 
 class Clock(keras.callbacks.Callback):
-    """A clock that goes on by a step's seconds: the first one is compiled, and takes 0.9."""
+    """Clock that advances by 0.01 s per step, and by 0.9 s for the first step, which compiles."""
 
     seconds = 0.0
 
@@ -21,12 +21,12 @@ class Clock(keras.callbacks.Callback):
         self.seconds += 0.01 if self.seconds else 0.9
 
 
-def test_it_ends_and_asks_rarely(monkeypatch):
+def test_time_limit_stops_training_with_few_clock_reads(monkeypatch):
     clock, asked, record = Clock(), [], Record()
     monkeypatch.setattr(callback, "from_chief", lambda make, name: asked.append(name) or make())
     monkeypatch.setattr(callback, "time", types.SimpleNamespace(monotonic=clock.monotonic))
     trainer = dense_trainer()
-    callbacks = [clock, *limits(trainer, 2 / 60, None), record]
+    callbacks = [clock, *limit_callbacks(trainer, 2 / 60, None), record]
     trainer.fit(*points(200), 2, epochs=9, verbose=0, callbacks=callbacks)
-    # 0.9 s and 110 steps of 0.01 s; asked after one, two and then each time after half of what is left.
+    # The time suffices for 110 steps. Ranks ask after one and two steps, then after half of the rest.
     assert 110 <= len(record.logs) <= 112 and len(asked) <= 14

@@ -1,4 +1,4 @@
-"""Promise: a key that a run would not read is an error before anything is read, in every task."""
+"""Promise: in every task, a key that the run does not use is an error before any file is read."""
 
 import dataclasses
 
@@ -12,19 +12,19 @@ from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.unread import READ, check_read
 
 
-def test_the_table_has_keys_that_there_are():
+def test_read_table_contains_existing_keys():
     for key, tasks in READ.items():
         assert tasks and all(key in RunConfig(task).keys() for task in tasks), key
-        # All others are unknown to the other tasks already.
+        # A key outside the sections of the other tasks would be an unknown key.
         assert any(key in RunConfig(task).keys() for task in SECTIONS if task not in tasks), key
 
 
 @pytest.mark.parametrize("task", SECTIONS)
 @pytest.mark.parametrize("name", ["muon", "Muon"])
-def test_muon_is_refused_with_what_it_would_do(task, name):
+def test_rejects_muon_and_explains_why(task, name):
     with pytest.raises(InputError) as caught:
         check_read(load_config(None, [f"task={task}", f"training.optimizer={name}"]))
-    for words in ("three dimensions", "with AdamW", "untied head", "use adamw, adafactor, lion"):
+    for words in ("three dimensions", "with AdamW", "untied head", "Use adamw, adafactor, lion"):
         assert words in str(caught.value)
 
 
@@ -39,10 +39,10 @@ def test_defaults_are_read(task):
         (
             "preference",
             "training.label_smoothing=0.1",
-            ["label_smoothing", "of tasks translation,"],
+            ["label_smoothing", "only in translation,"],
         ),
-        ("reward", "training.label_smoothing=0.1", ["task reward does not read it"]),
-        ("preference", "data.train_on=all", ["data.train_on", "of tasks chat"]),
+        ("reward", "training.label_smoothing=0.1", ["has no effect in task reward"]),
+        ("preference", "data.train_on=all", ["data.train_on", "only in chat"]),
         ("reward", "evaluation.samples=[a]", ["evaluation.samples", "causal_lm, chat"]),
         ("reward", "data.packed=true", ["data.packed"]),
         ("classification", "evaluation.max_new_tokens=4", ["max_new_tokens"]),
@@ -52,15 +52,15 @@ def test_defaults_are_read(task):
         ("chat", "training.bleu_sentences=3", ["bleu_sentences", "translation"]),
         ("translation", "tokenizer.folder=x", ["tokenizer.folder"]),
         ("seq2seq", "data.mixture=repeat", ["data.mixture"]),
-        ("seq2seq", "data.train={path: a, weight: 1}", ["data.train: weight is not read here"]),
-        ("chat", "data.dev={path: a, weight: 1}", ["data.dev: weight is not read here"]),
-        ("chat", "training.decay_steps=3", ["decay_steps", "schedule is 'cosine'"]),
+        ("seq2seq", "data.train={path: a, weight: 1}", ["`data.train`: weight has no effect here"]),
+        ("chat", "data.dev={path: a, weight: 1}", ["`data.dev`: weight has no effect here"]),
+        ("chat", "training.decay_steps=3", ["decay_steps", "schedule='cosine'"]),
         ("translation", "training.final_learning_rate=0.1", ["'inverse_sqrt'"]),
-        ("chat", "evaluation.every_steps=2", ["evaluation.every_steps: give held-out records"]),
-        ("translation", "training.early_stopping=2", ["training.early_stopping: give held-out"]),
+        ("chat", "evaluation.every_steps=2", ["`evaluation.every_steps` needs held-out records"]),
+        ("translation", "training.early_stopping=2", ["`training.early_stopping` needs held-out"]),
     ],
 )
-def test_what_a_task_does_not_read_is_told(task, setting, words):
+def test_rejects_keys_that_the_task_does_not_use(task, setting, words):
     with pytest.raises(InputError) as caught:
         check_read(load_config(None, [f"task={task}", setting]))
     for word in words:
@@ -77,23 +77,23 @@ def test_what_a_task_does_not_read_is_told(task, setting, words):
         ("causal_lm", "data.train={path: a, weight: 1}", False),
     ],
 )
-def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
-    like, setting, is_read, monkeypatch
-):
+def test_registered_tasks_use_the_keys_of_their_model_task(like, setting, is_read, monkeypatch):
     from dtransformer.runs import tasks
     from dtransformer.runs.unread import LIKE
 
-    for table in (SECTIONS, LIKE, tasks._OWN):  # which are as before when the test ends
+    for table in (SECTIONS, LIKE, tasks._REGISTERED):  # Pytest restores the tables.
         monkeypatch.setitem(table, "mine", None)
     tasks.register_task("mine", tasks.class_of(RunConfig(like)), like=like)
     config = load_config(None, ["task=mine", setting])
     if is_read:
         return check_read(config)
-    with pytest.raises(InputError, match="weight is not read here, of tasks chat, "):
+    with pytest.raises(
+        InputError, match="weight has no effect here, only in data.train of tasks chat, "
+    ):
         check_read(config)
 
 
-def test_held_out_records_are_what_evaluations_need():
+def test_evaluations_require_held_out_records():
     settings = ["task=chat", "data.dev=x", "evaluation.every_steps=2", "training.early_stopping=2"]
     check_read(load_config(None, settings))
     check_read(load_config(None, ["data.dev_source=x", "training.early_stopping=2"]))
@@ -109,7 +109,7 @@ def test_held_out_records_are_what_evaluations_need():
     ],
 )
 def test_context_parallelism_needs_packed_rows_of_sentence_pairs(settings, fix):
-    with pytest.raises(InputError, match="parallel.context_parallel=2 must divide") as caught:
+    with pytest.raises(InputError, match="`parallel.context_parallel=2` must divide") as caught:
         check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
     assert fix in str(caught.value)
 
@@ -126,10 +126,10 @@ def test_context_parallelism_accepts_rows_of_one_length(settings):
     check_read(load_config(None, [*settings, "parallel.context_parallel=2"]))
 
 
-def test_a_tokenizer_that_is_given_is_not_trained():
+def test_rejects_training_options_for_a_given_tokenizer():
     settings = ["task=chat", "model.from=x", "tokenizer.vocab_size=50"]
     with pytest.raises(
-        InputError, match=r"tokenizer.vocab_size is not read where model.from is 'x'"
+        InputError, match=r"tokenizer.vocab_size` has no effect with model.from='x'"
     ):
         check_read(load_config(None, settings))
 

@@ -1,1 +1,1 @@
-"""C++ files that Horovod's wheel is compiled with besides its own: NCCL without CUDA's compiler."""
+"""C++ files for Horovod's GPU operations, which compile without the CUDA compiler."""

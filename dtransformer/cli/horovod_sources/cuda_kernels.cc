@@ -1,6 +1,6 @@
-// What Horovod's cuda_kernels.cu does on a GPU, by CUDA's runtime alone, as there is no nvcc where
-// the wheel is compiled. Copies are one call of the runtime each. Nothing here scales: sums need no
-// factor, and NCCL averages by itself.
+// Implementation of Horovod's cuda_kernels.cu with the CUDA runtime only, because the wheel is compiled
+// without nvcc. Each copy is one call of the runtime. Scaling is not implemented, because sums need no
+// factor, and NCCL computes averages.
 
 #include "cuda_kernels.h"
 
@@ -15,7 +15,7 @@ void BatchedD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, cudaStre
     cudaError_t result = cudaMemcpyAsync(params.out[i], params.in[i], params.sizes[i],
                                          cudaMemcpyDeviceToDevice, stream);
     if (result != cudaSuccess) {
-      throw std::logic_error(std::string("a copy on the GPU failed: ") +
+      throw std::logic_error(std::string("A copy on the GPU failed: ") +
                              cudaGetErrorString(result));
     }
   }
@@ -23,8 +23,9 @@ void BatchedD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, cudaStre
 
 void ScaleBufferCudaImpl(const void*, void*, const int64_t, double factor, DataType,
                          cudaStream_t) {
-  throw std::logic_error("this Horovod scales nothing on GPUs (a factor of " +
-                         std::to_string(factor) + "): multiply before or after, or use op=Average");
+  throw std::logic_error("This build of Horovod cannot scale tensors on GPUs (factor " +
+                         std::to_string(factor) +
+                         "). Multiply before or after the collective, or use op=Average.");
 }
 
 void BatchedScaledD2DMemcpyCudaImpl(BatchedD2DParams&, int, double factor, DataType type,

@@ -1,5 +1,5 @@
-// The part of NCCL's interface (2.10 and later) that Horovod calls. The library itself is opened by
-// TensorFlow when the first of these is called.
+// Declarations of the NCCL functions (2.10 and later) that Horovod calls. TensorFlow opens the library on
+// the first call.
 
 #pragma once
 

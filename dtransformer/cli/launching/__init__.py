@@ -1,5 +1,6 @@
-"""`dtransformer launch`: starts horovodrun, and starts it again after a failure.
+"""`dtransformer launch`: start the ranks of a job, and restart them after failures.
 
-`hosts` (which there are, and which are left out for a while) is pure; `processes` reaches the job's
-processes on all hosts, `supervisor` is the loop, and reads why a start has ended.
+`hosts` parses and excludes hosts, and has no side effects. `job` starts processes on this host.
+`processes` runs commands on all hosts, to find and end the job's processes. `supervisor` contains the
+restart loop.
 """

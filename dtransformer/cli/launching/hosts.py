@@ -1,25 +1,27 @@
-"""The hosts of a job, and which of them are left out for a while: pure, times are given."""
+"""Parse lists of hosts, and exclude hosts that failed. Callers pass all times."""
 
 import re
 from collections.abc import Iterable
 
 from dtransformer.errors import InputError, shown
 
-# As horovodrun's host files and discovery scripts have them: "a slots=2", "a:2", "a".
+# The format of horovodrun's host files and discovery scripts: "a slots=2", "a:2" or "a".
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots=(\d+)|:(\d+))?")
 _MAX_SLOTS = 1024
-_TIMES = 2  # at fault in so many starts, one after the other, a host is left out
+_MAX_CONSECUTIVE_FAULTS = (
+    2  # A host is excluded after it has failed this number of consecutive starts.
+)
 
 
 def parse_hosts(text: str, name: str) -> dict[str, int]:
-    """Return {host: number of ranks that it takes} of lines of text.
+    """Parse a list of hosts, one per line, into a dict from host names to numbers of ranks.
 
     Args:
-        text: the lines; empty ones and what comes after a "#" do not count.
-        name: where they are from, for the error.
+        text: Lines of text. Empty lines and comments after "#" are ignored.
+        name: Source of the text, for error messages.
 
     Raises:
-        InputError: a line is no host, or there is none.
+        InputError: If a line is not a host, a host appears twice, or there is no host.
 
     Example:
 
@@ -31,57 +33,69 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = _LINE.fullmatch(line)
-        slots = int(found[2] or found[3] or 1) if found else 0
-        if not 0 < slots <= _MAX_SLOTS or found["host"] in hosts:
+        match = _LINE.fullmatch(line)
+        slots = int(match[2] or match[3] or 1) if match else 0
+        if not 0 < slots <= _MAX_SLOTS or match["host"] in hosts:
             raise InputError(
-                f"{name}: line {number} is {shown(line)}, expected a host that is there once, with "
-                "its number of ranks, such as 'node1 slots=4'"
+                f"{name}, line {number}: expected a host that appears only once, with its slots, such "
+                f"as 'node1 slots=4', got {shown(line)}."
             )
-        hosts[found["host"]] = slots
+        hosts[match["host"]] = slots
     if not hosts:
-        raise InputError(f"{name}: has no host: give one a line, such as 'node1 slots=4'")
+        raise InputError(f"{name} has no hosts. Add one per line, such as 'node1 slots=4'.")
     return hosts
 
 
 class HostBook:
-    """Remembers which hosts have failed.
+    """Record of failed hosts, which are excluded for a while.
 
     Args:
-        cool_down: seconds for which such a host is left out.
+        cool_down: Float. Seconds to exclude a host.
     """
 
     def __init__(self, cool_down: float):
         self._cool_down = cool_down
-        self._until, self._faults = {}, {}
+        self._until = {}
+        self._faults = {}
 
     def failed(self, host: str, now: float) -> None:
-        """Leave a host out for a while: it does not answer."""
+        """Exclude a host from the time `now` on, because it does not answer."""
         self._until[host] = now + self._cool_down
         self._faults.pop(host, None)
 
     def at_fault(self, hosts: Iterable[str], now: float) -> None:
-        """Count hosts whose ranks have ended a start; those that do so again are left out."""
+        """Record the hosts whose ranks caused a failure. Exclude hosts that caused two in a row."""
         self._faults = {host: self._faults.get(host, 0) + 1 for host in hosts}
-        for host in [host for host, times in self._faults.items() if times >= _TIMES]:
+        for host in [
+            host for host, times in self._faults.items() if times >= _MAX_CONSECUTIVE_FAULTS
+        ]:
             self.failed(host, now)
 
     def usable(self, hosts: dict[str, int], now: float) -> dict[str, int]:
-        """Return those hosts that are not left out."""
+        """Return the hosts that are not excluded at the time `now`."""
         return {host: slots for host, slots in hosts.items() if self._until.get(host, now) <= now}
 
 
 def take_ranks(hosts: dict[str, int], num_ranks: int | None) -> dict[str, int]:
-    """Return how many ranks each host gets, in order, until there are enough.
+    """Assign ranks to hosts in order.
+
+    Args:
+        hosts: Dict from host names to their maximum number of ranks.
+        num_ranks: Integer. Total number of ranks to assign. `None` fills all hosts.
+
+    Returns:
+        Dict from host names to numbers of ranks, without unused hosts. Its sum is below `num_ranks`
+        if the hosts do not suffice.
 
     Example:
 
     >>> take_ranks({"a": 2, "b": 4}, 3), take_ranks({"a": 2, "b": 4}, None)
     ({'a': 2, 'b': 1}, {'a': 2, 'b': 4})
     """
-    taken, left = {}, sum(hosts.values()) if num_ranks is None else num_ranks
+    assigned = {}
+    remaining = sum(hosts.values()) if num_ranks is None else num_ranks
     for host, slots in hosts.items():
-        if left > 0:
-            taken[host] = min(slots, left)
-            left -= taken[host]
-    return taken
+        if remaining > 0:
+            assigned[host] = min(slots, remaining)
+            remaining -= assigned[host]
+    return assigned

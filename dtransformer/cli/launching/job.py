@@ -39,7 +39,7 @@ def horovod_variables(num_ranks: int) -> list[dict[str, str]]:
 class Job:
     """Processes of one command that start together and end together.
 
-    Each has its own session, so that Ctrl-C reaches only the launcher. The first process shares
+    Each starts a new session, so that Ctrl-C reaches only the launcher. The first process shares
     the launcher's standard input. The others have none.
 
     Args:
@@ -51,7 +51,8 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
-        self._kill_at, self._processes = math.inf, []
+        self._kill_at = math.inf
+        self._processes = []
         for environment in environments:
             with refusing("the command after --", OSError):
                 process = subprocess.Popen(
@@ -67,11 +68,11 @@ class Job:
             self._processes.append(process)
 
     def kill_in(self, seconds: float) -> None:
-        """Kill the processes that still run after some seconds."""
+        """Kill the processes that still run after `seconds` seconds."""
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def end(self, number: int) -> None:
-        """Send a signal to all processes. Kill the processes that still run after 5 seconds."""
+        """Send the signal `number` to all processes. Kill processes that still run after 5 seconds."""
         self.kill_in(_SECONDS_TO_END)
         for process in self._processes:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""The processes of a job, on this host and on others, found by what their environment has."""
+"""Find and signal the processes of a job on all hosts by a variable in their environment."""
 
 import concurrent.futures
 import contextlib
@@ -55,7 +55,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 return None
             except OSError as error:
-                raise InputError(f"ssh cannot be started ({error.strerror}): install it") from None
+                raise InputError(f"Cannot start ssh ({error.strerror}). Install it.") from None
             return done.stdout if done.returncode == 0 else None
 
         hosts = list(hosts)
@@ -89,7 +89,7 @@ def ssh_command(options: Sequence[str] = ()) -> list[str]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name is this host's."""
+    """Return whether `host` names this host: its address can be bound here."""
     if host in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
@@ -107,9 +107,9 @@ def discovered(script: str | os.PathLike) -> str:
     try:
         done = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"{script}: the script cannot be run ({error})") from None
+        raise InputError(f"Cannot run the script `{script}` ({error}).") from None
     if done.returncode:
         raise InputError(
-            f"{script}: the script has ended with code {done.returncode}: {done.stderr[-100:]}"
+            f"The script `{script}` has ended with code {done.returncode}: {done.stderr[-100:]}"
         )
     return done.stdout

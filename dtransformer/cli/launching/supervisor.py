@@ -1,7 +1,7 @@
-"""The loop of `dtransformer launch`: find hosts, start ranks, wait, start them again.
+"""Restart loop of `dtransformer launch`: find hosts, start ranks, wait, and restart them.
 
-On one host the launcher starts the ranks itself. On several hosts horovodrun does, whose output
-shows why a start has ended. If fewer ranks are left than before, they use another layout: see
+On one host the launcher starts the ranks itself. On several hosts it starts horovodrun and reads the
+cause of a failure from its output. If fewer ranks remain than before, they use another layout, see
 `runs.run.layout_plan` and `parallel.config.elastic_config`.
 """
 
@@ -25,8 +25,9 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, LAUNCHER
 
-# Exit codes of ranks that saved and left after a signal, and of ranks that refused their options.
-PREEMPTED, REFUSED = 75, 2
+# Exit codes of ranks that saved a checkpoint after a signal, and of ranks with wrong options.
+PREEMPTED = 75
+REFUSED = 2
 INTERRUPTED = 130
 
 # Lines of a rank's watchdog, and of horovodrun.
@@ -48,25 +49,26 @@ class Outcome:
     """The result of a start, collected from the lines that it prints."""
 
     def __init__(self):
-        self.exit_code = None  # of the rank that ended first
-        self.is_over = False  # whether a rank has failed, so that all will end
-        self.hosts = ()  # at fault
-        self.cause, self.shown_once = "", set()
+        self.exit_code = None  # exit code of the rank that ended first
+        self.is_over = False  # whether a rank has failed, which ends all ranks
+        self.hosts = ()  # hosts that caused the failure
+        self.cause = ""
+        self.shown_once = set()
 
     def read(self, line: str) -> bool:
         """Read a line of horovodrun or of a rank. Return whether the user should see it."""
         self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
-        if found := _EXIT_CODE.search(line):
-            self.exit_code = int(found[1])
+        if match := _EXIT_CODE.search(line):
+            self.exit_code = int(match[1])
             return False
-        if found := _VERDICT.search(line):
-            self.cause = self.cause or found[1][:_MAX_CAUSE]
-            if found[2]:
-                self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
+        if match := _VERDICT.search(line):
+            self.cause = self.cause or match[1][:_MAX_CAUSE]
+            if match[2]:
+                self.hosts = self.hosts or tuple(match[2].replace(", …", "").split(", "))
         return not _NOISE.match(line)
 
     def rank_ended(self, rank: int, code: int) -> None:
-        """Take the exit code of a rank on this host, negative if a signal has killed it."""
+        """Record the exit code of a rank on this host. It is negative if a signal killed the rank."""
         self.exit_code = code
         if code < 0:
             self.cause = f"rank {rank} was killed by {signal.Signals(-code).name}"
@@ -80,17 +82,17 @@ class Outcome:
         return self.cause or code or "horovodrun has failed"
 
 
-_SECONDS_TO_SAVE = 120.0  # after a signal. Ranks that still run are killed then.
+_SECONDS_TO_SAVE = 120.0  # from a signal until ranks that still run are killed
 _MAX_FILE = 2**20  # bytes
-_SECONDS_TO_END = 30.0  # after a rank has ended with a failure
-_SECONDS_OF_ONE_SIGNAL = 0.5  # programs such as timeout and uv repeat the terminal's signal
-_LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
+_SECONDS_TO_END = 30.0  # from the failure of a rank until horovodrun is killed
+_SECONDS_OF_ONE_SIGNAL = 0.5  # Programs such as timeout and uv repeat the terminal's signal.
+_LOOK_AGAIN = 5.0  # seconds between searches for hosts
 _DEFAULT_RESTARTS = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def hosts_of(options: argparse.Namespace) -> dict[str, int]:
-    """Return {host: number of ranks} of the options of `dtransformer launch`, as it is now."""
+    """Read the current hosts and their slots from the file, the script or the options."""
     if options.hosts_file is not None:
         text = decode(read_bytes(options.hosts_file, _MAX_FILE), options.hosts_file)
         return parse_hosts(text, options.hosts_file)
@@ -101,7 +103,7 @@ def hosts_of(options: argparse.Namespace) -> dict[str, int]:
 
 def ssh_options(options: argparse.Namespace) -> list[str]:
     """Return the options of ssh."""
-    return _words({"-i": options.ssh_identity_file, "-p": options.ssh_port})
+    return _to_arguments({"-i": options.ssh_identity_file, "-p": options.ssh_port})
 
 
 def _horovodrun_options(options):
@@ -110,29 +112,34 @@ def _horovodrun_options(options):
         "--ssh-port": options.ssh_port,
         "--network-interface": options.network_interface,
     }
-    return _words(values)
+    return _to_arguments(values)
 
 
-def _words(values):
+def _to_arguments(values):
     return [str(word) for pair in values.items() if pair[1] is not None for word in pair]
 
 
 class Supervisor:
-    """Launches a command until it succeeds, or has failed too often.
+    """Launcher that restarts a command until it succeeds or has failed too often.
 
     Args:
         options: Options of `dtransformer launch`.
     """
 
     def __init__(self, options: argparse.Namespace):
-        self._options, self._book = options, HostBook(options.cool_down)
+        self._options = options
+        self._book = HostBook(options.cool_down)
         self._hosts = Hosts(ssh_options(options))
         self._horovodrun = horovodrun()
         if self._horovodrun is None:
-            raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
-        self._all_hosts, self._signal, self._job = {}, None, None
-        self._signal_time, self._lock = -math.inf, threading.Lock()
-        self._min_ranks, self._restarts = options.min_ranks, options.restarts
+            raise InputError(f"horovodrun is not installed. Run '{COMMAND}'.")
+        self._all_hosts = {}
+        self._signal = None
+        self._job = None
+        self._signal_time = -math.inf
+        self._lock = threading.Lock()
+        self._min_ranks = options.min_ranks
+        self._restarts = options.restarts
         has_hosts = options.hosts_file is not None or options.discovery_script is not None
         if self._restarts is None:
             self._restarts = _DEFAULT_RESTARTS if has_hosts else 0
@@ -142,8 +149,8 @@ class Supervisor:
         """Run the job.
 
         Returns:
-            The exit code: 0, 2 for refused options, 75 if ranks have saved after a signal, 130
-            after Ctrl-C, else 1.
+            The exit code: 0 for success, 2 for wrong options, 75 if ranks have saved after a signal,
+            130 after Ctrl-C, otherwise 1.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -159,60 +166,64 @@ class Supervisor:
         while True:
             ranks = self._find_ranks()
             if self._signal is None:
-                _say(f"starting {sum(ranks.values())} ranks on {_told(ranks)}")
+                _log(f"starting {sum(ranks.values())} ranks on {_format_hosts(ranks)}")
                 outcome = self._start(ranks)
                 self._hosts.end_all(ranks)
                 if outcome.exit_code == 0:
                     return 0
             if self._signal == signal.SIGINT:
-                _say("interrupted")
+                _log("interrupted")
                 return INTERRUPTED
             if self._signal is not None:
-                _say(f"asked to stop: {outcome or 'no ranks were started'}")
+                _log(f"asked to stop: {outcome or 'no ranks were started'}")
                 return 1 if outcome and outcome.exit_code != PREEMPTED else PREEMPTED
             if outcome.exit_code == REFUSED:
                 return REFUSED
             failures += 1
             if failures > self._restarts:
-                _say(f"{outcome}: failed {failures} times, and ends" if self._restarts else outcome)
+                _log(
+                    f"{outcome}: failed {failures} times, giving up" if self._restarts else outcome
+                )
                 return 1
-            _say(f"{outcome}: restart {failures} of {self._restarts}")
+            _log(f"{outcome}: restart {failures} of {self._restarts}")
             if outcome.exit_code != PREEMPTED:
                 self._book.at_fault(outcome.hosts, time.monotonic())
 
     def _find_ranks(self):
-        """Return {host: number of ranks} of hosts that answer; wait until there are enough."""
+        """Return a dict from hosts that answer to numbers of ranks. Wait until they suffice."""
         until = time.monotonic() + self._options.wait
         while self._signal is None:
             try:
                 self._all_hosts = hosts_of(self._options)
-            except InputError as error:  # of a script, or of a file that is being written
+            except InputError as error:  # The file may be incomplete while it is being written.
                 if not self._all_hosts:
                     raise
-                _say(f"{error}: takes the hosts from before")
+                _log(f"{str(error).rstrip('.')}: using the previous hosts")
             usable = self._book.usable(self._all_hosts, time.monotonic())
             answers = self._hosts.end_all(usable)
             for host in [host for host, answer in answers.items() if answer is None]:
-                _say(f"host {host} does not answer, and is left out for a while")
+                _log(f"host {host} does not answer and is excluded for a while")
                 self._book.failed(host, time.monotonic())
                 del usable[host]
             ranks = take_ranks(usable, self._options.num_ranks)
-            number = sum(ranks.values())
+            num_ranks = sum(ranks.values())
             if self._min_ranks is None:
                 self._min_ranks = sum(take_ranks(self._all_hosts, self._options.num_ranks).values())
-            if number >= self._min_ranks:
+            if num_ranks >= self._min_ranks:
                 return ranks
             if time.monotonic() > until:
                 raise InputError(
-                    f"the hosts take {number} ranks, and {self._min_ranks} are needed: add hosts, or "
-                    "give --min-ranks"
+                    f"The hosts have slots for {num_ranks} ranks, but {self._min_ranks} are needed. Add "
+                    "hosts, or set --min-ranks."
                 )
             time.sleep(_LOOK_AGAIN)
         return {}
 
     def _start(self, ranks):
         """Start the ranks, wait until they have ended, and return the `Outcome`."""
-        outcome, number, self._ranks = Outcome(), sum(ranks.values()), ranks
+        outcome = Outcome()
+        num_ranks = sum(ranks.values())
+        self._ranks = ranks
         command = self._options.rank_command
         is_local = all(map(is_here, ranks))
         launcher = sys.argv[1 : len(sys.argv) - len(command)]
@@ -225,10 +236,10 @@ class Supervisor:
             shared[FITS_LAYOUT] = str(max(ranks.values()))
         environments = [shared]
         if is_local:
-            environments = [{**shared, **own} for own in horovod_variables(number)]
+            environments = [{**shared, **variables} for variables in horovod_variables(num_ranks)]
         else:
             command = [
-                *(self._horovodrun, "--gloo", "-np", str(number), "-H", _told(ranks)),
+                *(self._horovodrun, "--gloo", "-np", str(num_ranks), "-H", _format_hosts(ranks)),
                 *_horovodrun_options(self._options),
                 *command,
             ]
@@ -245,7 +256,7 @@ class Supervisor:
                     if outcome.read(line):
                         with contextlib.suppress(BrokenPipeError):
                             print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
-                if outcome.is_over:  # horovodrun waits for all who hold its pipes
+                if outcome.is_over:  # horovodrun would wait for all processes with open pipes.
                     job.kill_in(_SECONDS_TO_END)
 
         job = self._job = Job(command, environments)
@@ -258,8 +269,10 @@ class Supervisor:
         return outcome
 
     def _on_signal(self, number, frame):
-        is_repeated, before = self._signal is not None, self._signal_time
-        self._signal, self._signal_time = number, time.monotonic()
+        is_repeated = self._signal is not None
+        before = self._signal_time
+        self._signal = number
+        self._signal_time = time.monotonic()
         if self._job is None or self._signal_time < before + _SECONDS_OF_ONE_SIGNAL:
             return
         if is_repeated:
@@ -271,30 +284,30 @@ class Supervisor:
             threading.Thread(target=self._let_save, daemon=True).start()
 
     def _let_save(self):
-        """Let the ranks save and leave. Ask again, as ranks that start do not listen yet."""
+        """Ask the ranks to save and exit. Repeat it, because starting ranks do not listen yet."""
         while self._job is not None:
             self._hosts.ask_to_stop(self._ranks)
             time.sleep(_LOOK_AGAIN)
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Launch as the options of `dtransformer launch` say; return the exit code.
+    """Run `dtransformer launch` and return the exit code, see `Supervisor.run`.
 
     Raises:
-        InputError: an option or the hosts are wrong.
+        InputError: If an option or the list of hosts is wrong.
     """
     if arguments.rank_command[:1] == ["--"]:
         del arguments.rank_command[0]
     if not arguments.rank_command:
-        raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
+        raise InputError("No command was given. Add it after --: launch -np 2 -- python x.py")
     if arguments.num_ranks and (arguments.min_ranks or 0) > arguments.num_ranks:
-        raise InputError(f"--min-ranks is more than the {arguments.num_ranks} ranks of -np")
+        raise InputError(f"--min-ranks exceeds the {arguments.num_ranks} ranks of -np. Reduce it.")
     return Supervisor(arguments).run()
 
 
-def _told(ranks):
-    return ",".join(f"{host}:{number}" for host, number in ranks.items())
+def _format_hosts(ranks):
+    return ",".join(f"{host}:{num_ranks}" for host, num_ranks in ranks.items())
 
 
-def _say(text):
+def _log(text):
     print(f"dtransformer launch: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The tasks: what a run trains, a file each; and those of a program of one's own."""
+"""Tasks: one module per built-in task, and a registry for custom tasks."""
 
 import importlib
 
@@ -8,43 +8,47 @@ from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import LIKE
 
-_OWN: dict[str, type[Task]] = {}  # of programs, by their names
+_REGISTERED: dict[str, type[Task]] = {}  # classes of registered tasks by name
 
 
 def register_task(name: str, kind: type[Task], like: str) -> None:
-    """Let configs have a task of one's own, in the process that calls.
+    """Register a custom task, so that configs can contain `task: NAME`.
 
-    The program that trains it registers it before it runs a command: `dtransformer.cli.main()`. So
-    does one that evaluates or loads such a run: a config names no code that would be imported.
+    Configs do not import code. Every program that trains, evaluates or loads a run of the task must
+    therefore register it first, and can then call `dtransformer.cli.main()`.
 
     Args:
-        name: what configs call it.
-        kind: its class; one of a task's file, such as `causal_lm.LanguageModel`, saves most of it.
-        like: the task whose sections and keys its configs have.
+        name: Name of the task in configs.
+        kind: Subclass of `Task`. Deriving from a built-in task, such as `causal_lm.LanguageModel`,
+            saves most of the work.
+        like: Name of the task whose sections and keys the configs of the new task have.
 
     Raises:
-        InputError: the library has a task of that name, or none that is called `like`.
+        InputError: If `name` is a built-in task, `like` is unknown, or `kind` is not a subclass of
+            `Task`.
     """
     RunConfig(like)
-    if name in SECTIONS and name not in _OWN:
-        raise InputError(f"task {name} is the library's own: register yours by another name")
+    if name in SECTIONS and name not in _REGISTERED:
+        raise InputError(f"Task {name} is built in. Register your task with another name.")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise InputError(f"task {name}: expected a class that derives from Task, got {kind!r}")
-    SECTIONS[name], LIKE[name], _OWN[name] = SECTIONS[like], like, kind
+        raise InputError(f"Task {name} must be a subclass of Task, got {kind!r}.")
+    SECTIONS[name] = SECTIONS[like]
+    LIKE[name] = like
+    _REGISTERED[name] = kind
 
 
 def class_of(config: RunConfig) -> type[Task]:
-    """Return the class of a config's task."""
-    if config.task in _OWN:
-        return _OWN[config.task]
+    """Return the `Task` subclass of a config's task."""
+    if config.task in _REGISTERED:
+        return _REGISTERED[config.task]
     return importlib.import_module(f"dtransformer.runs.tasks.{config.task}").TASK
 
 
 def task_of(config: RunConfig, **places) -> Task:
-    """Return the task of a config.
+    """Create the task of a config.
 
     Args:
-        config: the run's config.
-        **places: `old_run` and `folder`, as of `Task`.
+        config: Config of the run.
+        **places: `old_run` and `folder`, see `Task`.
     """
     return class_of(config)(config, **places)

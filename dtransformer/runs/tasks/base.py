@@ -1,4 +1,4 @@
-"""Base of tasks: everything of a run that depends on what is trained."""
+"""Base class of tasks: all parts of a run that depend on the task."""
 
 import abc
 import pathlib
@@ -26,27 +26,28 @@ PARTS = "train", "dev"
 
 
 class Task(abc.ABC):
-    """A kind of training: its records, tokenizer, network, batches, loss and metrics.
+    """Base class of tasks: records, tokenizer, network, batches, loss and metrics of a run.
 
-    A run calls `read`, then `make_network`, then the others, on every rank.
+    Every rank calls `read`, then `make_network`, then the other methods.
 
     Args:
-        config: the run's config.
-        old_run: the folder of the run that goes on; None for a new one.
-        folder: the run's folder, or the one that becomes it: what is prepared is written there.
+        config: Config of the run.
+        old_run: Folder of the run to resume or load. `None` for a new run.
+        folder: Folder for prepared data: the run folder, or the folder that is renamed to it later.
 
     Attributes:
-        kind: the class of the network that it trains, where `model` gives sizes.
-        accepts: a base of the networks that it trains, too; None for no other.
-        num_sequences: how many a record has, which a `GroupModel` sees where they are several.
-        num_added: of tokens that come to rows of `data.length`, such as a start token.
-        always_trained: a pattern of weights that are trained beside adapters, too.
+        kind: Class of a network that is created from the sizes in `model`.
+        accepts: Base class of all networks that the task can train. `None` accepts only `kind`.
+        num_sequences: Number of sequences per record. If it is above 1, `network` is a `GroupModel`.
+        num_added: Number of tokens added to rows of `data.length`, such as a start token.
+        always_trained: Path pattern of weights that stay trainable next to adapters, or `None`.
         command: Command that uses the trained network, with `{}` for the run folder.
         algorithm: Default of `tokenizer.algorithm`.
-        tokenizer: the tokenizer, once `read` was called.
-        network: the network that is trained, once `make_network` was called.
-        digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
-        monitor: the log by which the least is best; None where there are no held-out records.
+        tokenizer: Tokenizer, available after `read`.
+        network: Trained network, available after `make_network`.
+        digests: Dict with the SHA-256 of the `"train"` and `"dev"` records, or `None` for no records.
+        monitor: Name of the log that selects the best epoch; lower is better. `None` without held-out
+            records.
     """
 
     kind: ClassVar[type[TokenModel]]
@@ -63,7 +64,9 @@ class Task(abc.ABC):
         old_run: pathlib.Path | None = None,
         folder: pathlib.Path | None = None,
     ):
-        self.config, self.old_run, self.folder = config, old_run, folder
+        self.config = config
+        self.old_run = old_run
+        self.folder = folder
         self.tokenizer = self.network = None
         self.digests = dict.fromkeys(PARTS)
 
@@ -73,28 +76,29 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def read(self, part: str | None = None) -> None:
-        """Read the tokenizer and the records, and check these.
+        """Read the tokenizer and the records, and check the records.
 
         Args:
-            part: `"train"` or `"dev"`, the one of which batches are wanted; None for both.
+            part: `"train"` or `"dev"`. `None` reads both parts.
 
         Raises:
-            InputError: a file is missing or wrong; says which, and the line.
+            InputError: If a file is missing or wrong. The message names the file and the line.
         """
 
     def make_network(self, precision: str | None = None) -> keras.Model:
-        """Return the network, built; it is `network` from then on.
+        """Create and build the network, store it as `network`, and return it.
 
         Args:
-            precision: of its computations; by default `training.precision`.
+            precision: Name of the dtype policy. Defaults to `training.precision`.
 
         Raises:
-            InputError: the options make none, or one that is too large for this machine.
+            InputError: If the options of `model` are invalid, or the network is too large for this
+                machine.
         """
         core = self.with_head(self.make_core(precision))
         head = core.head
         if core.pad_id is None and hasattr(head, "pad_id") and head.pooling == "last":
-            # `transformers` needs an id that is skipped where it looks for the last token.
+            # `transformers` needs a padding id to find the last token of a text.
             pad_id = first_given(head.pad_id, core.end_id)
             head.pad_id = first_given(getattr(self.tokenizer, "pad_id", None), pad_id)
         networks.adapt(core, self.config, always=self.always_trained)
@@ -105,43 +109,52 @@ class Task(abc.ABC):
     def with_head(self, core: TokenModel) -> TokenModel:
         """Return the network with the head that the task trains.
 
+        The default returns `core` itself, with its vocabulary head.
+
         Raises:
-            InputError: If the task trains the network's own head, and a folder has none.
+            InputError: If the loaded network has another kind of head.
         """
         if getattr(core, "has_task_head", False):
             raise InputError(
-                f"model: {self.config.model.from_} has a {type(core.head).__name__}, and task "
-                f"{self.config.task} trains a head of the vocabulary: give a folder with one"
+                f"`model.from`: {self.config.model.from_} has a {type(core.head).__name__}, but task "
+                f"{self.config.task} trains a vocabulary head. Choose a folder with one."
             )
         return core
 
     def scores(self, core: TokenModel) -> keras.layers.Layer | None:
-        """Return what a `GroupModel` makes of the outputs of each sequence; None for themselves."""
+        """Return the layer that a `GroupModel` applies to the outputs of each sequence, or `None`."""
         return None
 
     def make_core(self, precision: str | None = None) -> TokenModel:
-        """Return the network inside of what is trained, without adapters, built."""
-        own = self.arguments()
+        """Create and build the core network, without head, adapters or `GroupModel`."""
+        arguments = self.arguments()
         network = networks.make_network(
-            self.config, self.kind, self.vocab_size(), precision, self.accepts, **own
+            self.config, self.kind, self.vocab_size(), precision, self.accepts, **arguments
         )
         networks.check_positions(network, self.config.data.length + self.num_added)
         return network
 
     def arguments(self) -> dict:
-        """Return arguments of the network, where it is of sizes."""
+        """Return the arguments of a network that is created from sizes, as a dict."""
         return networks.special_ids(self.tokenizer, self.kind)
 
     def vocab_size(self) -> int:
-        """Return the number of ids that the network needs."""
+        """Return the number of ids that the network must have."""
         return self.tokenizer.vocab_size
 
     @abc.abstractmethod
     def batches(self, part: str) -> Any:
-        """Return this rank's batches of a part, for `fit`; None where there are none."""
+        """Return this rank's batches for `fit`.
+
+        Args:
+            part: `"train"` or `"dev"`.
+
+        Returns:
+            A `keras.utils.PyDataset`, or `None` if the part has no records.
+        """
 
     def batch_options(self, part: str) -> dict[str, Any]:
-        """Return what all makers of batches take, for this rank's batches of a part."""
+        """Return the arguments that all batch classes have in common, for a part of this rank."""
         index, count = job.data_shard()
         return {
             "shuffle": self.config.data.shuffle and part == "train",
@@ -153,31 +166,34 @@ class Task(abc.ABC):
         }
 
     def loss(self) -> keras.losses.Loss:
-        """Return the loss, as `Trainer.compile` takes it."""
+        """Return the loss for `Trainer.compile`."""
         return self.cross_entropy()
 
     def metrics(self) -> dict:
-        """Return arguments of `Trainer.compile` with metrics."""
+        """Return the arguments of `Trainer.compile` that set metrics, as a dict."""
         return {}
 
     def before_training(self, trainer: keras.Model) -> None:  # noqa: B027 (most need nothing)
-        """Compute what is needed of the network as training begins, to evaluate, too; all ranks call."""
+        """Prepare training or evaluation with the initial network. All ranks call it."""
 
     def callbacks(self, trainer: keras.Model) -> list:
-        """Return callbacks that look at the network while it trains, on every rank."""
+        """Return callbacks that evaluate or sample the network during training, on every rank."""
         options = self.config.evaluation
         if not options.samples:
             return []
         generate = TextGenerator(self.core, self.tokenizer, options.max_new_tokens)
-        shown = lambda prompts: generate(self.prompts(prompts))
-        return [Samples(shown, options.samples, options.every_steps)]
+        return [
+            Samples(
+                lambda texts: generate(self.prompts(texts)), options.samples, options.every_steps
+            )
+        ]
 
     def prompts(self, texts: list[str]) -> list[str]:
-        """Return what the network goes on with, of `evaluation.samples`."""
+        """Convert the texts of `evaluation.samples` to prompts for the network."""
         return texts
 
     def moved(self, folder: pathlib.Path) -> None:
-        """Go on with what was written into `folder` in another folder, which it has become."""
+        """Set `folder` to its new path after the folder was renamed."""
         self.folder = folder
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
@@ -191,34 +207,41 @@ class Task(abc.ABC):
         return {**logs, **self.scores_of_dev(trainer)}
 
     def scores_of_dev(self, trainer: keras.Model) -> dict[str, float]:
-        """Return scores of all held-out records that no mean over rows gives. All ranks call it."""
+        """Return a dict of scores that are not means over rows, such as F1. All ranks call it."""
         return {}
 
     def told(self) -> list[str]:
-        """Return lines on the records, which are printed before training."""
+        """Return lines that describe the records. They are printed before training."""
         return []
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
-        """Return some records as pieces of text, each with whether it is learnt."""
+        """Return the first `number` records, each as a list of (text, has_labels) pairs."""
         return []
 
     @property
     def core(self) -> TokenModel:
-        """The network of `dtransformer.models` inside of what is trained."""
+        """The core network: `network` itself, or the network inside a `GroupModel`."""
         return self.network.core if self.num_sequences > 1 else self.network
 
     def cross_entropy(self, ignore_id: int | None = -100) -> CrossEntropyLoss:
-        """Return the loss of tokens, or of labels, as `training` asks for."""
+        """Return the cross-entropy loss with the label smoothing and z-loss of `training`."""
         options = self.config.training
         return CrossEntropyLoss(options.label_smoothing, ignore_id, z_loss=options.z_loss)
 
     def find_tokenizer(self, texts: Callable[[], Iterable[str]]) -> None:
-        """Take the run's tokenizer, the one that is given or the model's, or train one on texts.
+        """Set `tokenizer` to the old run's, the config's or the model's, or train one.
+
+        A tokenizer that was set before is kept if neither the old run nor the config has one.
+
+        Args:
+            texts: Function without arguments that returns the texts to train a tokenizer on.
 
         Raises:
-            InputError: it is not usable, or texts have not as many pieces as the config asks for.
+            InputError: If the tokenizer is unusable, or the texts do not suffice for
+                `tokenizer.vocab_size` entries.
         """
-        folder, options = networks.tokenizer_folder(self.config), self.config.tokenizer
+        folder = networks.tokenizer_folder(self.config)
+        options = self.config.tokenizer
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
         elif folder is not None:
@@ -234,7 +257,7 @@ class Task(abc.ABC):
             )
 
     def load_tokenizer(self, run: pathlib.Path) -> None:
-        """Take the tokenizer of a run's folder."""
+        """Set `tokenizer` to the tokenizer in a run folder."""
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
     def needed(self, section: str, key: str) -> Any:
@@ -246,7 +269,7 @@ class Task(abc.ABC):
         value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(
-                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
-                f"config, or give --set {section}.{key}=FILE"
+                f"`{section}.{key}` is missing, and task {self.config.task} requires it. Add it to the "
+                f"config, or pass --set {section}.{key}=FILE."
             )
         return value

@@ -1,4 +1,4 @@
-"""Language modelling: each token of a document from those before it."""
+"""Language modelling: predict each token of a document from the previous tokens."""
 
 from typing import Any
 
@@ -11,18 +11,20 @@ from dtransformer.runs.tasks.documents import DocumentTask
 
 
 class LanguageModel(DocumentTask):
-    """A decoder that goes on with texts (Radford et al., 2019)."""
+    """Task that trains a decoder to continue texts (Radford et al., 2019)."""
 
-    kind, batches_of = CausalLM, LanguageModelBatches
+    kind = CausalLM
+    batches_of = LanguageModelBatches
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
-        results, shards = super().results(trainer, batches), self.shards["dev"]
-        # Of a document without a start token the first one is not predicted.
-        first = int(shards.special_ids.get("start") is None)
-        ends = (shards.special_ids.get("end") is not None) * shards.num_documents
-        number = shards.num_tokens - first * shards.num_documents + ends
-        spans = (ids[first:] for ids in shards)
-        return {**results, **perplexities(results["loss"], spans, number, self.tokenizer)}
+        results = super().results(trainer, batches)
+        shards = self.shards["dev"]
+        # The first token of a document is predicted only if a start token precedes it.
+        num_skipped = int(shards.special_ids.get("start") is None)
+        num_ends = (shards.special_ids.get("end") is not None) * shards.num_documents
+        num_tokens = shards.num_tokens - num_skipped * shards.num_documents + num_ends
+        spans = (ids[num_skipped:] for ids in shards)
+        return {**results, **perplexities(results["loss"], spans, num_tokens, self.tokenizer)}
 
 
 TASK = LanguageModel

@@ -1,4 +1,4 @@
-"""Chat: conversations, of which the answers are learnt; and texts that are learnt as a whole."""
+"""Chat: train on the answers in conversations, or on plain texts."""
 
 import pathlib
 
@@ -16,67 +16,88 @@ from dtransformer.runs.scores import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
-_READ = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
+_TEXT_KEYS = "text", "messages", "prompt", "completion", "chosen", "rejected", "tools"
 
 
 class ChatRecords(RecordTask):
-    """What tasks of conversations share: the template, and what of a text is learnt."""
+    """Base of tasks with conversations: applies the chat template and labels the tokens to learn."""
 
-    kind, algorithm = CausalLM, "byte_bpe"
+    kind = CausalLM
+    algorithm = "byte_bpe"
     _template = None
 
     def texts(self, record, place) -> list[str]:
-        return list(_strings([record[key] for key in _READ if key in record]))
+        return list(_strings([record[key] for key in _TEXT_KEYS if key in record]))
 
     def settle(self, found) -> None:
-        given = self.config.data.template
+        template = self.config.data.template
         if self.old_run is not None:
-            return  # its tokenizer has the template
-        if given == _CHATML:
+            return  # The tokenizer of the old run contains the template.
+        if template == _CHATML:
             self.tokenizer.template_source = CHATML
-        elif given is not None:
-            self.tokenizer.template_source = decode(read_bytes(pathlib.Path(given)), given)
+        elif template is not None:
+            self.tokenizer.template_source = decode(read_bytes(pathlib.Path(template)), template)
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template, which is looked for when the first conversation comes."""
+        """The chat template, loaded on the first use. Plain texts do not need any."""
         if self._template is None:
             self._template = self.tokenizer.chat_template(self.config.data.date)
         return self._template
 
     @property
     def command(self) -> str:
-        """The command that uses the network: `chat` if a conversation was read."""
+        """Command that uses the network: `chat` if a conversation was read, else `generate`."""
         return "generate --model {} --prompt TEXT" if self._template is None else "chat --model {}"
 
     def encode_single(self, records) -> list:
-        """Return one sequence for each record, a conversation or a text, and its labels."""
-        found, train_on = [], self.config.data.train_on
+        """Encode records of one conversation or text each.
+
+        Returns:
+            A list with one record per entry, each a list of a single (ids, labels) pair.
+        """
+        texts = []
+        train_on = self.config.data.train_on
         for place, record in records:
             is_chat = "messages" in record or isinstance(record.get("prompt"), list)
-            found.append(rendered(record, self.template if is_chat else None, train_on, place))
-        rows = self.encode_rendered(found, [place for place, _ in records])
+            texts.append(rendered(record, self.template if is_chat else None, train_on, place))
+        rows = self.encode_rendered(texts, [place for place, _ in records])
         return [[row] for row in rows]
 
     def encode_rendered(self, found, places) -> list[tuple]:
-        """Return ids and labels of texts, as of `labels_of`."""
-        start, end = self.tokenizer.start_id, self.tokenizer.end_id
-        encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
+        """Encode rendered texts as (ids, labels) pairs, see `datasets.chat_records.labels_of`.
+
+        Plain texts get the tokenizer's start and end tokens. Conversations have their template's.
+
+        Args:
+            found: List of `Rendered` texts.
+            places: List of their positions in files, for error messages.
+
+        Raises:
+            InputError: If no token of a text has a label.
+        """
+        start = self.tokenizer.start_id
+        end = self.tokenizer.end_id
+        encoded = self.tokenizer.encode_with_offsets([item.text for item in found])
         rows = []
-        for one, (ids, spots, _), place in zip(found, encoded, places, strict=True):
-            labels = labels_of(ids, spots, one.spans)
-            if one.is_plain and start is not None and ids[:1] != [start]:
-                ids, labels = [start, *ids], [IGNORED, *labels]
-            if one.is_plain and end is not None and ids[-1:] != [end]:
-                ids, labels = [*ids, end], [*labels, end]
+        for item, (ids, offsets, _), place in zip(found, encoded, places, strict=True):
+            labels = labels_of(ids, offsets, item.spans)
+            if item.is_plain and start is not None and ids[:1] != [start]:
+                ids = [start, *ids]
+                labels = [IGNORED, *labels]
+            if item.is_plain and end is not None and ids[-1:] != [end]:
+                ids = [*ids, end]
+                labels = [*labels, end]
             if np.equal(labels, IGNORED).all():
-                raise InputError(f"{place}: no token is learnt: is its answer empty?")
+                raise InputError(
+                    f"{place}: no token has a label. Check that the answer is not empty."
+                )
             rows.append((ids, labels))
         return rows
 
 
 class Chat(ChatRecords):
-    """A decoder that learns to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
+    """Task that trains a decoder to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
     def encode(self, records):
         return self.encode_single(records), None
@@ -85,7 +106,8 @@ class Chat(ChatRecords):
         return next_tokens(*args)
 
     def results(self, trainer, batches) -> dict[str, float]:
-        results, records = super().results(trainer, batches), self.records["dev"]
+        results = super().results(trainer, batches)
+        records = self.records["dev"]
         spans = [x for n in range(len(records)) for x in learnt_spans(*records.sequence(n))]
         return {
             **results,
@@ -96,11 +118,11 @@ class Chat(ChatRecords):
         if self._template is None:
             return texts
         turns = [[{"role": "user", "content": text}] for text in texts]
-        return [self._template.render(one, True) for one in turns]
+        return [self._template.render(turn, True) for turn in turns]
 
 
 def _strings(value):
-    """Yield the texts of a record, however deep."""
+    """Yield all strings in nested lists and dicts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):

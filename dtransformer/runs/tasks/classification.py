@@ -1,4 +1,4 @@
-"""Classification: a label of a text, or of a pair of texts."""
+"""Classification: predict the label of a text or a pair of texts."""
 
 import keras
 import numpy as np
@@ -15,35 +15,44 @@ from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_hea
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
-_MAX_NAME = 100  # characters, as of data.labels
+_MAX_NAME = 100  # characters, the same limit as in data.labels
 _MAX_SHOWN = 30  # labels in a log line
 
 
 class LabelTask(RecordTask):
-    """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
+    """Base of tasks that label texts or pairs of texts with an encoder or a decoder.
 
-    kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
-    always_trained, command = "head/*", "predict --run {} < FILE"
-    _sides = frozenset()  # numbers of texts of the records so far
+    Subclasses define `num_labels`.
+    """
+
+    kind = MaskedLM
+    accepts = OneStackModel
+    ending = SEQUENCE
+    always_trained = "head/*"
+    command = "predict --run {} < FILE"
+    _sides = frozenset()  # numbers of texts per record that were read so far: 1, 2 or both
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
         return [text_of(record, name, place) for name in names]
 
     def encode_texts(self, records) -> list[tuple]:
-        """Return the ids of texts with their special tokens, and the types of the tokens.
+        """Encode records with special tokens as (ids, token types) pairs.
 
-        Pairs have `IGNORED` instead of type 0 outside the second text, so that a record is left out
-        if a cut leaves nothing of its second text.
+        The types of pairs are `IGNORED` instead of 0 outside the second text. A record is therefore
+        left out if truncation removes its second text.
+
+        Raises:
+            InputError: If only some of the records have a second text.
         """
-        given = [self.texts(record, place) for place, record in records]
-        self._sides |= {len(texts) for texts in given}
+        inputs = [self.texts(record, place) for place, record in records]
+        self._sides |= {len(texts) for texts in inputs}
         if len(self._sides) > 1:
-            raise InputError("data: some records have a text_pair, and some have none")
-        if len(given[0]) == 2:
-            found = self.tokenizer.encode_with_offsets(*zip(*given))
-            return [(one.ids, one.types) for one in found]
-        return self.encode_whole([text for (text,) in given])
+            raise InputError("Some records have a text_pair and others do not. Use one kind only.")
+        if len(inputs[0]) == 2:
+            encodings = self.tokenizer.encode_with_offsets(*zip(*inputs))
+            return [(encoding.ids, encoding.types) for encoding in encodings]
+        return self.encode_whole([text for (text,) in inputs])
 
     def encode_inputs(self, records):
         return [[row] for row in self.encode_texts(records)]
@@ -52,12 +61,15 @@ class LabelTask(RecordTask):
         return ""
 
     def encode_whole(self, texts: list[str]) -> list[tuple]:
-        """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
+        """Encode single texts with special tokens as (ids, token types) pairs. All types are 0."""
         rows = self.tokenizer.encode(texts, add_special_ids=True).to_list()
         return [(ids, [0] * len(ids)) for ids in rows]
 
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
-        """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
+        """Return a new head: the family's published head, or else `plain_head`.
+
+        `data.pooling` also selects `plain_head`.
+        """
         names = self.config.data.labels or usual_labels(num_labels)
         head = new_head(core, self.ending, names)
         if head is None or self.config.data.pooling:
@@ -66,7 +78,11 @@ class LabelTask(RecordTask):
         return head
 
     def plain_head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
-        """Return the head of a network of no published family, or with a pooling of one's own."""
+        """Return a head for a network without a published family, or with `data.pooling`.
+
+        Encoders default to the first token and a dense layer with tanh, as BERT, and decoders to the
+        last token.
+        """
         is_decoder = isinstance(core, CausalLM)
         pooling = self.config.data.pooling or ("last" if is_decoder else "first")
         return SequenceHead(
@@ -79,31 +95,40 @@ class LabelTask(RecordTask):
         )
 
     def with_head(self, core: OneStackModel) -> OneStackModel:
-        old, head = core.head, self.head(self.num_labels, core)
-        names = [getattr(one, "label_names", None) for one in (old, head)]
-        goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
-        if goes_on and getattr(old, "problem_type", None) == "multi_label_classification":
-            raise InputError("model: its problem_type is multi_label, and records have one label")
-        return core if goes_on else with_task_head(core, head)
+        old = core.head
+        head = self.head(self.num_labels, core)
+        names = [getattr(layer, "label_names", None) for layer in (old, head)]
+        keeps_head = core.has_task_head and type(old) is type(head) and names[0] == names[1]
+        if keeps_head and getattr(old, "problem_type", None) == "multi_label_classification":
+            raise InputError(
+                "The model's problem_type is multi_label_classification, but each record has a single "
+                "label. Choose another model."
+            )
+        return core if keeps_head else with_task_head(core, head)
 
     def row(self, records, numbers, length) -> dict:
-        """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""
-        tokens, mask = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
+        """Return the inputs of a row of `length` tokens as a dict of int32 arrays [s].
+
+        The keys are "tokens" and "attention_mask". Encoders also get "token_types".
+        """
+        tokens = np.full(length, records.pad_id, np.int32)
+        mask = np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for number in numbers:
-            ids, own = records.sequence(int(number))
-            tokens[: len(ids)], mask[: len(ids)] = ids, 1
-            types[: len(ids)] = np.maximum(own, 0)
+            ids, row_types = records.sequence(int(number))
+            tokens[: len(ids)] = ids
+            mask[: len(ids)] = 1
+            types[: len(ids)] = np.maximum(row_types, 0)
         inputs = {"tokens": tokens, "attention_mask": mask}
         return {**inputs, "token_types": types} if isinstance(self.core, MaskedLM) else inputs
 
 
 class Classification(LabelTask):
-    """Texts are of one of several classes (Devlin et al., 2019, §4.1)."""
+    """Task that assigns one of several labels to each text (Devlin et al., 2019, §4.1)."""
 
     @property
     def num_labels(self) -> int:
-        """The number of labels."""
+        """Number of labels."""
         return len(self.config.data.labels)
 
     def settle(self, found) -> None:
@@ -119,25 +144,27 @@ class Classification(LabelTask):
                 names, key=lambda x: (not x.isdigit(), x.isdigit() and int(x), x)
             )
         if len(options.labels) < 2:
-            raise InputError(f"data.labels: there are {len(options.labels)}: expected two or more")
+            raise InputError(f"`data.labels` must have at least two labels, got {options.labels}.")
 
     def labels_of_record(self, record, place) -> list[str]:
-        """Return the labels of a record, as texts."""
+        """Return the names of a record's labels."""
         return [label_name(record.get("label"), place)]
 
     def numbers(self, record, place) -> list[int]:
-        """Return the numbers of a record's labels.
+        """Return the label ids of a record: the indices of its labels in `data.labels`.
 
         Raises:
-            InputError: one is none of those that there are.
+            InputError: If a label is not in `data.labels`.
         """
-        names, found = self.config.data.labels, self.labels_of_record(record, place)
-        for name in found:
+        names = self.config.data.labels
+        labels = self.labels_of_record(record, place)
+        for name in labels:
             if name not in names:
                 raise InputError(
-                    f"{place}: the label {shown(name)} is none of {shown(', '.join(names), 100)}"
+                    f"{place}: the label {shown(name)} is not in {shown(', '.join(names), 100)}. "
+                    "Add it to data.labels, or correct the record."
                 )
-        return [names.index(name) for name in found]
+        return [names.index(name) for name in labels]
 
     def encode(self, records):
         targets = [self.numbers(record, place) for place, record in records]
@@ -148,23 +175,31 @@ class Classification(LabelTask):
         return self.row(records, numbers, length), np.int32(label)
 
     def labels(self, records: EncodedRecords) -> list[np.ndarray]:
-        """Return the label ids of each record, int [n]. Ids below 0 are ignored."""
+        """Return an int array [n] of label ids for each record. Ids below 0 are ignored."""
         return list(records.targets.astype(int))
 
     def describe(self, records):
-        names, labels = self.config.data.labels, np.concatenate(self.labels(records))
+        names = self.config.data.labels
+        labels = np.concatenate(self.labels(records))
         counts = np.bincount(labels[labels >= 0], minlength=len(names))
-        shown = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
-        shown += ["…"] * (len(names) > _MAX_SHOWN)
-        return f", {len(names)} labels: {', '.join(shown)}"
+        entries = [f"{name} {count:,}" for name, count in zip(names, counts)][:_MAX_SHOWN]
+        if len(names) > _MAX_SHOWN:
+            entries.append("…")
+        return f", {len(names)} labels: {', '.join(entries)}"
 
     def scores_of_dev(self, trainer) -> dict[str, float]:
-        outputs, labels = self.predictions(trainer, "dev"), self.labels(self.records["dev"])
+        outputs = self.predictions(trainer, "dev")
+        labels = self.labels(self.records["dev"])
         predicted = [np.atleast_2d(x)[: len(y)].argmax(-1) for x, y in zip(outputs, labels)]
         return self.label_scores(labels, predicted)
 
     def label_scores(self, labels: list, predicted: list) -> dict[str, float]:
-        """Return scores of label ids, each a list of int arrays [n], one for each record."""
+        """Return a dict of scores.
+
+        Args:
+            labels: List of int arrays [n], one per record. Ids below 0 are ignored.
+            predicted: List of int arrays [n] with the predicted ids.
+        """
         is_counted = np.concatenate(labels) >= 0
         flat = [np.concatenate(ids)[is_counted] for ids in (labels, predicted)]
         return {"f1": macro_f1(*flat), "matthews": matthews(*flat)}
@@ -178,16 +213,20 @@ class Classification(LabelTask):
 
 
 def label_name(label: object, place: str) -> str:
-    """Return what a label of a record is called.
+    """Return the name of a label, a string or an integer in a record.
+
+    Args:
+        label: Value from the record.
+        place: Position of the record in its file, for error messages.
 
     Raises:
-        InputError: it is no label; says where.
+        InputError: If the value is neither a string of 1 to 100 characters nor an integer.
     """
     is_label = isinstance(label, (str, int)) and not isinstance(label, bool)
     if not is_label or not 0 < len(str(label)) <= _MAX_NAME:
         raise InputError(
             f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
-            "integer: name it in data.fields"
+            "integer. If the label has another name, set data.fields."
         )
     return check_whole(str(label), f"{place}, label")
 

@@ -1,4 +1,4 @@
-"""Documents: text in rows of one length, which tasks without labels of their own are trained on."""
+"""Base of tasks that train on documents, in rows of equal length."""
 
 import hashlib
 import pathlib
@@ -19,20 +19,22 @@ from dtransformer.runs.tasks.base import PARTS, Task
 
 
 class DocumentTask(Task):
-    """A task whose rows are made of documents.
+    """Base of tasks that train on documents.
 
-    Files are tokenized once, into token shards in the run's folder; folders that `dtransformer
-    prepare --lm` wrote are read as they are.
+    Files are tokenized once, into token shards in the run folder. Folders written by `dtransformer
+    prepare --lm` are read directly.
 
     Attributes:
-        shards: the token shards by parts.
+        batches_of: Class of the batches.
+        shards: Dict of `TokenShards` by part, "train" and "dev".
     """
 
     batches_of: ClassVar[type[IndexedBatches]]
     algorithm = "byte_bpe"
 
     def read(self, part: str | None = None) -> None:
-        self.shards, options = {}, self.config.data
+        self.shards = {}
+        options = self.config.data
         if part in (None, "train"):
             self.needed("data", "train")
         self._check_prepared()
@@ -46,56 +48,59 @@ class DocumentTask(Task):
             self.digests[name] = hashlib.sha256(self.shards[name].fingerprint.encode()).hexdigest()
 
     def _check_prepared(self):
-        """Refuse keys that say how files are read, where none is read but folders of token shards."""
-        options, usual = self.config.data, type(self.config.data)()
+        """Check that `data.field` and `data.documents` are not set if all sources are token shards."""
+        options = self.config.data
+        defaults = type(self.config.data)()
         if not all(_is_prepared(x) for name in PARTS for x in getattr(options, name)):
             return
         for key in ("field", "documents"):
-            if getattr(options, key) != getattr(usual, key):
+            if getattr(options, key) != getattr(defaults, key):
                 raise InputError(
-                    f"data.{key} is not read of folders of token shards: leave it out, and give "
-                    f"--{key} to dtransformer prepare --lm, which read the texts"
+                    f"`data.{key}` has no effect on folders of token shards. Remove it, and pass "
+                    f"--{key} to `dtransformer prepare --lm` instead."
                 )
 
     def _shards(self, name, sources):
-        """Return the token shards of a part; files are tokenized where that was not done."""
-        paths, options = [source.path for source in sources], self.config.data
+        """Return the token shards of a part. Rank 0 tokenizes files, unless an old run did."""
+        paths = [source.path for source in sources]
+        options = self.config.data
         if len(paths) == 1 and _is_prepared(sources[0]):
             shards = TokenShards(paths[0])
             if options.sentences and not shards.has_parts:
                 raise InputError(
-                    f"data.sentences: {paths[0]} was prepared without them: prepare it with --sentences"
+                    f"`data.sentences`: {paths[0]} was prepared without sentences. Prepare it again "
+                    "with --sentences."
                 )
-            theirs = load_tokenizer(shards.tokenizer_folder)
-            own = self.tokenizer or self._tokenizer_of_model()
-            if own is not None and not _are_same(own, theirs):
+            shard_tokenizer = load_tokenizer(shards.tokenizer_folder)
+            run_tokenizer = self.tokenizer or self._tokenizer_of_model()
+            if run_tokenizer is not None and not _are_equal(run_tokenizer, shard_tokenizer):
                 raise InputError(
-                    f"data.{name}: {paths[0]} was prepared with another tokenizer than the run's or "
-                    "the model's: prepare it with that one"
+                    f"`data.{name}`: {paths[0]} was prepared with another tokenizer than the run or "
+                    "the model uses. Prepare it again with their tokenizer."
                 )
-            self.tokenizer = own or theirs
+            self.tokenizer = run_tokenizer or shard_tokenizer
             return shards
         if self.tokenizer is None:
             self.find_tokenizer(lambda: evenly_spread(texts_of(self._documents(paths))))
         folder = self.folder / SHARDS / name
-        done = self.old_run is not None and (folder / MANIFEST).is_file()
+        is_written = self.old_run is not None and (folder / MANIFEST).is_file()
 
         def write():
-            if not done:
+            if not is_written:
                 write_token_shards(self._documents(paths), self.tokenizer, folder, overwrite=True)
 
         from_chief(write, f"run/shards/{name}")
         return TokenShards(folder)
 
     def _tokenizer_of_model(self):
-        """Return the tokenizer that is given, or beside published weights; None for none."""
+        """Return the tokenizer of the config or of published weights, or `None` if none exists."""
         folder = tokenizer_folder(self.config)
         try:
             return None if folder is None else load_tokenizer(folder)
         except InputError:
             if self.config.tokenizer.folder is not None:
                 raise
-            return None  # weights without one
+            return None  # A folder of weights without a tokenizer.
 
     def _documents(self, paths):
         options = self.config.data
@@ -127,7 +132,7 @@ class DocumentTask(Task):
         )
 
     def options_of_batches(self) -> dict:
-        """Return arguments of the batches besides those that all have."""
+        """Return additional arguments of `batches_of` as a dict."""
         return {}
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
@@ -140,8 +145,8 @@ def _is_prepared(source):
     return (pathlib.Path(source.path) / MANIFEST).is_file()
 
 
-def _are_same(tokenizer, other):
-    """Return whether two tokenizers have as many pieces, and give a text the same ids."""
+def _are_equal(tokenizer, other):
+    """Return whether two tokenizers have equal vocabulary sizes and encode a sample text equally."""
     texts = ["The quick brown Fox, 12 + 3: naïve façade."]
-    first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
+    first, second = (candidate.encode(texts).to_list() for candidate in (tokenizer, other))
     return tokenizer.vocab_size == other.vocab_size and first == second

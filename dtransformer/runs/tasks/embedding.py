@@ -1,4 +1,4 @@
-"""Embedding: vectors of texts, near to each other where texts belong together."""
+"""Embedding: train vectors of texts, similar for texts that belong together."""
 
 import keras
 import numpy as np
@@ -19,11 +19,18 @@ from dtransformer.runs.tasks.classification import LabelTask
 
 
 class InBatchLoss(keras.losses.Loss):
-    """Cross entropy of each query's positive among the texts of the global batch, [b].
+    """Cross-entropy of each query's positive text among all texts of the global batch.
 
-    Labels are float [b, 2]: the text ids of the query and of the positive, equal for equal texts; 0
-    in rows of padding. A text is not a negative of a query if it equals the query or its positive, or
-    belongs to an equal query.
+    Similarities are cosines divided by the temperature. A text is not a negative of a query if it
+    equals the query or its positive text, or belongs to an equal query.
+
+    Call arguments:
+        y_true: Float tensor [b, 2]. Text ids of the query and of its positive text. Equal texts have
+            equal ids. Rows of padding have ids of 0.
+        y_pred: Float tensor [b, 2, h]. Vectors of the query and of its positive text.
+
+    Output shape:
+        [b]
 
     Reference: van den Oord et al., 2018, "Representation learning with contrastive predictive coding",
     arXiv 1807.03748; Gao et al., 2021, "SimCSE", arXiv 2104.08821.
@@ -40,15 +47,19 @@ class InBatchLoss(keras.losses.Loss):
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         vectors = tf.math.l2_normalize(y_pred, axis=-1)
-        queries, texts, ids = vectors[:, 0], vectors[:, 1], y_true
+        queries = vectors[:, 0]
+        texts = vectors[:, 1]
+        ids = y_true
         positive = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
         if job.data_shard()[1] > 1:
             group = job.data_parallel_group()
             texts, ids = (collectives.all_gather(x, group=group) for x in (texts, ids))
-        texts, ids = constrain(texts, (None, None)), constrain(ids, (None, None))
+        texts = constrain(texts, (None, None))
+        ids = constrain(ids, (None, None))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
-        # Slices keep the dimension: DTensor ends the process if a vector is given one.
-        query, text = y_true[:, :1], y_true[:, 1:]
+        # Slices keep the dimension, because DTensor crashes if a vector is expanded.
+        query = y_true[:, :1]
+        text = y_true[:, 1:]
         is_equal = (ids[:, 1] == text) | (ids[:, 1] == query) | (ids[:, 0] == query)
         is_masked = tf.cast(is_equal | (ids[:, 1] == 0), scores.dtype)
         negatives = tf.reduce_logsumexp(scores - 1e9 * is_masked, axis=-1)
@@ -56,16 +67,18 @@ class InBatchLoss(keras.losses.Loss):
 
 
 class Embedding(LabelTask):
-    """A network whose vectors of a query and of its text are alike, and of others not."""
+    """Task that makes the vectors of a query and its positive text similar."""
 
-    num_sequences, always_trained, command = 2, None, "embed --run {} < FILE > vectors.npy"
+    num_sequences = 2
+    always_trained = None
+    command = "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
         for name in ("negative", "negatives"):
             if record.get(name) is not None:
                 raise InputError(
-                    f"{place}: {name} is not read, as the batch's other texts are what a query is not "
-                    "near to: leave it out"
+                    f"{place}: {name} is not supported, because the other texts of the batch are the "
+                    "negatives. Remove it."
                 )
         return [text_of(record, name, place) for name in ("query", "positive")]
 
@@ -73,19 +86,19 @@ class Embedding(LabelTask):
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
         if self.config.parallel.micro_batch_num > 1 or shards_mesh:
             raise InputError(
-                "parallel: the task embedding compares each query with all texts of a batch. Set "
+                "Task embedding compares each query with all texts of a batch. Set "
                 "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
-                "context_parallel or local_devices"
+                "context_parallel or local_devices."
             )
         super().read(part)
 
     def encode(self, records):
-        given = [text for place, record in records for text in self.texts(record, place)]
-        rows = self.encode_whole(given)
+        texts = [text for place, record in records for text in self.texts(record, place)]
+        rows = self.encode_whole(texts)
         return list(zip(rows[::2], rows[1::2])), None
 
-    def _encoded(self, name, sources):
-        records, sizes = super()._encoded(name, sources)
+    def _encode_part(self, name, sources):
+        records, sizes = super()._encode_part(name, sources)
         texts = [records.sequence(0, i)[0].tobytes() for i in range(records.lengths.size)]
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
         records.targets = np.float32(ids.reshape(-1, 2) + 1)
@@ -112,7 +125,7 @@ class Embedding(LabelTask):
 
     def with_head(self, core: OneStackModel) -> OneStackModel:
         pooling = self.config.data.pooling
-        if not pooling and isinstance(core.head, PoolingHead):  # as a published folder may have
+        if not pooling and isinstance(core.head, PoolingHead):  # A published head stays.
             return core
         pooling = pooling or ("last" if isinstance(core, CausalLM) else "mean")
         return with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))

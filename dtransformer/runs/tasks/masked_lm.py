@@ -1,4 +1,4 @@
-"""Masked language modelling: tokens that were masked, from those around them."""
+"""Masked language modelling: predict masked tokens from the tokens around them."""
 
 from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
 from dtransformer.models import MaskedLM
@@ -6,9 +6,10 @@ from dtransformer.runs.tasks.documents import DocumentTask
 
 
 class MaskedLanguageModel(DocumentTask):
-    """An encoder that finds masked tokens (Liu et al., 2019, "RoBERTa")."""
+    """Task that trains an encoder to predict masked tokens (Liu et al., 2019, "RoBERTa")."""
 
-    kind, batches_of = MaskedLM, MaskedLanguageModelBatches
+    kind = MaskedLM
+    batches_of = MaskedLanguageModelBatches
     command = "evaluate --run {} --data FILE"
 
     def options_of_batches(self) -> dict:

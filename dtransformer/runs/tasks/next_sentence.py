@@ -1,4 +1,4 @@
-"""Next-sentence prediction with masked tokens: what BERT is trained on."""
+"""Next-sentence prediction with masked tokens, as BERT was trained."""
 
 from dtransformer.datasets.next_sentences import NextSentenceBatches
 from dtransformer.errors import InputError
@@ -6,7 +6,7 @@ from dtransformer.runs.tasks.masked_lm import MaskedLanguageModel
 
 
 class NextSentence(MaskedLanguageModel):
-    """An encoder that finds masked tokens, and tells whether a text follows another."""
+    """Task that predicts masked tokens and whether a second text follows the first."""
 
     batches_of = NextSentenceBatches
 
@@ -17,8 +17,8 @@ class NextSentence(MaskedLanguageModel):
         network = super().make_network(precision)
         if network.sentence_head is None:
             raise InputError(
-                "model: the network has no head for sentences, which task next_sentence trains: give "
-                "task masked_lm, or weights that have it"
+                "The model has no next-sentence head, but task next_sentence trains one. Use task "
+                "masked_lm, or a model with this head."
             )
         return network
 

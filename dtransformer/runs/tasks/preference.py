@@ -1,4 +1,4 @@
-"""Preference: of two answers the chosen one becomes more likely, and the model stays near itself."""
+"""Preference: train on pairs of a chosen and a rejected answer (DPO)."""
 
 import sys
 
@@ -15,23 +15,29 @@ from dtransformer.runs.tasks.chat import ChatRecords
 
 
 class PairTask(ChatRecords):
-    """What tasks of a chosen and a rejected answer share."""
+    """Base of tasks with records of a chosen and a rejected answer.
 
-    with_labels, num_sequences = True, 2
+    Attributes:
+        with_labels: Whether the inputs contain the labels of both sequences.
+    """
+
+    with_labels = True
+    num_sequences = 2
 
     def encode(self, records):
-        found, places = [], []
+        texts = []
+        places = []
         for place, record in records:
             prompt, *answers = preferred(record, place)
             tools = tools_of(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
-                found.append(self._rendered(prompt, answer, place, tools))
+                texts.append(self._render_answer(prompt, answer, place, tools))
                 places.append(place)
-        rows = self.encode_rendered(found, places)
+        rows = self.encode_rendered(texts, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _rendered(self, prompt, answer, place, tools):
+    def _render_answer(self, prompt, answer, place, tools):
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
@@ -39,7 +45,7 @@ class PairTask(ChatRecords):
         return conversation([*before, *answer], self.template, "assistant", place, tools)
 
     def target(self, record, place) -> list[float]:
-        """Return the two numbers that the loss gets of a record."""
+        """Return the two targets of a record for the loss."""
         return [0.0, 0.0]
 
     def form(self, *args) -> tuple:
@@ -47,10 +53,10 @@ class PairTask(ChatRecords):
 
 
 class Preference(PairTask):
-    """Direct preference optimization (Rafailov et al., 2023).
+    """Task for direct preference optimization (Rafailov et al., 2023).
 
-    The reference is the network as training begins, with its adapters at zero: how likely it holds
-    each answer is computed once, before the first step, so that no second network is in memory.
+    The reference model is the initial network. Its log probabilities of all answers are computed once
+    before the first step, so no second network stays in memory.
     """
 
     def scores(self, core: CausalLM) -> SequenceLogProbability:
@@ -68,13 +74,13 @@ class Preference(PairTask):
 
     def metrics(self) -> dict:
         beta = self.config.training.beta
-        of_pairs = {
-            "accuracy": lambda ref, own: keras.ops.cast(margins(ref, own) > 0, "float32"),
-            "margin": lambda ref, own: beta * margins(ref, own),
-            "chosen_reward": lambda ref, own: beta * (own - ref)[:, 0],
-            "rejected_reward": lambda ref, own: beta * (own - ref)[:, 1],
+        functions = {
+            "accuracy": lambda ref, log_p: keras.ops.cast(margins(ref, log_p) > 0, "float32"),
+            "margin": lambda ref, log_p: beta * margins(ref, log_p),
+            "chosen_reward": lambda ref, log_p: beta * (log_p - ref)[:, 0],
+            "rejected_reward": lambda ref, log_p: beta * (log_p - ref)[:, 1],
         }
-        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in of_pairs.items()]
+        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in functions.items()]
         return {"weighted_metrics": means}
 
 

@@ -1,4 +1,4 @@
-"""Records: examples of files, encoded once, which the tasks beyond plain text are trained on."""
+"""Base of tasks that train on records, which are encoded once and kept in memory."""
 
 import abc
 import itertools
@@ -17,86 +17,105 @@ from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
-_ENCODED = 4096  # records together, whose tokens are lists meanwhile
+_GROUP_SIZE = 4096  # Records are encoded in groups, because lists of tokens need much memory.
 
 
 class RecordTask(Task):
-    """A task of records: it says how one becomes tokens, and what a row has.
+    """Base of tasks that train on records. Subclasses encode records and build rows from them.
 
     Attributes:
-        records: the `EncodedRecords` by parts.
+        records: Dict of `EncodedRecords` by part, "train" and "dev".
     """
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
             self.needed("data", "train")
-        found = {
-            name: [self._of_source(source) for source in getattr(self.config.data, name)]
+        parts = {
+            name: [self._read_source(source) for source in getattr(self.config.data, name)]
             for name in PARTS
             if part in (None, name) and getattr(self.config.data, name)
         }
-        for name, sources in found.items():
+        for name, sources in parts.items():
             self.digests[name] = digest_of_records(x for source in sources for _, x in source)
-        self.find_tokenizer(lambda: self._texts(found))
-        self.settle(found)
-        self.records, self._sizes = {}, {}
-        for name, sources in found.items():
-            self.records[name], self._sizes[name] = self._encoded(name, sources)
+        self.find_tokenizer(lambda: self._sample_texts(parts))
+        self.settle(parts)
+        self.records = {}
+        self._sizes = {}
+        for name, sources in parts.items():
+            self.records[name], self._sizes[name] = self._encode_part(name, sources)
 
-    def _of_source(self, source):
-        found = list(read_records(source.path, self.config.data.fields, source.target))
-        if not found:
-            raise InputError(f"{source.path}: holds no record")
-        return found
+    def _read_source(self, source):
+        records = list(read_records(source.path, self.config.data.fields, source.target))
+        if not records:
+            raise InputError(f"`{source.path}` contains no records.")
+        return records
 
-    def _texts(self, found):
-        """Return the texts of the records to train on."""
-        if "train" not in found:
-            raise InputError("tokenizer.folder is not given, and there are no data.train for one")
-        placed = itertools.chain.from_iterable(found["train"])
+    def _sample_texts(self, parts):
+        """Return a sample of the training texts for a new tokenizer."""
+        if "train" not in parts:
+            raise InputError(
+                "A tokenizer cannot be trained without data.train. Set tokenizer.folder."
+            )
+        placed = itertools.chain.from_iterable(parts["train"])
         return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:
-        """Find out what all records say together, such as their labels.
+        """Set options that depend on all records, such as the names of their labels.
 
         Args:
-            found: the records of each source, by parts, each after its place.
+            found: Dict by part, "train" and "dev". Each value has one list per source, with
+                (place, record) pairs.
         """
 
     @abc.abstractmethod
     def texts(self, record: Record, place: str) -> list[str]:
-        """Return the texts of a record, to train a tokenizer on."""
+        """Return the texts of a record. A new tokenizer is trained on them."""
 
     @abc.abstractmethod
     def encode(self, records: list[Placed]) -> tuple[list, list | None]:
-        """Return the sequences of each record, pairs of ids and labels, and its targets or None.
+        """Encode records.
+
+        Args:
+            records: List of (place, record) pairs.
+
+        Returns:
+            A `(rows, targets)` tuple. `rows` has one list per record with its sequences, which are
+            (ids, labels) pairs. `targets` has one list of floats per record, or is `None`.
 
         Raises:
-            InputError: a record is wrong; says where.
+            InputError: If a record is wrong. The message names its place.
         """
 
-    def _encoded(self, name, sources):
-        """Return the records of a part as tokens, and the number of each source's."""
-        options, rows, targets, sizes = self.config.data, [], [], []
+    def _encode_part(self, name, sources):
+        """Return the `EncodedRecords` of a part, and the number of records of each source."""
+        options = self.config.data
+        rows = []
+        targets = []
+        sizes = []
         longer = options.longer if name == "train" else "cut"
         for source in sources:
-            own, their = [], []
-            for start in range(0, len(source), _ENCODED):
-                found, more = self.encode(source[start : start + _ENCODED])
-                own += [[[np.asarray(x, np.int32) for x in pair] for pair in one] for one in found]
-                their += more or ()
-            kept, own = prepared_lengths(own, options.length, longer, f"Records ({name})")
-            rows += own
-            targets += [their[number] for number in kept] if their else []
-            sizes.append(len(own))
+            source_rows = []
+            source_targets = []
+            for start in range(0, len(source), _GROUP_SIZE):
+                group, group_targets = self.encode(source[start : start + _GROUP_SIZE])
+                source_rows += [
+                    [[np.asarray(x, np.int32) for x in pair] for pair in record] for record in group
+                ]
+                source_targets += group_targets or ()
+            kept, source_rows = prepared_lengths(
+                source_rows, options.length, longer, f"Records ({name})"
+            )
+            rows += source_rows
+            targets += [source_targets[index] for index in kept] if source_targets else []
+            sizes.append(len(source_rows))
         encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
         if min(sizes) == 0:
             raise InputError(
-                f"data.{name}: all records of a file have more than data.length={options.length} "
-                "tokens: give more"
+                f"`data.{name}`: all records of a file have more than data.length={options.length} "
+                "tokens. Increase data.length."
             )
         if encoded.learnt_share == 0 and targets == []:
-            raise InputError(f"data.{name}: nothing of the records is learnt: see data.train_on")
+            raise InputError(f"`data.{name}`: no token has a label. Check data.train_on.")
         return encoded, sizes
 
     def told(self) -> list[str]:
@@ -106,12 +125,12 @@ class RecordTask(Task):
         ]
 
     def describe(self, records: EncodedRecords) -> str:
-        """Return the end of the log line about some records: their targets."""
+        """Return text about labels or targets, which ends the printed line about the records."""
         return f", {records.learnt_share:.1%} learnt"
 
     @abc.abstractmethod
     def form(self, *args) -> tuple:
-        """Return a row, as of `RecordBatches`."""
+        """Build a row from records, see the argument `form` of `RecordBatches`."""
 
     def batches(self, part: str) -> RecordBatches | None:
         if part not in self.records:
@@ -121,8 +140,8 @@ class RecordTask(Task):
         is_mixture = part == "train" and (options.mixture != "once" or any(weights))
         if is_mixture and None in weights:
             raise InputError(
-                f"data.train: {weights.count(None)} of {len(weights)} files of a mixture have no "
-                "weight. Give each of them one."
+                f"`data.train`: {weights.count(None)} of {len(weights)} files of a mixture have no "
+                "weight. Set a weight for each file."
             )
         return RecordBatches(
             self.records[part],
@@ -147,18 +166,19 @@ class RecordTask(Task):
     def predict(self, trainer: keras.Model, placed: list[Placed]) -> Iterator[dict[str, Any]]:
         """Yield the prediction for each record, in order. All ranks call it.
 
-        Tokens after the first `data.length` ones are cut off. `num_cut` counts these records.
+        Records with more than `data.length` tokens are truncated. `num_cut` counts them.
 
         Args:
             trainer: Trainer of the network.
-            placed: Records without labels, each after its place.
+            placed: List of (place, record) pairs. Records need no labels.
 
         Raises:
             InputError: If a record has no text, or the task predicts nothing.
         """
-        length, self.num_cut = self.config.data.length, 0
-        for start in range(0, len(placed), _ENCODED):
-            part = placed[start : start + _ENCODED]
+        length = self.config.data.length
+        self.num_cut = 0
+        for start in range(0, len(placed), _GROUP_SIZE):
+            part = placed[start : start + _GROUP_SIZE]
             rows = self.encode_inputs(part)
             self.num_cut += sum(any(len(ids) > length for ids, _ in row) for row in rows)
             rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
@@ -169,24 +189,31 @@ class RecordTask(Task):
                 yield self.prediction(record, row, output)
 
     def encode_inputs(self, records: list[Placed]) -> list:
-        """Return the sequences of each record, pairs of ids and labels, without reading a label."""
+        """Encode records for prediction, without reading labels. Returns `rows`, see `encode`."""
         raise InputError(
-            f"task {self.config.task} predicts no label or number: dtransformer "
-            + self.command.format("RUN")
+            f"Task {self.config.task} predicts neither labels nor numbers. Use `dtransformer "
+            f"{self.command.format('RUN')}`."
         )
 
     def prediction(self, record: Record, row: list, output: np.ndarray) -> dict[str, Any]:
-        """Return the prediction for a record from its sequences and the network's output."""
+        """Return the prediction for a record as a dict.
+
+        Args:
+            record: The record.
+            row: Its encoded sequences.
+            output: Float array. The network's output for the record.
+        """
         return {"score": float(output.item())}
 
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
-        """Return the network's outputs for the records of a part, in order. All ranks call it."""
-        records, multiple = self.records[part], job.rows_multiple_of() * job.data_shard()[1]
+        """Return the network's outputs [n, …] for the records of a part. All ranks call it."""
+        records = self.records[part]
+        multiple = job.rows_multiple_of() * job.data_shard()[1]
         ordered = RecordBatches(
             records,
             self.form,
             length=self.config.data.length,
-            # No batch but the last one gets rows that are padding.
+            # A batch size that all ranks divide evenly keeps padding rows out of all but the last batch.
             batch_size=-(-self.config.training.batch_size // multiple) * multiple,
             training=False,
             pad_rows_to_multiple_of=multiple,
@@ -205,10 +232,10 @@ class RecordTask(Task):
         ]
 
     def _pieces(self, ids, labels):
-        """Return the text of ids in pieces, each with whether it is learnt."""
-        is_learnt = labels != -100
-        bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
+        """Return the text of ids as (text, has_labels) pairs."""
+        has_label = labels != -100
+        bounds = [0, *(i for i in range(1, len(ids)) if has_label[i] != has_label[i - 1]), len(ids)]
         decode = lambda part: self.tokenizer.decode_all(part.tolist())
         return [
-            (decode(ids[a:b]), bool(is_learnt[a])) for a, b in itertools.pairwise(bounds) if b > a
+            (decode(ids[a:b]), bool(has_label[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]

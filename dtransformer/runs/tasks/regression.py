@@ -1,4 +1,4 @@
-"""Regression: a number of a text, or of a pair of texts."""
+"""Regression: predict a number for a text or a pair of texts."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from dtransformer.runs.tasks.classification import LabelTask
 
 
 class Regression(LabelTask):
-    """Texts have a number, such as how alike two are (Devlin et al., 2019, §4.1, STS-B)."""
+    """Task that predicts a number for a text or a pair (Devlin et al., 2019, §4.1, STS-B)."""
 
     num_labels = 1
 

@@ -1,4 +1,4 @@
-"""Reward: a number for each answer, higher for the chosen one of two."""
+"""Reward: train a score for answers, higher for the chosen answer of a pair."""
 
 import keras
 
@@ -11,9 +11,11 @@ from dtransformer.runs.tasks.preference import PairTask
 
 
 class Reward(PairTask):
-    """A decoder with a number in place of its vocabulary (Ouyang et al., 2022, "InstructGPT", §3.5)."""
+    """Task that trains a decoder with a scalar head (Ouyang et al., 2022, "InstructGPT", §3.5)."""
 
-    with_labels, always_trained, command = False, "head/*", "predict --run {} < FILE"
+    with_labels = False
+    always_trained = "head/*"
+    command = "predict --run {} < FILE"
 
     def encode_inputs(self, records):
         is_pair = "chosen" in records[0][1]
@@ -35,8 +37,10 @@ class Reward(PairTask):
         return RewardLoss(self.config.training.center_rewards)
 
     def metrics(self) -> dict:
-        right = lambda _, r: keras.ops.cast(r[:, 0] > r[:, 1], "float32")
-        return {"weighted_metrics": [keras.metrics.MeanMetricWrapper(right, name="accuracy")]}
+        def accuracy(_, rewards):
+            return keras.ops.cast(rewards[:, 0] > rewards[:, 1], "float32")
+
+        return {"weighted_metrics": [keras.metrics.MeanMetricWrapper(accuracy, name="accuracy")]}
 
 
 TASK = Reward

@@ -1,4 +1,4 @@
-"""Sequence to sequence: texts become texts, on any encoder–decoder: summaries, translation, answers."""
+"""Sequence to sequence: summaries, translations or answers with any encoder–decoder."""
 
 import numpy as np
 
@@ -10,9 +10,13 @@ from dtransformer.runs.tasks.records import RecordTask
 
 
 class Seq2Seq(RecordTask):
-    """Records of a `prompt` and a `completion`, each with the special tokens of its tokenizer."""
+    """Task that trains an encoder–decoder to map each `prompt` to its `completion`.
 
-    kind, num_added = EncoderDecoderLM, 1
+    Published tokenizers add their special tokens to both texts.
+    """
+
+    kind = EncoderDecoderLM
+    num_added = 1
 
     def texts(self, record, place) -> list[str]:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
@@ -29,12 +33,13 @@ class Seq2Seq(RecordTask):
         return {"max_length": self.config.data.length + self.num_added, **super().arguments()}
 
     def form(self, *args) -> tuple:
-        raise NotImplementedError  # batches are those of translation
+        raise NotImplementedError  # `batches` uses TranslationBatches, which need no rows.
 
     def batches(self, part: str) -> TranslationBatches | None:
         if part not in self.records:
             return None
-        records, options = self.records[part], self.config.data
+        records = self.records[part]
+        options = self.config.data
         arguments = self.network.arguments
         sides = []
         for side in (0, 1):

@@ -1,4 +1,4 @@
-"""Token classification: a label of each word, by the first of its tokens."""
+"""Token classification: predict a label for each word, at its first token."""
 
 import re
 
@@ -12,12 +12,12 @@ from dtransformer.models.pretrained.families.task_heads import TOKENS
 from dtransformer.runs.scores import entities
 from dtransformer.runs.tasks.classification import Classification, label_name
 
-# Words of a text: punctuation before and after letters and digits is apart.
+# Words of a text. Punctuation before and after a word is separate, punctuation inside is not.
 _WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
 class TokenClassification(Classification):
-    """Words of texts are of one of several classes (Devlin et al., 2019, §5.3)."""
+    """Task that assigns one of several labels to each word (Devlin et al., 2019, §5.3)."""
 
     ending = TOKENS
 
@@ -29,16 +29,14 @@ class TokenClassification(Classification):
             return _WORD.findall(text_of(record, "text", place))
         words = record.get("tokens")
         if not isinstance(words, list) or not all(isinstance(x, str) and x for x in words):
-            raise InputError(f"{place}: tokens are {shown(words)}, expected a list of words")
+            raise InputError(f"{place}: tokens is {shown(words)}, expected a list of words.")
         return words
 
     def labels_of_record(self, record, place) -> list[str]:
         words = self._words({"tokens": record.get("tokens")}, place)
         labels = record.get("labels")
         if not isinstance(labels, list) or len(labels) != len(words):
-            raise InputError(
-                f"{place}: labels are {shown(labels)}, expected one for each of tokens"
-            )
+            raise InputError(f"{place}: labels is {shown(labels)}, expected one label per token.")
         labels = (str(x) if isinstance(x, bool) else x for x in labels)
         return [label_name(label, place) for label in labels]
 
@@ -50,14 +48,15 @@ class TokenClassification(Classification):
         return rows, None
 
     def encode_inputs(self, records):
-        """Return the ids of each record, with a word's index at its first token, else IGNORED."""
-        (before, after), rows = self.added, []
+        """Encode records. Labels are the index of the word at its first token, else `IGNORED`."""
+        (before, after) = self.added
+        rows = []
         texts = [self.texts(record, place)[0] for place, record in records]
-        found = self.tokenizer.encode_with_offsets(texts)
-        for (place, record), text, (ids, places, _) in zip(records, texts, found, strict=True):
+        encodings = self.tokenizer.encode_with_offsets(texts)
+        for (place, record), text, (ids, offsets, _) in zip(records, texts, encodings, strict=True):
             starts = np.cumsum([0, *(len(word) + 1 for word in self._words(record, place))])
-            # The first character of a token that is no space belongs to its word.
-            first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in places]
+            # The first character of a token that is not a space decides the word of the token.
+            first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in offsets]
             word_of = np.searchsorted(starts, first, "right") - 1
             is_first = np.diff(word_of, prepend=-1) > 0
             words = np.where(is_first, word_of, IGNORED).tolist()
@@ -67,13 +66,13 @@ class TokenClassification(Classification):
 
     @property
     def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that come before and after a text."""
-        plain, whole = (
+        """Lists of the special token ids that the tokenizer adds before and after a text."""
+        plain, full = (
             self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
             for adds in (False, True)
         )
-        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
-        return whole[:start], whole[start + len(plain) :]
+        start = next(x for x in range(len(full)) if full[x : x + len(plain)] == plain)
+        return full[:start], full[start + len(plain) :]
 
     def plain_head(self, num_labels, core):
         return TokenHead(
@@ -83,20 +82,22 @@ class TokenClassification(Classification):
     def form(self, records, numbers, length) -> tuple:
         labels = np.full(length, IGNORED, np.int32)
         inputs = self.row(records, numbers, length)
-        inputs.pop("token_types", None)  # what is kept are labels
+        inputs.pop("token_types", None)  # `row` filled them with labels.
         for number in numbers:
-            own = records.sequence(int(number))[1]
-            labels[: len(own)] = own
+            row_labels = records.sequence(int(number))[1]
+            labels[: len(row_labels)] = row_labels
         return inputs, labels
 
     def labels(self, records):
         return [records.sequence(index)[1] for index in range(len(records))]
 
     def label_scores(self, labels, predicted):
-        scores, names = super().label_scores(labels, predicted), [*self.config.data.labels, "O"]
+        scores = super().label_scores(labels, predicted)
+        names = [*self.config.data.labels, "O"]
         if any(map(entities, zip(names))):
-            # One word outside of entities comes after each sentence.
-            outside, sides = len(names) - 1, []
+            # A word outside all entities follows each sentence, so that entities end there.
+            outside = len(names) - 1
+            sides = []
             is_word = np.concatenate([np.append(ids, outside) >= 0 for ids in labels])
             for side in (labels, predicted):
                 ids = np.concatenate([np.append(ids, outside) for ids in side])[is_word]
@@ -105,23 +106,25 @@ class TokenClassification(Classification):
         return scores
 
     def prediction(self, record, row, output):
-        words, end, found = self._words(record, ""), 0, []
+        words = self._words(record, "")
+        end = 0
+        results = []
         text = " ".join(words) if "tokens" in record else record["text"]
         probabilities = np.exp(output - np.logaddexp.reduce(output, axis=-1, keepdims=True))
-        places = {word: place for place, word in enumerate(row[0][1])}
+        positions = {word: position for position, word in enumerate(row[0][1])}
         for index, word in enumerate(words):
             start = text.index(word, end)
             end = start + len(word)
-            found.append({"word": word, "start": start, "end": end, "label": None})
-            if index in places:  # else it was cut off
-                own = probabilities[places[index]]
-                label = self.config.data.labels[own.argmax()]
-                found[-1] |= {"label": label, "probability": float(own.max())}
+            results.append({"word": word, "start": start, "end": end, "label": None})
+            if index in positions:  # Truncated words have no place.
+                word_probabilities = probabilities[positions[index]]
+                label = self.config.data.labels[word_probabilities.argmax()]
+                results[-1] |= {"label": label, "probability": float(word_probabilities.max())}
         spans = [
-            {"type": kind, "start": found[first]["start"], "end": found[last - 1]["end"]}
-            for first, last, kind in sorted(entities(word["label"] or "O" for word in found))
+            {"type": kind, "start": results[first]["start"], "end": results[last - 1]["end"]}
+            for first, last, kind in sorted(entities(word["label"] or "O" for word in results))
         ]
-        return {"words": found, "entities": spans}
+        return {"words": results, "entities": spans}
 
 
 TASK = TokenClassification

@@ -1,4 +1,4 @@
-"""Translation: pairs of sentences, a vocabulary of our own, an encoder and a decoder."""
+"""Translation: train an encoder–decoder and its tokenizer on sentence pairs."""
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
@@ -16,38 +16,39 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 
 
 class Translation(Task):
-    """Sentences of one language become those of another (Vaswani et al., 2017)."""
+    """Task that trains a `TranslationTransformer` (Vaswani et al., 2017)."""
 
-    kind, command = TranslationTransformer, "translate --run {} < FILE"
+    kind = TranslationTransformer
+    command = "translate --run {} < FILE"
 
     def read(self, part: str | None = None) -> None:
-        read = {name: self._read(*keys) for name, keys in _KEYS.items()}
+        parts = {name: self._read(*keys) for name, keys in _KEYS.items()}
         self.digests |= {
-            name: digest_of_records(zip(*pairs)) for name, pairs in read.items() if pairs
+            name: digest_of_records(zip(*pairs)) for name, pairs in parts.items() if pairs
         }
-        pairs = self._clean(read["train"])
-        self._pairs = {"train": pairs, "dev": read["dev"]}
+        pairs = self._clean_pairs(parts["train"])
+        self._pairs = {"train": pairs, "dev": parts["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
     def _read(self, *keys):
-        """Return the lines of both languages, or None where no held-out files are given."""
-        given = [getattr(self.config.data, key) for key in keys]
-        if keys == _KEYS["dev"] and not any(given):
+        """Return the lines of both languages, or `None` without held-out files."""
+        paths = [getattr(self.config.data, key) for key in keys]
+        if keys == _KEYS["dev"] and not any(paths):
             return None
         return read_pairs(*(self.needed("data", key) for key in keys))
 
-    def _clean(self, pairs):
-        """Leave out pairs that training is better without."""
+    def _clean_pairs(self, pairs):
+        """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""
         options = self.config.data
         *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
         left_out = [
             f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
         ]
-        self._told = f"Training pairs: {', '.join(left_out)}"
+        self._summary = f"Training pairs: {', '.join(left_out)}"
         return pairs
 
     def told(self) -> list[str]:
-        return [self._told]
+        return [self._summary]
 
     def make_network(self, precision: str | None = None) -> TranslationTransformer:
         ids = special_ids(self.tokenizer, self.kind)
@@ -58,7 +59,16 @@ class Translation(Task):
     def unbuilt(
         self, vocab_size: int, precision: str | None = None, **ids: int | None
     ) -> TranslationTransformer:
-        """Return the network without weights, of which this machine can hold those that it gets."""
+        """Create the network without building it.
+
+        Args:
+            vocab_size: Integer. Number of ids of the tokenizer.
+            precision: Name of the dtype policy. Defaults to `training.precision`.
+            **ids: Special ids of the tokenizer.
+
+        Raises:
+            InputError: If the free memory is too small for the weights or the search.
+        """
         config = self.config
         needs.check_search(config, vocab_size, config.search.beam_size)
         with refusing("model"):
@@ -66,7 +76,7 @@ class Translation(Task):
                 vocab_size,
                 **vars(config.model),
                 max_source_length=config.data.max_length,
-                max_target_length=config.data.max_length + 1,  # and the start token
+                max_target_length=config.data.max_length + 1,  # plus the start token
                 **ids,
                 dtype=precision or config.training.precision,
             )
@@ -77,7 +87,8 @@ class Translation(Task):
         pairs = self._pairs[part]
         if not pairs:
             return None
-        options, tokenizer = self.config.data, self.tokenizer
+        options = self.config.data
+        tokenizer = self.tokenizer
         return TranslationBatches(
             tokenizer.encode(pairs[0]),
             tokenizer.encode(pairs[1]),
@@ -96,18 +107,19 @@ class Translation(Task):
         return self.cross_entropy(self.tokenizer.pad_id)
 
     def callbacks(self, trainer) -> list:
-        pairs, number = self._pairs["dev"], self.config.training.bleu_sentences
-        if not pairs or not number:
+        pairs = self._pairs["dev"]
+        num_sentences = self.config.training.bleu_sentences
+        if not pairs or not num_sentences:
             return []
         translate = TextGenerator(
             self.network,
             self.tokenizer,
             max_new_tokens=None,
             batch_size=64,
-            beam_size=1,  # greedy: a quick look
+            beam_size=1,  # Greedy search is fast enough for every epoch.
             max_source_length=self.config.data.max_length,
         )
-        return [SacreBleu(pairs[0][:number], pairs[1][:number], translate)]
+        return [SacreBleu(pairs[0][:num_sentences], pairs[1][:num_sentences], translate)]
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         pairs = zip(*self._pairs["train"])

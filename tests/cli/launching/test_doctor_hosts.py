@@ -1,4 +1,4 @@
-"""Promise: `doctor --hosts` says of each host whether it can take part, and what to mend."""
+"""Promise: `doctor --hosts` reports whether each host can join a job, and how to fix problems."""
 
 import pytest
 
@@ -6,18 +6,20 @@ from dtransformer.cli import doctor_hosts, host_probe, main
 from harness.gpus import write_nvidia_smi
 
 
-def test_this_host(capsys):
+def test_reports_local_host(capsys):
     assert main(["doctor", "--hosts", "localhost"]) == 0
     told = capsys.readouterr().out
     for what in ("ssh", "versions", "files", "GPUs", "memory", "clock", "network"):
         assert f"localhost: {what}" in told
-    assert "ms there and back" in told and "FAILED" not in told
+    assert "ms round trip" in told and "FAILED" not in told
 
 
-def test_a_host_that_does_not_answer(capsys):
+def test_reports_host_without_ssh(capsys):
     assert main(["doctor", "--hosts", "no-such-host.invalid"]) == 1
     told = capsys.readouterr().out
-    assert "FAILED   no-such-host.invalid: ssh" in told and "-> ssh without a password" in told
+    assert (
+        "FAILED   no-such-host.invalid: ssh" in told and "-> set up ssh without a password" in told
+    )
 
 
 @pytest.mark.parametrize("field, value, told", [
@@ -25,16 +27,16 @@ def test_a_host_that_does_not_answer(capsys):
     ("files", "another", "dtransformer's files differ"),
     ("gpus", "8 × NVIDIA H100, 550.54", "8 × NVIDIA H100"),
     ("free_gib", 0.2, "0.2 GiB free"),
-    ("time", 0.0, " s, as far as ssh lets see"),
+    ("time", 0.0, " s, measured through ssh"),
 ])  # fmt: skip
-def test_what_differs_is_told(field, value, told):
+def test_reports_differences_between_hosts(field, value, told):
     own = host_probe.describe()
     found = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
     (wrong,) = [check for check in found if not check["ok"]]
     assert told in wrong["found"] and wrong["mend"]
 
 
-def test_gpus_of_a_host(tmp_path, monkeypatch):
+def test_probe_lists_gpus_by_model_and_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert host_probe.gpus() == "none"
     write_nvidia_smi(tmp_path, **{"name,driver_version": "NVIDIA L4, 560.94"})

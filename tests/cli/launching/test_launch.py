@@ -1,4 +1,4 @@
-"""Promise: `dtransformer launch` starts a command again after a failure, and leaves no process."""
+"""Promise: `dtransformer launch` restarts a command after a failure, and leaves no process behind."""
 
 import os
 import signal
@@ -26,8 +26,8 @@ def launch(*options, command, **environment):
 
 
 @needs_horovod
-def test_a_command_that_fails_once_is_started_again(tmp_path):
-    """With what ranks fit their layout by in the environment; what is left over is ended."""
+def test_restarts_a_failed_command(tmp_path):
+    """The environment contains the ranks per host, and remaining processes are killed."""
     script = (
         f'test "$DTRANSFORMER_FIT_LAYOUT" = 1 || exit 9; cd {tmp_path}; '
         "if mkdir first; then setsid sleep 1235 > /dev/null 2>&1 & exit 3; fi; "
@@ -44,7 +44,7 @@ def test_a_command_that_fails_once_is_started_again(tmp_path):
 
 @needs_horovod
 @pytest.mark.long
-def test_refused_options_are_not_tried_again():
+def test_does_not_restart_after_wrong_options():
     process = launch("-np", "1", command="echo once; exit 2")
     told, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2 and told.count("once") == 1, told + errors
@@ -52,8 +52,8 @@ def test_refused_options_are_not_tried_again():
 
 @needs_horovod
 @pytest.mark.long
-def test_a_signal_is_passed_on_to_ranks_that_catch_it():
-    """Not to the shells around them, but to those that start; the exit code says that it can go on."""
+def test_forwards_signals_to_ranks_that_handle_them():
+    """Shells do not get the signal. Ranks that still start get it later. The exit code is 75."""
     rank = (
         "import signal, sys, time; print('ready', flush=True); time.sleep(3); "
         "signal.signal(10, lambda *x: sys.exit(75)); time.sleep(99)"
@@ -70,16 +70,16 @@ def test_a_signal_is_passed_on_to_ranks_that_catch_it():
 
 
 @pytest.mark.parametrize("options, told", [
-    ([], "there is no command"),
+    ([], "No command was given"),
     (["--hosts", "/nowhere/hosts", "--", "x"], "/nowhere/hosts"),
     (["--hosts", "a", "--host-discovery-script", "b", "--", "x"], "not allowed with"),
     (["--host-discovery-script", "/bin/false", "--", "x"], "has ended with code 1"),
     (["--restarts", "-1", "--", "x"], "expected an integer"),
     (["-np", "0", "--", "x"], "expected an integer"),
-    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks is more than the 2 ranks of -np"),
+    (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks exceeds the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
-def test_wrong_options_are_told_in_one_line(options, told, capsys):
+def test_wrong_launch_options_are_one_line_errors(options, told, capsys):
     from dtransformer.cli import main
 
     assert main(["launch", *options]) == 2

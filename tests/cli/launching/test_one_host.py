@@ -87,7 +87,7 @@ def test_ctrl_c_ends_ranks_that_ignore_signals():
     assert not running("sleep 1238")
 
 
-def test_a_signal_that_comes_twice_at_once_lets_ranks_say_their_last_words():
+def test_repeated_signal_lets_ranks_finish_their_output():
     script = 'trap "sleep 1; echo saved; exit 130" INT; echo ready; while true; do sleep 0.1; done'
     process = launch("-np", "2", command=script)
     wait_for(process, "ready")
@@ -120,7 +120,7 @@ def test_ranks_end_if_the_launcher_is_killed():
     assert not running("sleep 1239")
 
 
-def test_a_command_that_does_not_exist_is_an_error_of_one_line():
+def test_missing_command_is_a_one_line_error():
     arguments = ["-m", "dtransformer.cli", "launch", "-np", "2", "--", "no-such-program"]
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT
@@ -156,7 +156,7 @@ def test_a_layout_is_replaced_only_if_ranks_may_be_missing(options, expected):
     ("[0] E0000 00:00:17 5 cuda.cc:1] no device\n", True),
     ("[0] In 2026\n", True),
 ])  # fmt: skip
-def test_notes_of_tensorflow_and_horovodrun_are_not_shown(line, is_shown):
+def test_hides_notes_of_tensorflow_and_horovodrun(line, is_shown):
     assert supervisor.Outcome().read(line) is is_shown
 
 

@@ -1,4 +1,4 @@
-"""Promise: hosts are read or refused, those that fail are left out for a while, causes are told."""
+"""Promise: host lists are checked, failed hosts are excluded for a while, and causes are reported."""
 
 import pytest
 
@@ -17,20 +17,20 @@ from dtransformer.runs.run import layout_plan
     "", "# none\n\n", "a slots=0", "a slots=99999", "a:b", "a b", "-o ProxyCommand=x", "a;b", "a\na:2",
     "a slots=2 b", "é", "a\x00", "$(id)",
 ])  # fmt: skip
-def test_what_is_no_host_is_refused(text):
+def test_rejects_invalid_host_lines(text):
     """Hosts become arguments of ssh and horovodrun."""
-    with pytest.raises(InputError, match="hosts.txt: .*such as 'node1 slots=4'"):
+    with pytest.raises(InputError, match="hosts.txt.*such as 'node1 slots=4'"):
         parse_hosts(text, "hosts.txt")
 
 
-def test_a_host_that_does_not_answer_is_asked_again_later():
+def test_retries_excluded_hosts_after_the_cool_down():
     hosts, book = {"a": 2, "b": 2}, HostBook(cool_down=60)
     book.failed("b", now=100.0)
     assert book.usable(hosts, 159.0) == {"a": 2}
     assert book.usable(hosts, 160.0) == hosts
 
 
-def test_a_host_that_ends_two_starts_in_a_row_is_left_out():
+def test_excludes_hosts_after_two_consecutive_faults():
     hosts, book = {"a": 1, "b": 1}, HostBook(cool_down=60)
     for at_fault in (["b"], ["a"], [], ["b"]):
         book.at_fault(at_fault, now=0.0)
@@ -40,11 +40,11 @@ def test_a_host_that_ends_two_starts_in_a_row_is_left_out():
     assert book.usable(hosts, 61.0) == hosts
 
 
-def test_hosts_that_come_are_taken():
+def test_uses_new_hosts():
     assert take_ranks(parse_hosts("a:2\nb:2\nc:2", "x"), 5) == {"a": 2, "b": 2, "c": 1}
 
 
-# What is printed -> cause, hosts, preempted, refused.
+# Printed lines, and the expected cause, hosts, preempted and refused.
 OUTPUTS = {
     "a frozen rank": (
         [
@@ -79,7 +79,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("lines, expected", OUTPUTS.values(), ids=OUTPUTS)
-def test_why_a_start_has_ended(lines, expected):
+def test_outcome_names_the_cause(lines, expected):
     outcome = Outcome()
     for line in lines:
         outcome.read(line)
@@ -89,7 +89,7 @@ def test_why_a_start_has_ended(lines, expected):
     assert [outcome.hosts, *found] == rest
 
 
-# Degrees (data, model, pipeline), devices that are left -> degrees.
+# Degrees (data, model, pipeline), remaining devices, and expected degrees.
 REFITS = [
     ((4, 1, 1), 3, (3, 1, 1)),
     ((2, 2, 1), 4, (2, 2, 1)),
@@ -107,7 +107,7 @@ REFITS = [
 
 
 @pytest.mark.parametrize("degrees, num_devices, expected", REFITS)
-def test_another_layout_for_what_is_left(degrees, num_devices, expected):
+def test_refits_the_layout_to_fewer_devices(degrees, num_devices, expected):
     data, model, stages = degrees
     config = TransformerOpParallelConfig(
         data_parallel=data,
@@ -122,7 +122,7 @@ def test_another_layout_for_what_is_left(degrees, num_devices, expected):
     found.resolve(num_devices)
 
 
-def test_a_pipeline_of_one_stage_has_no_schedule_of_chunks():
+def test_refit_to_one_stage_removes_pipeline_chunks():
     config = TransformerOpParallelConfig(
         pipeline_stage=2, pipeline_chunks=2, pipeline_schedule="interleaved", micro_batch_num=4
     )
@@ -133,7 +133,7 @@ def test_a_pipeline_of_one_stage_has_no_schedule_of_chunks():
 @pytest.mark.parametrize(
     "level, left, experts", [(0, 3, 1), (0, 6, 2), (0, 4, 4), (3, 6, 1), (3, 4, 4)]
 )
-def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts):
+def test_refit_reduces_expert_parallel(level, left, experts):
     config = TransformerOpParallelConfig(data_parallel=4, expert_parallel=4, optimizer_shard=level)
     found = refit(config, left)
     assert (found.data_parallel, found.expert_parallel) == (left, experts)
@@ -141,7 +141,7 @@ def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts
 
 
 def plan_for(ranks, monkeypatch, *settings, launched="3"):
-    """Return the plan of a run on a layout of four ranks, where so many are left."""
+    """Return the plan of a run with a layout for four ranks on fewer remaining ranks."""
     layout = ["data_parallel=2", "model_parallel=2", "gradient_dtype=float16"]
     config = load_config(None, [*(f"parallel.{field}" for field in layout), *settings])
     monkeypatch.setenv("HOROVOD_SIZE", str(ranks))
@@ -151,8 +151,8 @@ def plan_for(ranks, monkeypatch, *settings, launched="3"):
     return layout_plan(config)
 
 
-def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
-    """For the run's model and batch; what is no degree stays. `init` takes it."""
+def test_planner_chooses_the_layout_of_fewer_ranks(monkeypatch):
+    """The plan is for the run's model and batch, keeps other fields, and `init` accepts it."""
     found = plan_for(3, monkeypatch)
     best = found.best.config
     assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
@@ -165,10 +165,10 @@ def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks, launched, settings", [
-    (4, "4", []),  # all are there
-    (3, "", []),  # `init` refuses it
-    (3, "2", []),  # on hosts of two and of one
+    (4, "4", []),  # All ranks remain.
+    (3, "", []),  # `init` rejects it.
+    (3, "2", []),  # Two ranks on one host, and one on another.
     (3, "3", ["training.optimizer=nonsense"]),
 ])  # fmt: skip
-def test_where_the_planner_has_no_layout(ranks, launched, settings, monkeypatch):
+def test_layout_plan_is_none_without_a_planner_layout(ranks, launched, settings, monkeypatch):
     assert plan_for(ranks, monkeypatch, *settings, launched=launched) is None

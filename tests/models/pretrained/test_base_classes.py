@@ -82,7 +82,7 @@ def test_a_head_that_is_damaged_is_still_refused(tmp_path):
 def test_a_decoder_without_a_head_generates_no_texts(tmp_path):
     made("LlamaModel", tmp_path, DECODER | {"vocab_size": 290})
     write_byte_tokenizer(tmp_path, ["one"], "{{ messages }}")
-    with pytest.raises(InputError, match="holds a CausalLM, which generates no text"):
+    with pytest.raises(InputError, match="contains a CausalLM, which does not generate text"):
         opened(tmp_path, "float32")
 
 
