@@ -73,8 +73,9 @@ class FitLoop(StepFunctions):
             y, batch_size, epochs, callbacks, and the others: as Keras'. `batch_size` is that of
                 the global batch.
             verbose: as Keras'; ranks other than 0 print nothing. 1 shows a progress bar with
-                losses and metrics. If standard output is not a terminal, it prints lines with
-                at most six metrics instead. 2 prints one such line for each epoch.
+                losses, metrics and tokens per second. If standard output is not a terminal, it
+                prints lines with at most six metrics instead. 2 prints one such line for each
+                epoch.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
                 of a folder of them. `epochs` counts from the run's beginning. In the middle

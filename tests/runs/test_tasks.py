@@ -66,7 +66,7 @@ def test_a_gpt_from_text_is_exported(place, capsys):
         served.serve(inputs), load_run("runs/gpt").network(inputs), atol=1e-5
     )
     printed = capsys.readouterr().out
-    assert "Documents (train): 96 of" in printed and "epoch: 1, one … " in printed
+    assert "Documents (train): 96 with" in printed and "epoch: 1, one … " in printed
     assert from_pretrained("models/gpt").num_parameters() > 0
     assert main(["evaluate", "--run", "runs/gpt", "--data", "text.txt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -187,7 +187,7 @@ def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
     printed = capsys.readouterr().out
     assert sorted(place.rglob("*")) == before
     assert "⟦three</s>⟧" in printed or "⟦two</s>⟧" in printed
-    assert re.search(r"Records \(train\): 48 of [\d,]+ tokens, \d+\.\d% learnt", printed)
+    assert re.search(r"Records \(train\): 48 with [\d,]+ tokens, \d+\.\d% of them in the loss", printed)
     assert "It fits" in printed and "rank" not in printed.split("\n")[0]
 
 

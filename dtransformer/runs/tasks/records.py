@@ -101,13 +101,13 @@ class RecordTask(Task):
 
     def told(self) -> list[str]:
         return [
-            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens{self.describe(x)}"
+            f"Records ({name}): {len(x):,} with {x.num_tokens:,} tokens{self.describe(x)}"
             for name, x in self.records.items()
         ]
 
     def describe(self, records: EncodedRecords) -> str:
         """Return the end of the log line about some records: their targets."""
-        return f", {records.learnt_share:.1%} learnt"
+        return f", {records.learnt_share:.1%} of them in the loss"
 
     @abc.abstractmethod
     def form(self, *args) -> tuple:
