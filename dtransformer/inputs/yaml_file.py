@@ -53,7 +53,8 @@ def parse_yaml(text: str, name: FilePath) -> object:
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
     except (yaml.YAMLError, _Refused, UnicodeError) as error:
-        raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
+        reason = one_line(error, 160).replace('in "<unicode string>", ', "at ")
+        raise InputError(f"{name}: cannot be parsed as YAML ({reason})") from None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -138,7 +139,7 @@ class _Builder:
             if not isinstance(key, str) or key == "<<":
                 raise _Refused(f"{where}: the key {shown(key)}: keys are texts, and none merges")
             if key in values:
-                raise _Refused(f"{where}: the key {shown(key)} is there twice: remove one")
+                raise _Refused(f"{where}: the key {shown(key)} occurs twice: remove one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
 

@@ -29,8 +29,8 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
         raise InputError(
-            f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
-            "adafactor"
+            "`training.optimizer` must be a Keras optimizer such as adamw, adam, sgd, lion or "
+            f"adafactor, got {name!r}."
         ) from None
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator, Field
 
+from dtransformer.errors import nearest, shown
 from dtransformer.inputs.json_file import STRICT, problem
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.planner.models import checked
@@ -37,14 +38,20 @@ _options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment
 
 def _made_of(kind: type) -> Callable:
     """Return a function that converts a mapping to a dataclass; other values stay unchanged."""
+    fields = [field.name for field in dataclasses.fields(kind)]
 
     def make(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        for name in value:
+            if name not in fields:
+                received = f"unknown key `{name}`, got {shown(value[name])}"
+                raise ValueError(f"{received} ({nearest(name, fields)})")
         try:
             return checked(kind, value)
         except pydantic.ValidationError as error:
-            raise ValueError(" ".join(problem(error)).strip()) from None
+            place, text = problem(error)
+            raise ValueError(f"`{place}` {text}" if place else text) from None
 
     return make
 
@@ -57,7 +64,7 @@ def _each_of(kind: type, name: str) -> BeforeValidator:
         items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         found = [make({name: one} if isinstance(one, str) else one) for one in items]
         if value and not all(isinstance(x, kind) and getattr(x, name) for x in found):
-            raise ValueError(f"must be a {name}, or a list of such or of {{{name}: …}}")
+            raise ValueError(f"must be a {name}, a mapping with `{name}`, or a list of these")
         return tuple(found) if value else ()
 
     return BeforeValidator(make_all, json_schema_input_type=str | kind | list[str | kind] | None)
@@ -276,7 +283,7 @@ class TrainingOptions:
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
     precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
-    jit_compile: Literal["auto", True, False] = "auto"  # Compile with XLA: auto, true or false
+    jit_compile: Literal["auto"] | bool = "auto"  # Compile with XLA: auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
     deterministic: bool = False  # Use deterministic operations, slower on GPUs

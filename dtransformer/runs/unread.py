@@ -109,8 +109,8 @@ def _check_adapters(config):
     adapters = getattr(config.model, "adapters", None)
     if adapters is not None and config.model.from_ is None:
         raise InputError(
-            "model.adapters: there are no weights to adapt: give model.from, the folder of a "
-            "published model or of a run"
+            f"`model.adapters` (rank {adapters.rank}) requires weights to adapt. Set `model.from` to "
+            "the folder of a published model or of a run."
         )
     trains_head = like(config.task) in _NEW_HEADS
     if config.training.precision == "bfloat16" and (adapters is None or trains_head):

@@ -118,7 +118,7 @@ def test_a_layout_alone_is_refused_with_the_steps_to_complete_it(tmp_path, capsy
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
         assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
         told = capsys.readouterr().err
-        assert "neither task nor data" in told and "dtransformer new causal_lm" in told
+        assert "expected `task`, `data` and `model`" in told and "dtransformer new causal_lm" in told
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
@@ -141,7 +141,7 @@ def test_a_config_without_task_and_data_is_refused(text, tmp_path):
     from dtransformer.errors import InputError
 
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(InputError, match="neither task nor data"):
+    with pytest.raises(InputError, match="expected `task`, `data` and `model`"):
         load_config(tmp_path / "mine.yaml", needs_task=True)
     (tmp_path / "mine.yaml").write_text("data: {source: a, target: b}")
     assert load_config(tmp_path / "mine.yaml", needs_task=True).task == "translation"

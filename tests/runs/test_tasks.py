@@ -187,7 +187,9 @@ def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
     printed = capsys.readouterr().out
     assert sorted(place.rglob("*")) == before
     assert "⟦three</s>⟧" in printed or "⟦two</s>⟧" in printed
-    assert re.search(r"Records \(train\): 48 with [\d,]+ tokens, \d+\.\d% of them in the loss", printed)
+    assert re.search(
+        r"Records \(train\): 48 with [\d,]+ tokens, \d+\.\d% of them in the loss", printed
+    )
     assert "It fits" in printed and "rank" not in printed.split("\n")[0]
 
 
@@ -228,7 +230,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("regression", "data.train=labels.jsonl", "expected a number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
-        ("preference", "training.beta=0", "training.beta should be greater than 0"),
+        ("preference", "training.beta=0", "`training.beta` must be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
         ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
     ],

@@ -246,7 +246,7 @@ class Task(abc.ABC):
         value = getattr(getattr(self.config, section), key, None)
         if not value:
             raise InputError(
-                f"{section}.{key} is not given, and task {self.config.task} needs it: add it to the "
-                f"config, or give --set {section}.{key}=FILE"
+                f"`{section}.{key}` is missing, and task {self.config.task} requires it. Add it to the "
+                f"config, or pass --set {section}.{key}=FILE."
             )
         return value
