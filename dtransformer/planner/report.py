@@ -171,7 +171,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     _frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    with refusing(f"{path}: is no kind of picture that is known"):
+    with refusing(f"{path}: cannot write this type of picture"):
         figure.savefig(path, dpi=120)
 
 
@@ -198,7 +198,7 @@ def _frontier(axes, plan):
     order = np.lexsort((seconds, needed))
     best = np.minimum.accumulate(seconds[order])
     first = np.r_[True, best[1:] < best[:-1]]
-    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="none is better in both")
-    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="there is")
+    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="Pareto frontier")
+    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="available memory")
     axes.set(xscale="log", yscale="log", xlabel="GB/device", ylabel="s/step")
     axes.legend(fontsize=7)

@@ -80,6 +80,14 @@ class Source:
 
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
+Algorithm = Literal["byte_bpe", "wordpiece"]
+DocumentEnd = Literal["blank_line", "line", "file"]
+Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
+KeyMap = dict[Name, Name]
+Mixture = Literal["repeat", "once", "first_ends"]
+Turns = Literal["assistant", "last_assistant", "all"]
+TooLong = Literal["leave_out", "cut"]
+Stored = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
@@ -109,7 +117,7 @@ class DocumentData:
     train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
     dev: Sources = ()  # Held-out documents, for val_loss and perplexity
     field: Name = "text"  # Key or column of the text in records
-    documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each text document
+    documents: DocumentEnd = "blank_line"  # End of a document: blank_line, line or file
     sentences: bool = False  # Treat lines as sentences, for next_sentence
     length: Count = 512  # Tokens per row
     mask_rate: Rate = 0.15  # Fraction of tokens to predict
@@ -126,11 +134,11 @@ class RecordData:
 
     train: Sources = ()  # Files: .jsonl, .json, .parquet, .arrow or text; JSON and text may be .gz
     dev: Sources = ()  # Held-out records
-    fields: dict[Name, Name] = dataclasses.field(default_factory=dict)  # Names: {prompt: question}
+    fields: KeyMap = dataclasses.field(default_factory=dict)  # Renamed keys: {prompt: question}
     length: Count = 512  # Maximum tokens per record, and tokens per row
-    longer: Literal["leave_out", "cut"] = "leave_out"  # leave_out or cut longer training records
+    longer: TooLong = "leave_out"  # Training records beyond length: leave_out or cut
     packed: bool = False  # Pack several records into a row, without attention between them
-    mixture: Literal["repeat", "once", "first_ends"] = "once"  # Epoch end of mixtures
+    mixture: Mixture = "once"  # Epoch of a mixture: repeat, once or first_ends
     shuffle: bool = True  # Shuffle in every epoch
 
 
@@ -145,9 +153,9 @@ class Seq2SeqData(RecordData):
 class ChatData(RecordData):
     """Conversations, texts or pairs of answers, and their chat template."""
 
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # Turns to learn
+    train_on: Turns = "assistant"  # Turns in the loss: assistant, last_assistant or all
     template: Path | None = None  # Jinja file, or chatml; null uses the tokenizer's template
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today in templates
+    date: Date = "2024-07-26"  # Current date in templates
 
 
 @_options
@@ -165,7 +173,7 @@ class TokenizerOptions:
     folder: Path | None = None  # Tokenizer to use; null: model.from's tokenizer, or train one
     vocab_size: Pieces | None = None  # Entries of a trained tokenizer; null: up to 8000
     lower_case: bool = False  # Convert texts to lower case
-    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # null: by task
+    algorithm: Algorithm | None = None  # wordpiece or byte_bpe; null: depends on the task
 
 
 @_options
@@ -272,7 +280,7 @@ class TrainingOptions:
     learning_rate: NotNegative = 1e-3  # Peak learning rate, after the warm-up
     schedule: Schedule = "inverse_sqrt"  # inverse_sqrt, linear, cosine, constant, wsd or restarts
     warmup_steps: Number = 400  # Steps of linear warm-up from 0
-    decay_steps: Count | None = None  # Length of wsd's decay at the end; null: a tenth of all
+    decay_steps: Count | None = None  # Length of wsd's final decay; null: a tenth of all steps
     restarts: Count = 1  # Number of restarts of the cosine, for schedule restarts
     final_learning_rate: NotNegative = 0.0  # Final rate of linear, cosine, wsd and restarts
     weight_decay: NotNegative = 0.01  # Weight decay; norms and biases do not decay
@@ -284,7 +292,7 @@ class TrainingOptions:
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
     precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
     jit_compile: Literal["auto"] | bool = "auto"  # Compile with XLA: auto, true or false
-    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per call
+    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per compiled call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
     deterministic: bool = False  # Use deterministic operations, slower on GPUs
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, dropout and shuffling
@@ -365,11 +373,11 @@ class LogOptions:
 class ExportOptions:
     """Exports at the end of training."""
 
-    folder: Path | None = None  # Published folder to write, for generate and transformers
+    folder: Path | None = None  # Folder to write, for generate and transformers
     family: Name | None = None  # Family, such as gpt2; null uses the family of model.from
     saved_model: Path | None = None  # TensorFlow SavedModel to write, for serving
     merge_adapters: bool = True  # Merge adapters into the weights; false exports adapters only
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Type; null: as loaded
+    dtype: Stored | None = None  # float32, bfloat16 or float16; null: as loaded
 
 
 _TOKENIZED = {
