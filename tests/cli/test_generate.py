@@ -250,7 +250,7 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         ([], "there is no prompt: give a --prompt"),
         (
             ["--prompt", "x", "--temperature", "-1"],
-            "temperature must be at least 0",
+            "temperature should be greater than or equal to 0",
         ),
         (["--prompt", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),

@@ -208,7 +208,7 @@ def test_random_weights_are_told(dry_run):
 
 def test_adapters_without_weights_are_refused(dry_run):
     code, _, err = dry_run("chat", "model.from=null", "model.preset=llama3_8b")
-    assert code == 2 and "`model.adapters` (rank 8) requires weights to adapt" in err
+    assert code == 2 and "`model.adapters` (rank 2) requires weights to adapt" in err
 
 
 @pytest.mark.parametrize("name", ["gpt", "classification", "reward"])
