@@ -118,7 +118,7 @@ MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
 OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 160
 # Tokens of code in the package, without docstrings and comments.
-TOKEN_BUDGET = 313_000
+TOKEN_BUDGET = 314_200
 
 
 # What is imported.

@@ -199,6 +199,6 @@ def _frontier(axes, plan):
     best = np.minimum.accumulate(seconds[order])
     first = np.r_[True, best[1:] < best[:-1]]
     axes.plot(needed[order][first], best[first], "o-", markersize=3, label="Pareto frontier")
-    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="available memory")
+    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="available")
     axes.set(xscale="log", yscale="log", xlabel="GB/device", ylabel="s/step")
     axes.legend(fontsize=7)

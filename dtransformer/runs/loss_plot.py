@@ -9,8 +9,18 @@ from html import escape
 from dtransformer.inputs.files import write_text_atomically
 
 _MAX_POINTS = 400  # per curve; a longer curve shows means of consecutive steps
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 400, 70, 50, 350
-_CURVES = (("training loss", "#3b6fb6"), ("validation loss", "#e08214"))
+_CURVES = {"step_loss": ("training", "#3b6fb6"), "val_loss": ("validation", "#e08214")}
+# The area of the curves is 600 × 300, with its upper left corner at (70, 50).
+_START = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400"
+ font-family="sans-serif" font-size="13" fill="#1f2328">
+<rect width="720" height="400" fill="white"/>
+<text x="370" y="390">step</text>"""
+_TICK = """<path d="M70 {y:.1f}h600" stroke="#d8dee4"/>
+<text x="20" y="{y:.1f}">{loss:.3g}</text>
+<text x="{x:.1f}" y="370">{step:,.0f}</text>"""
+_CURVE = """<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"
+ stroke-linecap="round"/>
+<text x="{x}" y="24" style="fill:{color}">● {name} loss</text>"""
 
 
 def write_loss_plot(metrics: pathlib.Path, picture: str | os.PathLike, title: str) -> None:
@@ -21,59 +31,31 @@ def write_loss_plot(metrics: pathlib.Path, picture: str | os.PathLike, title: st
         picture: Path of the SVG file to write.
         title: Heading of the plot.
     """
-    losses = {}, {}
-    with open(metrics, encoding="utf-8") as file:
-        for record in map(json.loads, file):
-            for curve, name in zip(losses, ("step_loss", "val_loss")):
-                value = float(record.get(name, "nan"))
-                if math.isfinite(value):
-                    curve[float(record.get("step"))] = value
-    curves = [_averaged(sorted(curve.items())) for curve in losses]
-    write_text_atomically(picture, _svg(curves, title))
+    records = list(map(json.loads, metrics.read_text("utf-8").splitlines()))
+    curves = {name: _points(records, name) for name in _CURVES}
+    steps, losses = zip(*(point for curve in curves.values() for point in curve))
+    low, high = min(losses), max(losses)
+    place = lambda step, loss: (
+        70 + 600 * step / max(steps),
+        350 - 300 * (loss - low) / (high - low or 1),
+    )
+    lines = [_START, f'<text x="70" y="24" font-weight="bold">{escape(title)}</text>']
+    for part in (0, 0.25, 0.5, 0.75, 1):
+        step, loss = part * max(steps), low + part * (high - low)
+        x, y = place(step, loss)
+        lines.append(_TICK.format(x=x, y=y, step=step, loss=loss))
+    for x, (name, (label, color)) in zip((400, 550), _CURVES.items()):
+        # SVG draws no line with a single point, so the last point comes twice.
+        curve = [*curves[name], *curves[name][-1:]]
+        points = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in curve)
+        lines.append(_CURVE.format(points=points, color=color, name=label, x=x))
+    write_text_atomically(picture, "\n".join([*lines, "</svg>", ""]))
 
 
-def _averaged(points):
-    """Return at most `_MAX_POINTS` points, the means of equal parts."""
+def _points(records, name):
+    """Return at most `_MAX_POINTS` finite (step, loss) pairs, the means of equal parts."""
+    losses = {record["step"]: float(record[name]) for record in records if name in record}
+    points = [point for point in sorted(losses.items()) if math.isfinite(point[1])]
     size = -(-len(points) // _MAX_POINTS) or 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [tuple(sum(axis) / len(part) for axis in zip(*part)) for part in parts]
-
-
-def _svg(curves, title):
-    points = [point for curve in curves for point in curve] or [(0.0, 0.0)]
-    last = max(step for step, _ in points) or 1.0
-    low = min(loss for _, loss in points)
-    high = max(loss for _, loss in points)
-    to_x = lambda step: _LEFT + (_WIDTH - _LEFT - 20) * step / last
-    to_y = lambda loss: _BOTTOM - (_BOTTOM - _TOP) * (loss - low) / (high - low or 1.0)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="13" fill="#1f2328">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_LEFT, 24, title, 'font-weight="bold"'),
-        _text(_WIDTH / 2, _HEIGHT - 8, "step", 'text-anchor="middle"'),
-    ]
-    for i in range(5):
-        loss, step = low + (high - low) * i / 4, last * i / 4
-        y = to_y(loss)
-        lines += [
-            f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 20}" stroke="#d8dee4"/>',
-            _text(_LEFT - 8, y + 4, f"{loss:.3g}", 'text-anchor="end"'),
-            _text(to_x(step), _BOTTOM + 20, f"{step:,.0f}", 'text-anchor="middle"'),
-        ]
-    for i, ((name, color), curve) in enumerate(zip(_CURVES, curves)):
-        if curve:
-            path = " ".join(f"{to_x(step):.1f},{to_y(loss):.1f}" for step, loss in curve)
-            style = f'fill="none" stroke="{color}" stroke-width="2"'
-            lines.append(f'<polyline points="{path}" {style}/>')
-            lines += [_dot(to_x(step), to_y(loss), color) for step, loss in curve[-1:]]
-            lines.append(_text(_WIDTH - 145, 24 + 18 * i, f"● {name}", f'style="fill:{color}"'))
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _dot(x: float, y: float, color: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>'

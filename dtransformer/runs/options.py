@@ -4,16 +4,14 @@ The comment after a field is its description in docs, `dtransformer new` and `dt
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from dtransformer.errors import nearest, shown
-from dtransformer.inputs.json_file import STRICT, problem
+from dtransformer.inputs.json_file import STRICT
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
-from dtransformer.planner.models import checked
+from dtransformer.runs.nested_options import each_of, made_of
 
 USUAL_VOCABULARY = 8000  # maximum entries of a trained tokenizer
 
@@ -36,40 +34,6 @@ Name = Annotated[str, Field(min_length=1, max_length=100)]
 _options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment": True})
 
 
-def _made_of(kind: type) -> Callable:
-    """Return a function that converts a mapping to a dataclass; other values stay unchanged."""
-    fields = [field.name for field in dataclasses.fields(kind)]
-
-    def make(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        for name in value:
-            if name not in fields:
-                received = f"unknown key `{name}`, got {shown(value[name])}"
-                raise ValueError(f"{received} ({nearest(name, fields)})")
-        try:
-            return checked(kind, value)
-        except pydantic.ValidationError as error:
-            place, text = problem(error)
-            raise ValueError(f"`{place}` {text}" if place else text) from None
-
-    return make
-
-
-def _each_of(kind: type, name: str) -> BeforeValidator:
-    """Return a validator that makes a tuple of dataclasses; a string sets only the field `name`."""
-    make = _made_of(kind)
-
-    def make_all(value: Any) -> Any:
-        items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-        found = [make({name: one} if isinstance(one, str) else one) for one in items]
-        if value and not all(isinstance(x, kind) and getattr(x, name) for x in found):
-            raise ValueError(f"must be a {name}, a mapping with `{name}`, or a list of these")
-        return tuple(found) if value else ()
-
-    return BeforeValidator(make_all, json_schema_input_type=str | kind | list[str | kind] | None)
-
-
 @_options
 class Source:
     """File of records, or folder of token shards, with its weight in a mixture."""
@@ -81,15 +45,10 @@ class Source:
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
 Algorithm = Literal["byte_bpe", "wordpiece"]
-DocumentEnd = Literal["blank_line", "line", "file"]
-Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
-KeyMap = dict[Name, Name]
 Mixture = Literal["repeat", "once", "first_ends"]
 Turns = Literal["assistant", "last_assistant", "all"]
-TooLong = Literal["leave_out", "cut"]
-Stored = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
+Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], each_of(Source, "path")]
 
 
 @_options
@@ -117,7 +76,7 @@ class DocumentData:
     train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
     dev: Sources = ()  # Held-out documents, for val_loss and perplexity
     field: Name = "text"  # Key or column of the text in records
-    documents: DocumentEnd = "blank_line"  # End of a document: blank_line, line or file
+    documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each document
     sentences: bool = False  # Treat lines as sentences, for next_sentence
     length: Count = 512  # Tokens per row
     mask_rate: Rate = 0.15  # Fraction of tokens to predict
@@ -125,7 +84,7 @@ class DocumentData:
     shuffle: bool = True  # Shuffle in every epoch
 
 
-Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
+Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(made_of(MoEConfig))]
 
 
 @_options
@@ -134,9 +93,9 @@ class RecordData:
 
     train: Sources = ()  # Files: .jsonl, .json, .parquet, .arrow or text; JSON and text may be .gz
     dev: Sources = ()  # Held-out records
-    fields: KeyMap = dataclasses.field(default_factory=dict)  # Renamed keys: {prompt: question}
+    fields: dict[Name, Name] = dataclasses.field(default_factory=dict)  # Names: {prompt: question}
     length: Count = 512  # Maximum tokens per record, and tokens per row
-    longer: TooLong = "leave_out"  # Training records beyond length: leave_out or cut
+    longer: Literal["leave_out", "cut"] = "leave_out"  # leave_out or cut longer training records
     packed: bool = False  # Pack several records into a row, without attention between them
     mixture: Mixture = "once"  # Epoch of a mixture: repeat, once or first_ends
     shuffle: bool = True  # Shuffle in every epoch
@@ -155,7 +114,7 @@ class ChatData(RecordData):
 
     train_on: Turns = "assistant"  # Turns in the loss: assistant, last_assistant or all
     template: Path | None = None  # Jinja file, or chatml; null uses the tokenizer's template
-    date: Date = "2024-07-26"  # Current date in templates
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today's date
 
 
 @_options
@@ -211,7 +170,7 @@ class AdapterOptions:
 
 
 Adapters = Annotated[
-    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(_made_of(AdapterOptions))
+    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(made_of(AdapterOptions))
 ]
 
 
@@ -266,7 +225,7 @@ class GroupOptions:
     weight_decay: NotNegative | None = None  # Replaces training.weight_decay
 
 
-Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], _each_of(GroupOptions, "pattern")]
+Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], each_of(GroupOptions, "pattern")]
 
 
 @_options
@@ -377,7 +336,7 @@ class ExportOptions:
     family: Name | None = None  # Family, such as gpt2; null uses the family of model.from
     saved_model: Path | None = None  # TensorFlow SavedModel to write, for serving
     merge_adapters: bool = True  # Merge adapters into the weights; false exports adapters only
-    dtype: Stored | None = None  # float32, bfloat16 or float16; null: as loaded
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Type; null: as loaded
 
 
 _TOKENIZED = {
