@@ -152,7 +152,7 @@ REFUSED = [
     (add("notes.txt"), ["--overwrite"], "also holds notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
     (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
-    (nothing, ["--overwrite", "data.dev_source=missing.en"], "data.dev_target is not given"),
+    (nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
     (nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
     (nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
     (nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
