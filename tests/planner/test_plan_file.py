@@ -118,7 +118,9 @@ def test_a_layout_alone_is_refused_with_the_steps_to_complete_it(tmp_path, capsy
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
         assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
         told = capsys.readouterr().err
-        assert "expected `task`, `data` and `model`" in told and "dtransformer new causal_lm" in told
+        assert (
+            "expected `task`, `data` and `model`" in told and "dtransformer new causal_lm" in told
+        )
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
