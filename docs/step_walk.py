@@ -3,9 +3,9 @@
     python docs/step_walk.py [one_device | mesh | pipeline]
 
 The first step of a small network is traced under `sys.setprofile`, in one process: a mesh of two
-logical devices, a pipeline of one stage with two model chunks. A file counts where one of its
-functions runs between the call of the train function and its return, but for what the network's
-layers call, and their gradients (the network is the user's); lines are those of code.
+logical devices, a pipeline of one stage with two model chunks. A file counts if one of its
+functions runs inside `StepRunner.train`. Calls below the network's layers, and their gradients, do
+not count, because the network belongs to the user. Lines are lines of code.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYOUTS = {
     ),
 }
 NETWORK = tuple(f"{PACKAGE}/{folder}/" for folder in ("layers", "models"))
-# In which TensorFlow calls the gradients of layers' operations.
+# TensorFlow calls the gradients of the layers' operations in these functions.
 BACKWARD = "GradientTape.gradient", "_GradientsHelper"
 
 
@@ -50,6 +50,7 @@ def walk(layout):
     import dtransformer
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.models import CausalLM
+    from dtransformer.trainers.step_runner import StepRunner
 
     fields, devices = LAYOUTS[layout]
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields), local_devices=devices)
@@ -58,7 +59,8 @@ def walk(layout):
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
     ids = np.random.default_rng(0).integers(4, 50, (8, 7))
     data = ids[:, :-1], ids[:, 1:]
-    passed, inside = set(), []  # frames of the network's outermost calls, one a thread at a time
+    passed = set()
+    inside = []  # Frames of the network's outermost calls, at most one per thread.
 
     def note(frame, event, _):
         name = frame.f_code.co_filename
@@ -70,24 +72,18 @@ def walk(layout):
         elif event == "return" and inside and frame is inside[-1]:
             inside.pop()
 
-    make = trainer.make_train_function
+    train = StepRunner.train
 
-    def make_noted(force=False):
-        train = make(force)
+    def noted(*args):
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            return train(*args)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
-        def noted(iterator):
-            threading.setprofile(note)
-            sys.setprofile(note)
-            try:
-                return train(iterator)
-            finally:
-                sys.setprofile(None)
-                threading.setprofile(None)
-
-        trainer.train_function = noted
-        return noted
-
-    trainer.make_train_function = make_noted
+    StepRunner.train = noted
     trainer.fit(*data, batch_size=8, epochs=1, verbose=0)
     dtransformer.shutdown()
     own = [pathlib.Path(name) for name in passed]

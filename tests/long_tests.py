@@ -139,7 +139,7 @@ LEFT = [
     Left(
         "trainers/engines/test_mesh.py::test_deep_networks_are_told_of_chunks_before_they_are_compiled",
         "",
-        "layers/test_placement.py::test_chunks_of_a_single_stage_are_compiled_soon",
+        "layers/test_placement.py::test_chunks_of_a_single_stage_minimize_compile_time",
     ),
     Left(
         "models/test_freezing.py::test_gradients_of_frozen_weights_are_not_reduced",
@@ -182,7 +182,7 @@ LEFT = [
         "searches on meshes of distributed/test_parity.py",
     ),
     Left(
-        "layers/test_blockwise_attention.py::test_the_same_on_a_mesh",
+        "layers/test_blockwise_attention.py::test_blockwise_training_on_a_mesh_matches_reference",
         "",
         "layers/test_context_attention.py, whose blocks are the same",
     ),
@@ -223,7 +223,7 @@ LEFT = [
     Left("models/test_presets.py::test_number_of_parameters", "small|base|7b|xxl", OTHER_CASES),
     Left("models/test_presets.py::test_number_of_parameters_as_printed", "1t|base", OTHER_CASES),
     Left(
-        "planner/test_plan.py::test_published_models_have_as_many_parameters_as_their_networks",
+        "planner/test_plan.py::test_published_models_have_the_parameters_of_their_networks",
         "small|7b|base",
         OTHER_CASES,
     ),
@@ -232,13 +232,13 @@ LEFT = [
     Left("layers/test_blocks.py::test_transformer", "float32|bfloat16", POLICIES),
     Left("layers/test_blocks.py::test_decoder", "float32|1-", POLICIES),
     Left(
-        "layers/test_blocks.py::test_decoding_step_by_step_with_a_cache",
+        "layers/test_blocks.py::test_cached_decoding_matches_full_sequence",
         "float32|post-mixed_bfloat16",
         POLICIES,
     ),
-    Left("layers/test_weights.py::test_weights_fit_every_layout", "3-1|3-2", OTHER_CASES),
+    Left("layers/test_weights.py::test_weight_files_fit_all_layouts", "3-1|3-2", OTHER_CASES),
     Left(
-        "layers/test_recompute.py::test_results_of_parts_are_the_same_to_the_last_bit",
+        "layers/test_recompute.py::test_selective_recompute_is_bitwise_equal",
         "attention",
         OTHER_CASES,
     ),
@@ -350,12 +350,12 @@ LEFT = [
         "test_a_wide_beam_finds_everything, whose scores have the penalty",
     ),
     Left(
-        "layers/test_blockwise_attention.py::test_like_with_all_scores_in_a_function",
+        "layers/test_blockwise_attention.py::test_blockwise_matches_reference_in_a_function",
         "",
         "test_like_with_all_scores",
     ),
     Left(
-        "layers/test_recompute.py::test_predictions_and_evaluation_do_not_change",
+        "layers/test_recompute.py::test_predict_and_evaluate_are_unchanged",
         "",
         "layouts with recompute of distributed/test_parity.py",
     ),

@@ -19,6 +19,6 @@ def test_a_step_calls_each_station(name):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     counts, files = map(json.loads, done.stdout.split("\n", 1))
-    passed = {*files, "trainers/fit_loop.py"}
+    passed = {*files, "trainers/epoch_loop.py"}
     assert not {file for file, _ in walks()[name]} - passed
     assert counts["files"] <= MOST_FILES[PARTS[name]]

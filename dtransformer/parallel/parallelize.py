@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer.parallel.ops.split_backward import is_splitting_backward
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
 from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
 from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
@@ -50,7 +51,7 @@ def run_block(
         return function(*sum_gradients_first(own), *given)
 
     with unsharding_ahead(inputs) as output:
-        if block.shared is None:
+        if block.shared is None or is_splitting_backward():
             result = compute(*inputs, *masks)
         else:
             result = block.shared(block, compute, [*inputs, *masks], training)

@@ -21,12 +21,15 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.mesh.axis_rules import Specs, axis_size, mesh_axis, weight_specs
 from dtransformer.parallel.mesh.variable import MeshVariable
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue, Weight
 from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterShardedVariable
 
 # A weight's path, bounds and type -> that rectangle of its value, padding included.
 ReadStored = Callable[[str, Bounds, str], np.ndarray]
+
+
+_stored_values = Scoped("stored_values")
 
 
 def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
@@ -38,7 +41,7 @@ def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
         read: a function of a weight's path, bounds in its full value, and the name of its type, that
             returns this rectangle.
     """
-    return trace.scope(stored_values=read)
+    return _stored_values.set(read)
 
 
 @contextlib.contextmanager
@@ -77,8 +80,8 @@ def make_variable(
     Raises:
         ValueError: the rules do not fit its axes and shape; names the weight.
     """
-    if trace.current().stored_values is not None:
-        initializer = StoredValue(functools.partial(trace.current().stored_values, path))
+    if _stored_values.get() is not None:
+        initializer = StoredValue(functools.partial(_stored_values.get(), path))
     specs = weight_specs(axes, shape, path)
     local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
     why_not = get_parallel_config().why_replicated(

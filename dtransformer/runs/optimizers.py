@@ -9,7 +9,7 @@ from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.unread import check_optimizer
 from dtransformer.trainers import lr_schedules
-from dtransformer.trainers.optimizer.apply import UpdateGroup
+from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 # Schedules that end with the training, and the options that they take besides.
 _ENDING = {"linear": (), "cosine": (), "wsd": ("decay_steps",), "restarts": ("restarts",)}

@@ -293,6 +293,12 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         return selected
 
 
+def with_progress_log(callbacks: list, verbose: int | str) -> list:
+    """Return callbacks with a `ProgressLog`, unless they have one or `verbose` is 0."""
+    has_bar = any(isinstance(x, keras.callbacks.ProgbarLogger) for x in callbacks)
+    return callbacks if has_bar or verbose == 0 else [*callbacks, ProgressLog()]
+
+
 def _json_value(value):
     try:
         value = float(value)

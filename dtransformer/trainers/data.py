@@ -3,58 +3,99 @@
 import itertools
 import sys
 import types
+import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
-from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.trainers.row_sharding import RowSharding
 
 _KERAS_BATCH_SIZE = 32
 
 
-class DataPosition(keras.callbacks.Callback):
-    """Tells the data which epoch comes next, and counts batches, for checkpoints.
-
-    It also begins the logs of every epoch anew.
+class DataPosition:
+    """Position of a `fit` in its data, for checkpoints.
 
     Args:
-        data: as `fit` takes them.
-        first_batch: the batch that the first epoch begins with.
+        data: Data as passed to `fit`. If they have a method `set_epoch`, it is called before each
+            epoch.
+        first_batch: Index of the first batch of the first epoch.
+        num_batches: Number of batches of an epoch, or `None` if it is unknown.
     """
 
-    def __init__(self, data, first_batch=0):
-        super().__init__()
+    def __init__(self, data, first_batch=0, num_batches=None):
         self._data = data
-        self._begins_at, self._begun_at = first_batch, 0  # the next epoch, and this one
-        self._epoch = self._batch = 0
+        self._num_batches = num_batches
+        self._next_start = first_batch
+        self._start = 0
+        self._epoch = 0
+        self._batch = 0
 
     def value(self):
-        """Return where training stands, a dict with the `epoch` and `batch` that come next."""
+        """Return a dict with the next `epoch` and `batch`."""
         if hasattr(self._data, "position"):
-            return self._data.position(self._batch - self._begun_at)
+            return self._data.position(self._batch - self._start)
         return {"epoch": self._epoch, "batch": self._batch}
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.model._begin_epoch()
+    def begin_epoch(self, epoch):
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
-        self._begun_at, self._begins_at = self._begins_at, 0
-        self._epoch, self._batch = epoch, self._begun_at
+        self._start = self._next_start
+        self._next_start = 0
+        self._epoch = epoch
+        self._batch = self._start
 
-    def on_train_batch_end(self, batch, logs=None):
-        steps = self.params.get("steps")  # several steps at a time may count beyond it
-        self._batch = max(self._batch, batch + 1 if steps is None else min(batch + 1, steps))
+    def end_batch(self, batch):
+        """Count the batches up to index `batch`.
 
-    def on_epoch_end(self, epoch, logs=None):
-        steps = self.params.get("steps")
-        is_over = not self.model.stop_training or (steps is not None and self._batch >= steps)
-        if is_over and not hasattr(self._data, "position"):
-            self._epoch, self._batch = epoch + 1, 0
+        With `steps_per_execution` the index may exceed the last batch of the epoch.
+        """
+        num_batches = batch + 1
+        if self._num_batches is not None:
+            num_batches = min(num_batches, self._num_batches)
+        self._batch = max(self._batch, num_batches)
+
+    def end_epoch(self, epoch, is_stopping):
+        """Move to the next epoch, unless training stops in the middle of this one."""
+        is_complete = self._num_batches is not None and self._batch >= self._num_batches
+        if (is_complete or not is_stopping) and not hasattr(self._data, "position"):
+            self._epoch = epoch + 1
+            self._batch = 0
+
+
+class InputData(typing.NamedTuple):
+    """Data of `fit`, `evaluate` or `predict`.
+
+    Args:
+        first: First batch or its specs, see `peek`.
+        data: Data as Keras takes them.
+        sharding: `RowSharding` of the batches.
+    """
+
+    first: object
+    data: object
+    sharding: RowSharding
+
+
+def prepare_data(x, shard, network):
+    """Return the `InputData` of a call, compared between the ranks.
+
+    Args:
+        x, shard: As in `Trainer.fit`.
+        network: The `keras.Model`.
+
+    Raises:
+        ValueError: If the data are not batched, or if the ranks have different numbers of batches.
+    """
+    first, data = peek(as_data(x))
+    check_batched(first, network)
+    check_batches(data)
+    return InputData(first, data, RowSharding.of_data(x, shard))
 
 
 def as_data(data):
@@ -154,26 +195,32 @@ def check_batches(data):
             )
 
 
-def check_micro_batches(data, first, batch_size=None, num_shards=1):
-    """Check that the first batch, and an array's last, can be divided into micro-batches.
+def check_micro_batches(data, batch_size=None):
+    """Check that the first batch, and the last batch of arrays, divide into micro-batches.
+
+    Datasets are checked batch by batch.
 
     Args:
-        data: as Keras takes them, but no dataset.
-        first: their first batch, see `peek`.
-        batch_size: of arrays.
-        num_shards: by how many data shards a batch is divided first.
+        data: `InputData`.
+        batch_size: Batch size of arrays.
 
     Raises:
-        ValueError: see `check_rows`.
+        ValueError: If the rows of a batch do not divide, see `check_rows`.
     """
-    rows = lambda batch: int(number_of_rows(tf.nest.flatten(batch)[0]))
-    if not _are_arrays(data):
-        if first is not None:
-            check_rows(rows(first) / num_shards)
-    else:
-        number, size = rows(data), batch_size or _KERAS_BATCH_SIZE
-        check_rows(min(number, size) / num_shards)
-        check_rows(number % size / num_shards)
+    if job.rows_multiple_of() == 1 or isinstance(data.data, tf.data.Dataset):
+        return
+    num_shards = data.sharding.num_shards
+    if _are_arrays(data.data):
+        num_rows = _count_rows(data.data)
+        batch_size = batch_size or _KERAS_BATCH_SIZE
+        check_rows(min(num_rows, batch_size) / num_shards)
+        check_rows(num_rows % batch_size / num_shards)
+    elif data.first is not None:
+        check_rows(_count_rows(data.first) / num_shards)
+
+
+def _count_rows(batch):
+    return int(number_of_rows(tf.nest.flatten(batch)[0]))
 
 
 def check_rows(number):
@@ -249,50 +296,3 @@ def _inputs_of(first):
         raise ValueError("the network is not built: call it on a batch before training")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
     return element_specs(inputs)
-
-
-# Row sharding of global batches, and the outputs put together again.
-
-
-def shards_rows(data: object, shard: bool | None) -> bool:
-    """Return whether data are the same on every rank, of which each data shard takes its rows.
-
-    Args:
-        data: as `fit` takes them.
-        shard: as of `fit`.
-    """
-    if job.data_shard()[1] == 1:
-        return False
-    if shard is not None:
-        return shard
-    return not hasattr(data, "as_dataset") or getattr(data, "num_shards", None) == 1
-
-
-def own_rows(batch: object) -> object:
-    """Return this data shard's rows of nested tensors [b, ...]; see `rows_of`."""
-    return rows_of(batch, *job.data_shard())
-
-
-def rows_of(batch: object, i: int | tf.Tensor, number: int) -> object:
-    """Return the i-th of a number of parts of nested tensors [b, ...], where None stays None.
-
-    The first part has the first rows. Where b cannot be divided, some have a row more than others.
-    Batches are in the host's memory; a GPU gets its rows of them.
-    """
-
-    def take(x):
-        rows = number_of_rows(x)
-        with tf.device("CPU:0"):
-            return x[rows * i // number : rows * (i + 1) // number]
-
-    return keras.tree.map_structure(lambda x: None if x is None else take(x), batch)
-
-
-def all_rows(outputs: object) -> object:
-    """Return nested outputs [b, ...] of all rows, from those [b', ...] of each data shard's."""
-    group = job.data_parallel_group()
-    flat = [
-        transport.concatenate(tf.convert_to_tensor(x), group, f"all_rows_{number}")
-        for number, x in enumerate(keras.tree.flatten(outputs))
-    ]
-    return keras.tree.pack_sequence_as(outputs, flat)

@@ -36,6 +36,12 @@ class LayerStates:
         self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
         self._counts = {}  # the same of metrics, which begin a share with zeros
 
+    def take_adding(self) -> list[str]:
+        """Return the names of layers that add losses of the rows; an empty list in later calls."""
+        adding = self.adding
+        self.adding = []
+        return adding
+
     def find(self, network: keras.Model) -> None:
         """Find the metrics of layers, and whether what else they set is to be tried.
 

@@ -1,5 +1,6 @@
-"""A step, read from top to bottom: counts, forward–backward, reduce, clip, apply, logs."""
+"""A training step: count tokens, run forward and backward, reduce, clip, update, log."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
@@ -14,31 +15,35 @@ from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class Step:
-    """Steps of training and of evaluation on this rank's share of a batch.
+    """Training and evaluation steps on this rank's rows of a batch.
 
     Args:
-        forward: the `ForwardStep`.
-        engine: an `Engine`, built.
-        optimizer: the Keras optimizer.
-        optimizer_step: its `ShardedOptimizer`.
-        metrics: the `StepMetrics`.
-        compiler: the `StepCompiler`.
+        forward: The `ForwardStep`.
+        engine: An `Engine`, built.
+        optimizer: The Keras optimizer.
+        optimizer_step: Its `ShardedOptimizer`.
+        metrics: The `StepMetrics`.
+        compiler: The `StepCompiler`.
 
     Attributes:
-        expert_loads: the `ExpertLoads` of the steps since the epoch began.
+        metrics: The `StepMetrics`.
+        expert_loads: `ExpertLoads` of the steps of the current epoch.
     """
 
     def __init__(self, forward, engine, optimizer, optimizer_step, metrics, compiler):
-        self._forward, self._states, self._engine = forward, forward.states, engine
-        self._adds_up = forward.parts.adds_up
-        self._optimizer, self._optimizer_step = optimizer, optimizer_step
+        self._forward = forward
+        self._states = forward.states
+        self._needs_reduce = forward.parts.adds_up
+        self._engine = engine
+        self._optimizer = optimizer
+        self._optimizer_step = optimizer_step
         self.metrics = metrics
         self.expert_loads = ExpertLoads()
         self._forward_backward = engine.forward_backward
-        number = get_parallel_config().micro_batch_num
-        if number > 1 and not engine.takes_micro_batches:
+        num_micro_batches = get_parallel_config().micro_batch_num
+        if num_micro_batches > 1 and not engine.takes_micro_batches:
             self._forward_backward = in_micro_batches(
-                engine.forward_backward, number, optimizer_step.reduce_micro_batch
+                engine.forward_backward, num_micro_batches, optimizer_step.reduce_micro_batch
             )
         self._fingerprints = compiler.part(fingerprint_table)
         self._reduce = compiler.part(self._reduce_and_clip)
@@ -48,70 +53,94 @@ class Step:
         self.take_seed()
 
     def take_seed(self):
-        """Derive dropout masks from the job's seed, which a checkpoint may have changed."""
+        """Derive the dropout seed from the job's seed, which a checkpoint may have changed."""
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
-    def train(self, inputs, labels, sample_weight, *batch):
+    def train(self, batch, sharding):
         """Update the weights with a batch.
 
         Args:
-            inputs, labels, sample_weight: Nested tensors [b, ...], the local rows.
-            *batch: Arguments of `fingerprint_table`.
+            batch: Inputs, labels and sample weights, nested tensors [b, ...].
+            sharding: `RowSharding` of the batch.
 
         Returns:
-            A dict of tensors, the logs. On several data ranks `FINGERPRINTS` has their tables.
+            A dict of scalar tensors, the logs. With several data ranks `FINGERPRINTS` contains the
+            ranks' batch fingerprints.
         """
-        numbers = self._numbers(inputs, labels, sample_weight)
-        gradients, outputs, sums = self._forward_backward(inputs, labels, sample_weight, numbers)
-        seen = self._seen(labels, outputs, sample_weight)
-        if self._adds_up:
-            sums[FINGERPRINTS] = self._fingerprints(*batch)
+        local_batch = self._local_batch(batch, sharding)
+        numbers = self._numbers(*local_batch)
+        gradients, outputs, sums = self._forward_backward(*local_batch, numbers)
+        metric_inputs = self._metric_inputs(local_batch, outputs)
+        if self._needs_reduce:
+            sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
         gradients, held, result = self._reduce(gradients, sums)
         self._apply(gradients, held, result["norm"])
-        del gradients, held  # what metrics compute has their memory
-        return self._logs(result, numbers.counts, *seen)
+        del gradients, held  # Free the gradients before metrics allocate.
+        return self._logs(result, numbers.counts, *metric_inputs)
 
-    def test(self, inputs, labels, sample_weight, *batch):
+    def test(self, batch, sharding):
         """Evaluate a batch; arguments and result as in `train`."""
-        counts = self._forward.counts(inputs, labels, sample_weight)
-        outputs, sums = self._engine.evaluate(inputs, labels, sample_weight, counts)
-        if self._adds_up:
-            sums[FINGERPRINTS] = self._fingerprints(*batch)
-        return self._test_logs(sums, counts, *self._seen(labels, outputs, sample_weight))
+        local_batch = self._local_batch(batch, sharding)
+        counts = self._forward.counts(*local_batch)
+        outputs, sums = self._engine.evaluate(*local_batch, counts)
+        if self._needs_reduce:
+            sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
+        return self._test_logs(sums, counts, *self._metric_inputs(local_batch, outputs))
 
-    def _numbers(self, *batch):
+    def _local_batch(self, batch, sharding):
+        """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once."""
+        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch))
+        if self._states.are_tried:
+            inputs, labels, _ = local_batch
+            with tf.init_scope():
+                self._states.try_layers(
+                    self._forward.network, self._forward.objective, inputs, labels
+                )
+        return local_batch
+
+    def _numbers(self, inputs, labels, sample_weight):
         return Numbers(
-            counts=self._forward.counts(*batch),
+            counts=self._forward.counts(inputs, labels, sample_weight),
             loss_scale=self._optimizer_step.loss_scale.value(),
             seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
         )
 
-    def _seen(self, labels, outputs, sample_weight):
-        """Return what metrics look at; None where there are none, so that shapes do not matter."""
+    def _metric_inputs(self, local_batch, outputs):
+        """Return the labels, outputs and sample weights for metrics, or `None`s without metrics.
+
+        Without metrics the compiled logs do not depend on the batch's shapes.
+        """
         if not self.metrics.sees_outputs:
             return None, None, None
+        _, labels, sample_weight = local_batch
         if not self.metrics.is_built:
-            like = self._engine.example_outputs() if outputs is None else outputs[0]
-            self.metrics.build(labels, like, sample_weight)
+            example = self._engine.example_outputs() if outputs is None else outputs[0]
+            self.metrics.build(labels, example, sample_weight)
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):
-        """Return what `ShardedOptimizer.apply` takes, and a dict of what the logs are made of."""
-        totals, factor = self._totals(sums, "sums"), None
+        """Return the arguments of `ShardedOptimizer.apply` and a dict of values for the logs."""
+        totals = self._reduce_sums(sums, "sums")
         loss = totals.pop("loss") + totals.pop("added")
-        if "divided" in totals:  # what the mean is divided by was a guess before the forward pass
+        factor = None
+        if "divided" in totals:  # The true loss normalizer is only known after the forward pass.
             factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
             loss *= factor
-        before = {  # which the update changes
+        result = {
+            "totals": totals,
+            "loss": loss,
+            # Read before the update changes them.
             "learning_rate": tf.convert_to_tensor(self._optimizer.learning_rate),
             "loss_scale": self._optimizer_step.loss_scale.value(),
         }
         gradients, held, norm = self._optimizer_step.reduce_and_clip(gradients, factor)
-        return gradients, held, {"totals": totals, "loss": loss, "norm": norm, **before}
+        result["norm"] = norm
+        return gradients, held, result
 
-    def _training_logs(self, result, counts, *seen):
-        totals, loss = result["totals"], result["loss"]
-        logs = self.metrics.update(loss, totals, counts, *seen)
+    def _training_logs(self, result, counts, *metric_inputs):
+        totals = result["totals"]
+        loss = result["loss"]
+        logs = self.metrics.update(loss, totals, counts, *metric_inputs)
         loss_scale = self._optimizer_step.loss_scale
         if loss_scale.is_used:
             logs["loss_scale"] = result["loss_scale"]
@@ -119,23 +148,29 @@ class Step:
             logs["skipped_in_a_row"] = tf.identity(loss_scale.skipped_in_a_row)
         if any(name.startswith(EXPERTS) for name in totals):
             logs |= self.expert_loads.update(totals)
-        logs |= self._other_logs(totals) | {"step_loss": loss, "gradient_norm": result["norm"]}
-        return {**logs, "learning_rate": result["learning_rate"]}
+        logs |= self._other_logs(totals)
+        logs["step_loss"] = loss
+        logs["gradient_norm"] = result["norm"]
+        logs["learning_rate"] = result["learning_rate"]
+        return logs
 
-    def _evaluation_logs(self, sums, counts, *seen):
-        totals = self._totals(sums, "test_sums")
+    def _evaluation_logs(self, sums, counts, *metric_inputs):
+        totals = self._reduce_sums(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
-        return self.metrics.update(loss, totals, counts, *seen) | self._other_logs(totals)
+        logs = self.metrics.update(loss, totals, counts, *metric_inputs)
+        return logs | self._other_logs(totals)
 
     def _other_logs(self, totals):
-        """Return the fingerprints of the batches, and the metrics that layers own."""
-        logs = {FINGERPRINTS: totals[FINGERPRINTS]} if self._adds_up else {}
-        return logs | self._states.results() if self._states.metrics else logs
+        """Return the batch fingerprints and the results of metrics that belong to layers."""
+        logs = {FINGERPRINTS: totals[FINGERPRINTS]} if self._needs_reduce else {}
+        if self._states.metrics:
+            logs |= self._states.results()
+        return logs
 
-    def _totals(self, sums, name):
-        """Return the sums over the data-parallel group; those of layers' states change them."""
-        totals = reduce_sum(sums, name) if self._adds_up else dict(sums)
+    def _reduce_sums(self, sums, name):
+        """Reduce sums over the data-parallel group and apply the layers' state updates."""
+        totals = reduce_sum(sums, name) if self._needs_reduce else dict(sums)
         if self._states.is_used:
             self._states.apply(totals)
         return totals

@@ -1,9 +1,9 @@
-"""Compiler of a step, chosen once: one `tf.function` of all of it, or functions of its parts.
+"""The compile strategy of a step: one `tf.function` for all of it, or one for each part.
 
-On one device all of a step is one function, so that gradients of the last blocks are reduced while
-those of the first are computed. On a mesh and in a pipeline the engine compiles functions of its
-own, and what follows are ordinary functions of this rank's shards: in one with the network they
-take TensorFlow as long to optimize as the network.
+On one device the full step is one function, so that TensorFlow reduces the gradients of the last
+blocks while it computes those of the first blocks. On a mesh and in a pipeline the engine compiles
+its functions separately. The rest of the step works on this rank's shards and is also compiled in
+parts: in one function with the network, TensorFlow would take much longer to optimize it.
 """
 
 import contextlib
@@ -18,76 +18,91 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.reports.clusters import ClusterReport
 
-# Number of elements of the weights from which on XLA's start pays for the update.
 _LARGE_NETWORK = 2**20
+"""Number of weight elements above which compiling the update with XLA saves time."""
 
 
 class StepCompiler:
-    """Compiles a trainer's functions, under the current layout.
+    """Compiles a trainer's functions for the current layout.
 
     Args:
-        jit_compile: as of `Trainer.compile`.
-        run_eagerly: whether nothing is compiled, to debug.
+        jit_compile: As in `Trainer.compile`.
+        run_eagerly: Whether to run everything in Python, for debugging.
 
     Attributes:
-        in_parts: whether the engine compiles its own functions, and a step is called from Python.
-        graphs: dict of the graphs that the parts of a training step were traced in last, without the
-            engine's.
-        clusters: the `ClusterReport` of the first step; None without clusters, and before.
+        in_parts: True if the engine compiles its functions separately and Python calls the parts
+            of a step. False if a full step is one `tf.function`.
+        graphs: Dict that maps the parts of a training step to their last traced graphs, without
+            the engine's graphs.
+        clusters: `ClusterReport` of the first step, or `None` without clusters or before the step.
     """
 
     clusters = None
 
     def __init__(self, jit_compile: bool | str = "auto", run_eagerly: bool = False):
-        self._jit, self.run_eagerly = jit_compile, run_eagerly
+        self._jit = jit_compile
+        self.run_eagerly = run_eagerly
         self.jit_forward = jit_compile is True
-        self._is_watched = job.watchdog() is not None  # by other ranks
-        self.in_parts, self.graphs = job.compiles_shapes(), {}
+        self.in_parts = job.compiles_shapes()
+        self.graphs = {}
+        self._is_watched = job.watchdog() is not None
 
     def jit_update(self, weights: list) -> bool:
-        """Return whether XLA compiles the update of weights, a list of Keras variables."""
+        """Return whether XLA compiles the update of these Keras variables.
+
+        `jit_compile="auto"` compiles it from `_LARGE_NETWORK` elements on. Eager mode never does.
+        """
         if self._jit == "auto" and not self.run_eagerly:
             return sum(math.prod(weight.shape) for weight in weights) >= _LARGE_NETWORK
         return self._jit is True and not self.run_eagerly
 
     def whole(self, step: Callable, trains: bool = False) -> Callable:
-        """Return a function that runs a step.
+        """Return a function that runs a full step.
 
         Args:
-            step: Function of a batch.
-            trains: Whether it trains.
+            step: Function of a batch and its `RowSharding`.
+            trains: Whether the step trains.
 
         Returns:
-            A function of a batch, of the specs of its data, or `None`, and of a key. The step is
-            compiled separately for each key.
+            A function of `(batch, specs, sharding)`, where `specs` are the specs of the batch's
+            dataset, or `None`. The step is compiled once for each sharding.
         """
         if self.in_parts or self.run_eagerly:
-            return lambda batch, specs, key: step(batch)
+
+            def run_eagerly(batch, specs, sharding):
+                return step(batch, sharding)
+
+            return run_eagerly
         traced = []
 
         @functools.cache
-        def compiled(key):
-            return self._compiled(step, trains)
+        def compiled(sharding):
+            def sharded_step(batch):
+                return step(batch, sharding)
 
-        def run(batch, specs, key):
-            if specs is not None and (specs, key) not in traced:
-                # Dimensions that vary are left open.
-                compiled(key).get_concrete_function(specs)
-                traced.append((specs, key))
-            return compiled(key)(batch)
+            sharded_step.__name__ = step.__name__
+            return self._compiled(sharded_step, trains)
+
+        def run(batch, specs, sharding):
+            function = compiled(sharding)
+            if specs is not None and (specs, sharding) not in traced:
+                # The specs leave varying dimensions open, so that one trace serves all batches.
+                function.get_concrete_function(specs)
+                traced.append((specs, sharding))
+            return function(batch)
 
         return run
 
     def part(self, function: Callable, trains: bool = True) -> Callable:
-        """Return what follows the engine in a step: compiled where that is called from Python."""
+        """Return a part of a step that follows the engine, compiled if Python calls the parts."""
         return self._compiled(function, trains) if self.in_parts else function
 
     @contextlib.contextmanager
-    def first_step(self, tells: bool) -> Iterator[None]:
-        """Inside the `with` block, the first step of training, count what XLA makes clusters of.
+    def first_step(self, verbose: bool) -> Iterator[None]:
+        """Record the XLA clusters of the first training step, which runs in the `with` block.
 
         Args:
-            tells: whether it is printed.
+            verbose: Whether to print the report.
         """
         if self.run_eagerly or not tf.config.optimizer.get_jit():
             yield
@@ -95,7 +110,7 @@ class StepCompiler:
         with _compat.graphs_collected() as graphs:
             yield
         self.clusters = ClusterReport.of(graphs)
-        if tells:
+        if verbose:
             print(self.clusters, flush=True)
 
     def _compiled(self, function, trains):
@@ -111,16 +126,15 @@ class StepCompiler:
 
 
 def set_tensorflow_options(jit_compile: bool | str) -> None:
-    """Set how TensorFlow optimizes functions, of all of the process.
+    """Set the graph optimizations of the whole process.
 
     Args:
-        jit_compile: as of `Trainer.compile`.
+        jit_compile: As in `Trainer.compile`.
     """
-    # TensorFlow would reorder sums and products by what else a step computes: recompute
-    # changes that, and is not to change one bit of the results. Functions are inlined without
-    # the other, but for those that are to stay calls; it copies them all, and changes nothing.
+    # The arithmetic optimizer reorders sums depending on the rest of the graph, so recompute would
+    # change the last bits. The function optimizer only copies functions; inlining works without it.
     tf.config.optimizer.set_experimental_options(
         {"arithmetic_optimization": False, "function_optimization": False}
     )
-    if takes_gpu_branch():  # where elementwise operations would all go through memory
+    if takes_gpu_branch():  # XLA fuses elementwise operations, which are bound by memory there.
         tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)

@@ -1,4 +1,4 @@
-"""Metrics of a step: means since the epoch began, and what the step itself was."""
+"""Metrics of a step: means since the epoch began."""
 
 import keras
 import tensorflow as tf
@@ -12,91 +12,123 @@ from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class StepMetrics:
-    """Means over the global batch, and the metrics that the trainer was compiled with.
+    """Epoch means over the global batch, and the metrics passed to `Trainer.compile`.
 
     Args:
-        loss, accuracy: `keras.metrics.Mean`s, which Keras resets at the start of an epoch.
-        compiled: Keras' container of the user's metrics; None where there are none.
-        objective: the `Objective`, which says what a batch weighs in an epoch's mean.
-        built: a function that is called when metrics have got states, with the first batch.
+        objective: The `Objective`, which specifies the weight of a batch in an epoch's mean.
+        compiled: Keras' container of the compiled metrics, or `None` without any.
+        on_build: Function that is called when metrics have created states for the first batch.
 
     Attributes:
-        names: those that Keras' lists have of the logs of `update`, once it was traced: not the
-            accuracy where other metrics were asked for.
+        names: Set of the log names of the last traced `update` that Keras' lists contain. The
+            accuracy is among them only without compiled metrics.
     """
 
-    def __init__(self, loss, accuracy, compiled, objective, built):
-        self._loss, self._accuracy, self._compiled = loss, accuracy, compiled
-        self._objective, self._built = objective, built
-        self._of_outputs = {}  # the losses of the outputs, where there are several
-        self.names = ()
+    def __init__(self, objective, compiled, on_build):
+        self._objective = objective
+        self._compiled = compiled
+        self._on_build = on_build
+        self._loss = keras.metrics.Mean(name="loss")
+        self._accuracy = keras.metrics.Mean(name="accuracy")
+        self._output_losses = {}  # Key in the sums -> mean, if the network has several losses.
+        self.names = set()
 
     @property
-    def of_outputs(self):
-        """The list of the means of the outputs' losses, where there are several."""
-        return list(self._of_outputs.values())
+    def means(self):
+        """The loss, the accuracy and the container of the compiled metrics, if any."""
+        metrics = [self._loss, self._accuracy, self._compiled]
+        return [metric for metric in metrics if metric is not None]
+
+    @property
+    def output_losses(self):
+        """The means of the outputs' losses, if the network has several."""
+        return list(self._output_losses.values())
+
+    @property
+    def shown(self):
+        """The metrics that Keras shows, in Keras' order."""
+        metrics = [self._loss]
+        if self._compiled is not None:
+            metrics.append(self._compiled)
+        elif self._objective.is_of_tokens:
+            metrics.append(self._accuracy)
+        return [*metrics, *self.output_losses]
 
     @property
     def sees_outputs(self):
-        """Whether some metric looks at labels and outputs."""
+        """Whether a metric needs labels and outputs."""
         return self._compiled is not None
 
     @property
     def is_built(self):
-        """Whether the metrics have their states, which has to be before they are read."""
+        """Whether all metrics have created their states."""
         return self._compiled is None or self._compiled.built
 
     def build(self, labels, outputs, sample_weight=None):
-        """Create the states of the metrics, for tensors like these.
+        """Create the states of the metrics for one row of tensors of these shapes and dtypes.
 
         Some metrics, such as `F1Score` and `R2Score`, create states in their first update.
         """
-        like = lambda x: (
-            None if x is None else tf.zeros([1, *(n or 1 for n in x.shape[1:])], x.dtype)
-        )
+
+        def zero_row(x):
+            if x is None:
+                return None
+            return tf.zeros([1, *(size or 1 for size in x.shape[1:])], x.dtype)
+
         with tf.init_scope():
-            row = keras.tree.map_structure(like, (labels, outputs, sample_weight))
+            row = keras.tree.map_structure(zero_row, (labels, outputs, sample_weight))
             self._compiled.build(*row[:2])
             if job.size() > 1 or not all(metric.variables for metric in self._compiled.metrics):
                 self._compiled.update_state(*row)
                 self._compiled.reset_state()
-        self._built()
+        self._on_build()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
-        """Count a batch, of a step that is skipped, too; return the logs, means of the epoch so far.
+        """Add a batch, also that of a skipped step; return the logs.
 
         Args:
-            loss: of the global batch.
-            totals: dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
-            counts: see `Objective.counts`, of the global batch.
-            labels, outputs, sample_weight: of this rank; None where no metric sees them. Outputs
+            loss: Scalar, the loss of the global batch.
+            totals: Dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
+            counts: Counts of the global batch, see `Objective.counts`.
+            labels, outputs, sample_weight: Local rows, or `None` if no metric needs them. Outputs
                 come with their masks, see `ForwardStep.kept`.
+
+        Returns:
+            A dict of scalar tensors, the means since the epoch began.
         """
-        of_outputs = {x: f"{x.removeprefix('loss/')}_loss" for x in totals if x.startswith("loss/")}
-        if self._of_outputs.keys() != of_outputs.keys():
-            with tf.init_scope():
-                self._of_outputs = {x: keras.metrics.Mean(name=y) for x, y in of_outputs.items()}
-            self._built()
+        self._build_output_losses(totals)
         rows = self._objective.rows(counts)
         weight = totals["counted"] if self._objective.weights_epoch_means else rows
         logs = {"loss": self._mean(self._loss, loss, weight)}
         if "right" in totals:
             counted = totals["counted"]
-            right = tf.math.divide_no_nan(totals["right"], counted)
-            logs["accuracy"] = self._mean(self._accuracy, right, counted)
-        for name, mean in self._of_outputs.items():
-            logs[mean.name] = self._mean(mean, totals[name], rows)
+            accuracy = tf.math.divide_no_nan(totals["right"], counted)
+            logs["accuracy"] = self._mean(self._accuracy, accuracy, counted)
+        for key, mean in self._output_losses.items():
+            logs[mean.name] = self._mean(mean, totals[key], rows)
         self.names = set(logs)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)
-            asked = self._compiled.result()
-            self.names = self.names - {"accuracy"} | set(asked)
-            logs.update(asked)
+            results = self._compiled.result()
+            self.names = self.names - {"accuracy"} | set(results)
+            logs |= results
         return logs
+
+    def _build_output_losses(self, totals):
+        """Create a mean for each output's loss when they first appear in the sums."""
+        names = {
+            key: f"{key.removeprefix('loss/')}_loss" for key in totals if key.startswith("loss/")
+        }
+        if self._output_losses.keys() != names.keys():
+            with tf.init_scope():
+                self._output_losses = {
+                    key: keras.metrics.Mean(name=name) for key, name in names.items()
+                }
+            self._on_build()
 
     @staticmethod
     def _mean(mean, value, weight):
-        # What is not finite does not count where its weight is 0, either.
+        # A non-finite value with weight 0 must not turn the mean into NaN.
         mean.update_state(tf.where(weight > 0, value, 0.0), sample_weight=weight)
         return mean.result()
 
@@ -113,42 +145,43 @@ class StepMetrics:
                 state.assign(value)
 
     def _reduce_states(self, states, before):
-        """Make the states those of the global batch: what each rank added, or the extreme."""
-        how = reductions(self._compiled)
-        sums = [i for i, kind in enumerate(how) if kind == "sum"]
+        """Reduce the local updates of the states over the data ranks: sums, or extremes."""
+        kinds = reductions(self._compiled)
+        sums = [i for i, kind in enumerate(kinds) if kind == "sum"]
 
-        def add_up(added, dtype):
-            numbered = {str(i): x for i, x in enumerate(added)}
+        def reduce_changes(changes, dtype):
+            numbered = {str(i): x for i, x in enumerate(changes)}
             return list(reduce_sum(numbered, name=f"metrics_{dtype}").values())
 
-        totals = by_dtype(add_up, [states[i] - before[i] for i in sums])
+        totals = by_dtype(reduce_changes, [states[i] - before[i] for i in sums])
         for i, total in zip(sums, totals):
             states[i].assign(before[i] + total)
-        for i, kind in enumerate(how):
+        group = job.data_parallel_group()
+        for i, kind in enumerate(kinds):
             if kind != "sum":
-                op, group = kind.capitalize(), job.data_parallel_group()
-                states[i].assign(transport.all_reduce(states[i], op, group, f"metrics_{i}"))
+                extreme = transport.all_reduce(states[i], kind.capitalize(), group, f"metrics_{i}")
+                states[i].assign(extreme)
 
 
 def reductions(metric: keras.metrics.Metric) -> list[str]:
-    """Return how the ranks' states of a metric come together, "sum", "max" or "min" of each.
+    """Return "sum", "max" or "min" for each state of a metric: its reduction over the ranks.
 
-    Those of Keras' own metrics are sums. An own metric that counts by itself says it by its
-    attribute `state_reduction`.
+    The states of Keras' metrics are sums. Other metrics specify the reduction in the attribute
+    `state_reduction`.
 
     Raises:
-        ValueError: it does not.
+        ValueError: If a custom metric has no valid `state_reduction`.
     """
-    inner = getattr(metric, "metrics", None) or []
-    if inner:
-        return [how for one in inner for how in reductions(one)]
-    how = getattr(metric, "state_reduction", None)
-    if how is None and type(metric).update_state.__module__.startswith("keras."):
-        how = "sum"
-    if how not in ("sum", "max", "min"):
+    inner_metrics = getattr(metric, "metrics", None) or []
+    if inner_metrics:
+        return [kind for inner in inner_metrics for kind in reductions(inner)]
+    kind = getattr(metric, "state_reduction", None)
+    if kind is None and type(metric).update_state.__module__.startswith("keras."):
+        kind = "sum"
+    if kind not in ("sum", "max", "min"):
         raise ValueError(
-            f"the metric {metric.name!r} has an update_state of its own, and several data shards: "
-            "say by its class' attribute state_reduction whether the ranks' states come together "
-            f"by 'sum', 'max' or 'min'; got {how!r}"
+            f"The metric {metric.name!r} has a custom update_state and `state_reduction={kind!r}`, "
+            "but several data shards compute its states. Set the class attribute "
+            "`state_reduction` to 'sum', 'max' or 'min'."
         )
-    return [how] * len(metric.variables)
+    return [kind] * len(metric.variables)

@@ -3,57 +3,58 @@
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import check_int
+from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.layers.base import register
-from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.initial_broadcast import initial_broadcast
-from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import takes_gpu_branch
-from dtransformer.reports.throughput import Throughput
-from dtransformer.trainers import checkpointing, compile_checks
+from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
-from dtransformer.trainers.checkpointing import Checkpointing
-from dtransformer.trainers.data import element_specs
-from dtransformer.trainers.engines import make_engine
+from dtransformer.trainers.checkpoint.reader import Restored
+from dtransformer.trainers.checkpoints import Checkpoints
+from dtransformer.trainers.compile_options import (
+    CompileOptions,
+    resolve_log_every,
+    resolve_losses,
+    resolve_metrics,
+    scale_loss,
+)
+from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.engines.base import ForwardStep
-from dtransformer.trainers.fit_loop import FitLoop
-from dtransformer.trainers.host_changes import check_trained_alike
-from dtransformer.trainers.layer_states import LayerStates, layer_metrics
-from dtransformer.trainers.objective import Objective, of_classes, without_padding
-from dtransformer.trainers.optimizer.reduce import bucket_ids
-from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
-from dtransformer.trainers.reporting import Reporting, check_rules, warn_of_replicated_layers
-from dtransformer.trainers.step import Step
+from dtransformer.trainers.epoch_loop import evaluate
+from dtransformer.trainers.fit import FitOptions, chief_verbosity, run_fit
+from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
+from dtransformer.trainers.objective import without_padding
+from dtransformer.trainers.program import Program
+from dtransformer.trainers.reports import Reports
+from dtransformer.trainers.row_sharding import RowSharding
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
-from dtransformer.trainers.step_functions import StepCheck
-from dtransformer.trainers.step_metrics import StepMetrics
+from dtransformer.trainers.step_errors import errors_in_one_line
 
 
 @register
-class Trainer(FitLoop, Checkpointing, Reporting):
-    """Train a Keras model on every rank of the job.
+class Trainer(keras.Model):
+    """Trains a Keras model on every rank of the job.
 
-    The fit loop, its progress bar, history and callbacks are Keras' own. Each rank
-    computes its share of the global batch; loss and gradients are those of the mean
-    over all tokens that count in the global batch, whatever the number of ranks.
+    Progress bar, history and callbacks are Keras'. Each rank computes its share of the global
+    batch. Loss and gradients are means over all counted tokens of the global batch, for every
+    number of ranks.
 
     Args:
-        network: the `keras.Model` to train. Logs have FLOP per second of networks of
-            `dtransformer.models`, and where there is the method `flops_per_step(inputs)`, of which
-            nothing but shapes counts.
+        network: The `keras.Model` to train. The logs report FLOP/s for networks of
+            `dtransformer.models` and for networks with a method `flops_per_step(inputs)`, which may
+            only use shapes.
 
     Example:
 
+    >>> from dtransformer.layers import CrossEntropyLoss
     >>> from dtransformer.models import CausalLM
     >>> texts = np.random.default_rng(0).integers(4, 50, (8, 6))
     >>> data = tf.data.Dataset.from_tensor_slices((texts[:, :-1], texts[:, 1:])).batch(4)
@@ -73,30 +74,38 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         compile_checks.check_network(network)
         compile_checks.warn_of_loops(network)
         self.network = network
-        self._share_saving()
         self.objective = None
-        self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
-        self._compiler = StepCompiler()
-        self._engine = self.optimizer_step = self._step = self._weights = self._first = None
+        self._num_fits = 0
+        self._files = NetworkFiles(network)
+        self._set_options(CompileOptions())
+
+    def _set_options(self, options):
+        """Create the collaborators that depend on the arguments of `compile`."""
+        self._program = Program(self, self.network, self._parallel_config, options)
+        self._checkpoints = Checkpoints(self._program.training_state)
+        self._reports = Reports(self.network, options.optimizer, self._program)
+
+    # The Keras model.
 
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
-        symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
-        if self._engine is None and tf.executing_eagerly() and not symbolic:
-            self._start_engine((inputs,))  # which builds the network, under its own name
+        is_symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
+        if self._program.engine is None and tf.executing_eagerly() and not is_symbolic:
+            # Build the network under its name, not below the trainer's.
+            self._program.build_engine((inputs,))
         return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
-        if self._engine is not None and self._compiler.in_parts and tf.executing_eagerly():
-            if training:
-                raise ValueError(
-                    "a trainer whose network is on a mesh or in a pipeline is called without "
-                    "gradients: use fit or train_on_batch to train, and call it with training=False"
-                )
-            with _compat.without_autocast():  # as from `predict`: the layers cast
-                return without_padding(self._engine.predict(inputs), self.network)
-        return without_padding(
-            ForwardStep(self.network).outputs(inputs, training=training), self.network
-        )
+        engine = self._program.engine
+        if engine is None or not self._program.compiler.in_parts or not tf.executing_eagerly():
+            outputs = ForwardStep(self.network).outputs(inputs, training=training)
+            return without_padding(outputs, self.network)
+        if training:
+            raise ValueError(
+                "A trainer on a mesh or in a pipeline cannot be called with `training=True`. Use "
+                "`fit` or `train_on_batch` to train, or call it with `training=False`."
+            )
+        with _compat.without_autocast():  # As in `predict`, the network's layers cast.
+            return without_padding(engine.predict(inputs), self.network)
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.network.built:
@@ -116,190 +125,280 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         auto_scale_loss: bool = True,
         log_every: int | None = None,
     ) -> None:
-        """Choose how to train.
+        """Configure the training.
 
         Args:
-            optimizer: a Keras optimizer, or its name.
-            loss: a `CrossEntropyLoss`, or what Keras takes: a Keras loss, its name, a function of
-                (y_true, y_pred), or lists or dicts of them, one for each output. A loss is reduced
-                over the global batch with its own `reduction`. `None` takes the loss and
-                `loss_weights` of the network's own `compile`. Without one it is
-                `CrossEntropyLoss()` if the network has the method `logits_vocab_size`, as in
-                `dtransformer.models`, else the sum of the layers' `add_loss`.
-            loss_weights: the factors of several losses; as Keras'.
-            metrics: list of Keras metrics; their states are sums over the ranks. `None`, here and
-                for `weighted_metrics`, takes the metrics of the network's own `compile`, as a
-                KerasHub task has them. `[]` disables them.
-            weighted_metrics: list of Keras metrics that see the sample weights.
-            run_eagerly: whether to run without compiling, to debug.
-            steps_per_execution: number of steps of one call of the compiled function.
-            jit_compile: whether the forward and backward pass, and the update of the
-                weights, are compiled with XLA. `"auto"` compiles the update alone,
-                and only that of a large network, where it takes a quarter of the
-                time; a small network's would be no faster on CPUs, and start later. On
-                GPUs it lets XLA compile what lies between collectives as well
-                (docs/gpus.md): steps take a third of the time, the first one longer.
-            auto_scale_loss: whether the loss is scaled under `mixed_float16`: twice as
-                much after every 2,000 good steps, and half as much after a step whose
-                gradients overflow on any rank, which all of them skip. The logs have
-                `loss_scale` and the number of `skipped_steps`. For other numbers give a
-                `keras.optimizers.LossScaleOptimizer`.
-            log_every: number of steps between two reads of the logs, for which the host waits;
-                meanwhile callbacks get those that were read last. Those of an epoch's first
-                and last step are read, too. None is 1 on CPUs and 10 on GPUs.
+            optimizer: Keras optimizer or its name.
+            loss: `CrossEntropyLoss`, or a loss as in `keras.Model.compile`: a Keras loss, its name,
+                a function of `(y_true, y_pred)`, or a list or dict of them, one per output. It is
+                reduced over the global batch with its `reduction`. `None` uses the loss and
+                `loss_weights` of the network's last `compile`. If there is none, it uses
+                `CrossEntropyLoss()` for networks with the method `logits_vocab_size`, as in
+                `dtransformer.models`, or else the sum of the layers' `add_loss`.
+            loss_weights: Weights of several losses, as in Keras.
+            metrics: List of Keras metrics. Their states are summed over the ranks. If this and
+                `weighted_metrics` are `None`, the metrics of the network's last `compile` are used,
+                as for KerasHub tasks. `[]` disables metrics.
+            weighted_metrics: List of Keras metrics that receive sample weights.
+            run_eagerly: Whether to run steps in Python, for debugging.
+            steps_per_execution: Number of steps per call of the compiled training function.
+            jit_compile: Whether XLA compiles the forward and backward pass and the update. `"auto"`
+                compiles only the update, and only for networks of at least 2**20 weights. On GPUs
+                `"auto"` also lets XLA compile clusters between collectives (docs/gpus.md).
+            auto_scale_loss: Whether to scale the loss under `mixed_float16`. The scale doubles
+                after 2,000 finite steps and halves after a step with an overflow on any rank, which
+                all ranks skip. The logs contain `loss_scale` and `skipped_steps`. For other values
+                pass a `keras.optimizers.LossScaleOptimizer`.
+            log_every: Interval in steps between reading logs from the device. The host blocks on
+                each read. In between, callbacks receive the last values. The first and last step of
+                an epoch are always read. Defaults to 1 on CPUs and 10 on GPUs.
 
         Raises:
-            ValueError: the layout cannot do what is asked for.
+            ValueError: If the layout does not support these options.
         """
         set_tensorflow_options(jit_compile)
-        compiled = _compat.compile_options(self.network)
-        if loss is None:
-            loss = compiled.get("loss")
-            loss_weights = loss_weights or compiled.get("loss_weights")
-        if metrics is None and weighted_metrics is None:
-            metrics, weighted_metrics = compiled.get("metrics"), compiled.get("weighted_metrics")
-        if loss is None and hasattr(self.network, "logits_vocab_size"):
-            loss = CrossEntropyLoss()
-        loss = of_classes(loss, self.network)
-        self.objective = Objective(loss, loss_weights, self.output_names)
+        metrics, weighted_metrics = resolve_metrics(self.network, metrics, weighted_metrics)
+        self.objective = resolve_losses(self.network, loss, loss_weights)
         super().compile(
             optimizer=optimizer,
             metrics=compile_checks.of_rows(metrics),
             weighted_metrics=compile_checks.of_rows(weighted_metrics),
             run_eagerly=run_eagerly,
             steps_per_execution=steps_per_execution,
-            jit_compile=False,  # not the whole step: Horovod's operations cannot be
+            jit_compile=False,  # XLA cannot compile Horovod's operations.
             auto_scale_loss=False,
         )
-        if auto_scale_loss and self.network.dtype_policy.name == "mixed_float16":
-            if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
-        self._compiler = StepCompiler(jit_compile, run_eagerly)
-        self._step_check = StepCheck(None if self._compiler.in_parts else self)
-        self._work = {}  # shapes of a batch -> its tokens and FLOP
-        if log_every is None:
-            log_every = 10 if takes_gpu_branch() else 1
-        self._log_every = check_int("log_every", log_every)
-        self._throughput = Throughput()
+        if auto_scale_loss:
+            self.optimizer = scale_loss(self.network, self.optimizer)
         compile_checks.check_compile_options(
             self.objective, self.optimizer, run_eagerly, jit_compile
         )
-        self._engine = self.optimizer_step = self._step = self._weights = None
+        self._set_options(
+            CompileOptions(
+                objective=self.objective,
+                optimizer=self.optimizer,
+                compiled_metrics=self._compile_metrics,
+                compiler=StepCompiler(jit_compile, run_eagerly),
+                log_every=resolve_log_every(log_every),
+                steps_per_execution=steps_per_execution,
+            )
+        )
 
-    # Keras calls these with each batch: in a tf.function of its own, but where the engine
-    # compiles itself.
+    def _check_compiled(self, method):
+        if not self.compiled:
+            raise ValueError(f"The trainer is not compiled. Call `compile()` before `{method}()`.")
 
-    def train_step(self, data: tuple) -> dict:
-        return self._step.train(*self._batch(data))
+    def _build_steps(self, method, first):
+        """Return the `StepRunner`; build everything that it needs."""
+        self._check_compiled(method)
+        runner = self._program.build_steps(first)
+        self.built = True
+        return runner
 
-    def test_step(self, data: tuple) -> dict:
-        return self._step.test(*self._batch(data))
+    # Training, evaluation and prediction.
 
-    def predict_step(self, data: tuple) -> Any:
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
-        return self._all(self._engine.predict(inputs))
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=1,
+        verbose="auto",
+        callbacks=None,
+        validation_split=0.0,
+        validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        *,
+        resume=False,
+        shard=None,
+        **options,
+    ):
+        """Train the network; as `keras.Model.fit`.
 
-    def _batch(self, data):
-        """Return the local rows, and the arguments of `fingerprint_table`; try the layers first."""
-        batch = keras.utils.unpack_x_y_sample_weight(self._own(data))
-        if self._states.are_tried:
-            with tf.init_scope():
-                self._states.try_layers(self.network, self.objective, *batch[:2])
-        return *batch, data, self._shards_rows
+        Args:
+            x: Data as in Keras, identical on every rank. Each data shard computes its rows of each
+                batch. Or an object with `as_dataset()` and `set_epoch(epoch)` that shuffles by
+                itself, such as `TranslationBatches`.
+            batch_size: Number of rows of the global batch.
+            epochs: Index of the final epoch, counted from the beginning of the run.
+            verbose: As in Keras. Ranks other than 0 print nothing. 1 shows a progress bar with
+                losses, metrics and tokens per second. If standard output is not a terminal, 1 prints
+                lines with at most six metrics instead. 2 prints one such line per epoch.
+            resume: `True` resumes from the newest checkpoint of the `ModelCheckpoint` in
+                `callbacks`, or starts from scratch if it has none. A string is the path of a
+                checkpoint, or of a folder of checkpoints. In the middle of an epoch, training
+                resumes with the next batch. The losses equal those of an uninterrupted run if the
+                order of the data depends on the epoch only, as for `TranslationBatches`.
+            shard: `False` if the data and validation data contain only the rows of this data shard,
+                `dtransformer.data_shard()`. All ranks of a shard need the same data, and all ranks
+                the same number of batches. Defaults to `True`, except for objects with
+                `as_dataset()` whose `num_shards` is not 1.
+            **options: `validation_steps`, `validation_batch_size` and `validation_freq`, as in
+                Keras.
 
-    def _metrics_built(self):
-        """Set the metrics of an epoch that is resumed in its middle."""
-        if self._beginning is not None:
-            with tf.init_scope():
-                self._beginning.restore_metrics(self)
+        Returns:
+            A `keras.callbacks.History`.
 
-    @property
-    def metrics(self) -> list:
-        """The list of all metrics, in Keras' order; the accuracy where none was asked for."""
-        accuracy, means = self._accuracy_tracker, []
-        found = [one for one in super().metrics if one is not accuracy]
-        if self._step is not None:
-            means = self._step.metrics.of_outputs
-        if self.objective is not None and self.objective.is_of_tokens and len(found) == 1:
-            found.append(accuracy)
-        return [*found, *means, *layer_metrics(self.network)]
+        Raises:
+            InputError: If the checkpoint to resume from is missing or damaged or does not fit, or
+                if the data cannot start at its position.
+            ValueError: If the ranks have different data.
+            SystemExit: With code 75, after saving, if a rank has received SIGTERM or SIGUSR1 and
+                `callbacks` contains a `ModelCheckpoint`.
+        """
+        self._check_compiled("fit")
+        fit_options = FitOptions(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            resume=resume,
+            shard=shard,
+            **options,
+        )
+        self.stop_training = False
+        self._num_fits += 1
+        return run_fit(self, self._program, self._checkpoints, fit_options, self._num_fits)
+
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        verbose="auto",
+        sample_weight=None,
+        steps=None,
+        callbacks=None,
+        return_dict=False,
+        *,
+        shard=None,
+    ):
+        """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
+        with job.doing("validating"), errors_in_one_line():
+            data = prepare_data(x, shard, self.network)
+            runner = self._build_steps("evaluate", data.first)
+            verbose = chief_verbosity(verbose)
+            logs = evaluate(
+                self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
+            )
+            return logs if return_dict else self._as_list(logs)
+
+    def predict(
+        self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None
+    ) -> Any:
+        """Compute the network's outputs; as `keras.Model.predict`.
+
+        Args:
+            x, batch_size, verbose, steps, callbacks: As in Keras.
+            shard: As in `fit`. For global batches every rank returns the outputs of all rows, in
+                their order. Otherwise a rank returns the outputs of its local rows.
+
+        Returns:
+            NumPy arrays. Logits of a padded vocabulary have their true size.
+        """
+        with job.doing("validating"), errors_in_one_line():
+            data = prepare_data(x, shard, self.network)
+            self.predict_function = self._program.predictor(data.first, data.sharding)
+            verbose = chief_verbosity(verbose)
+            return super().predict(data.data, batch_size, verbose, steps, callbacks)
+
+    def make_train_function(self, force=False):
+        """Trace the training step again in its next call if `force` is true; as in Keras."""
+        if force and self._program.runner is not None:
+            self._program.runner.recompile()
+
+    def make_predict_function(self, force=False):
+        """Return the function that `predict` and `predict_on_batch` have set."""
+        return self.predict_function
+
+    def train_on_batch(
+        self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None
+    ):
+        """Train on one batch; as `keras.Model.train_on_batch`. `shard` is as in `fit`."""
+        with job.doing("compiling"), errors_in_one_line():
+            runner = self._build_steps("train_on_batch", (x,))
+            if class_weight is not None:
+                self.objective.check_class_weight(y)
+                sample_weight = _compat.class_weight_to_sample_weight(
+                    y, class_weight, sample_weight
+                )
+            self._checkpoints.track(None)
+            runner.start_training(int(self.optimizer.iterations))
+            runner.start_logs(log_every=1)
+            self.reset_metrics()
+            batch = iter([(x, y, sample_weight)])
+            logs = runner.train(batch, RowSharding.of_data(x, shard))
+            return logs if return_dict else self._as_list(logs)
+
+    def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
+        """Evaluate one batch; as `keras.Model.test_on_batch`. `shard` is as in `fit`."""
+        with job.doing("validating"), errors_in_one_line():
+            runner = self._build_steps("test_on_batch", (x,))
+            self.reset_metrics()
+            batch = iter([(x, y, sample_weight)])
+            logs = runner.test(batch, RowSharding.of_data(x, shard), runner.new_evaluation(1))
+            return logs if return_dict else self._as_list(logs)
+
+    def predict_on_batch(self, x, shard=None):
+        """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
+        with job.doing("validating"), errors_in_one_line():
+            sharding = RowSharding.of_data(x, shard)
+            self.predict_function = self._program.predictor((x,), sharding)
+            return super().predict_on_batch(x)
+
+    def _as_list(self, logs):
+        """Return the logs of metrics as a list in Keras' order, or the loss alone."""
+        results = [logs[name] for name in self._program.log_names() if name in logs]
+        return results if len(results) > 1 else results[0]
 
     @property
     def output_names(self) -> list | None:
-        """The names of the network's outputs, by which Keras names metrics; None without."""
+        """Names of the network's outputs, from which Keras makes metric names, or `None`."""
         return getattr(self.network, "output_names", None)
 
+    @property
+    def metrics(self) -> list:
+        """The metrics in Keras' order, with the accuracy if `compile` received no metrics."""
+        return self._program.shown_metrics()
+
     def reset_metrics(self) -> None:
-        super().reset_metrics()
-        self._accuracy_tracker.reset_state()
+        for metric in self._program.saved_metrics():
+            metric.reset_state()
 
-    def _flatten_metrics_in_order(self, logs):
-        names = {*self._step.metrics.names, *self._states.results()}
-        return super()._flatten_metrics_in_order(
-            {name: logs[name] for name in logs if name in names}
-        )
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps, counted on the host."""
+        return 0 if self._program.runner is None else self._program.runner.num_steps
 
-    # What comes before the first step.
+    @property
+    def logs_are_new(self) -> bool:
+        """Whether the logs passed to callbacks are those of the last step, see `log_every`."""
+        return self._program.runner.logs.are_new
 
-    def _prepare(self, first=None):
-        """Build the network, the engine and the optimizer step, and take rank 0's weights, once."""
-        self._assert_compile_called("fit")
-        step = self._start_engine(first)
-        if self._step is not None:
-            return
-        self.built = True
-        compile_checks.check_network(self.network)  # with the layers that came when it was built
-        self._states.find(self.network)
-        check_trained_alike(self)
-        initial_broadcast(self.network.variables, [])
-        self._start_optimizer()  # whose states may begin as the weights
-        trackers = self._loss_tracker, self._accuracy_tracker, self._compile_metrics
-        metrics = StepMetrics(*trackers, self.objective, self._metrics_built)
-        states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
-        initial_broadcast([], states)
-        self._step = Step(
-            *(step, self._engine, self.optimizer, self.optimizer_step, metrics, self._compiler)
-        )
-
-    def _start_engine(self, first=None):
-        """Make the engine, once, and build the network with it; return the `ForwardStep`."""
-        compile_checks.check_unchanged(self._parallel_config)
-        if first is not None and hasattr(self.network, "named_inputs"):  # one of ours
-            self.network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
-        sees_outputs = self.compiled and self._compile_metrics is not None
-        is_first = self._engine is None
-        if is_first:
-            self._states = LayerStates()
-        step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
-        if is_first:
-            self._first = element_specs(first)
-            self._engine = make_engine(step, self._compiler.jit_forward)
-        self._engine.build(first)
-        self._weights = self._weights or compile_checks.weights_now(self.network)
-        compile_checks.check_weights_unchanged(self.network, self._weights)
-        if is_first and job.mesh() is not None:
-            check_rules(self.network)
-            warn_of_replicated_layers(self.network)
-        return step
-
-    def _start_optimizer(self):
-        """Make the optimizer step, once, for a network that is built."""
-        if self.optimizer_step is None:
-            weights = self.network.trainable_variables
-            self.optimizer_step = ShardedOptimizer(
-                self.optimizer,
-                weights,
-                bucket_ids(self.network, weights),
-                self._compiler,
-                copied_weights(self.network),
-            )
+    @property
+    def optimizer_step(self):
+        """The `ShardedOptimizer`, or `None` before it is built."""
+        return self._program.optimizer_step
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside the `with` block weights have the values of their moving averages; all ranks call.
+        """Swap the weights with their moving averages in the `with` block; all ranks call.
 
-        An optimizer with `use_ema` keeps these; with another one nothing changes. Nothing is trained
-        or saved as a checkpoint meanwhile.
+        Without an optimizer with `use_ema` nothing changes. Do not train or save checkpoints in
+        the block.
 
         Example:
 
@@ -311,50 +410,171 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         >>> with trainer.averaged_weights():
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
-        step = self.optimizer_step  # None where nothing was trained
-        exchange = lambda: step and step.take_averages(exchanges=True)
-        exchange()
+        step = self.optimizer_step
+        if step is not None:
+            step.take_averages(exchanges=True)
         try:
             yield
         finally:
-            exchange()
+            if step is not None:
+                step.take_averages(exchanges=True)
+
+    # Checkpoints and files.
 
     def training_state(self) -> TrainingState:
-        """Return what checkpoints save and restore; network and optimizer are built for it."""
-        if not self.network.built:
-            self.network.build()
-        self._start_optimizer()
-        metrics = [self._loss_tracker, self._accuracy_tracker, self._compile_metrics]
-        metrics += layer_metrics(self.network)
-        if self._step is not None:
-            metrics += self._step.metrics.of_outputs
-        return TrainingState(
-            network=self.network,
-            optimizer=self.optimizer,
-            optimizer_shards=[
-                (unit.weight, unit.bounds, unit.flat_range) for unit in self.optimizer_step.units
-            ],
-            skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
-            metrics=[metric for metric in metrics if metric is not None],
-        )
+        """Return the state that checkpoints save and restore; build network and optimizer."""
+        return self._program.training_state()
 
-    def export(
+    def save(
         self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: list | None = None,
+        path: str | os.PathLike,
+        overwrite: bool = True,
+        *,
+        wait: bool = True,
+        replicas: bool = False,
+        assets: Mapping | None = None,
+        metrics: Mapping[str, float] | None = None,
         **kwargs,
     ) -> None:
-        """Export what the network computes, to be served; as `keras.Model.export`, from any layout.
+        """Save a checkpoint of the full run that every layout can restore; all ranks call.
 
-        Rank 0 writes it, with the weights of all ranks, which all have to call.
+        It contains the weights, optimizer states, loss scale, step, position in the data, seed and
+        configs. Each rank writes its share to a folder that all hosts see. The checkpoint appears
+        at its path once it is complete. `tf.train.load_checkpoint(path)` reads it.
+
+        Args:
+            path: Folder of the checkpoint. A path that ends with `.keras` is a file that Keras
+                writes, with `**kwargs`: network and weights without the optimizer's states.
+            overwrite: Whether to replace an existing checkpoint. Otherwise the new one is saved
+                next to it, and a warning names its path.
+            wait: Whether to return after the checkpoint is complete. Otherwise training may
+                continue, and `wait_until_saved` or the next save raises errors.
+            replicas: Whether to write shards that several ranks have twice, by different ranks, so
+                that a lost file can be replaced.
+            assets: Dict of file or folder names to objects whose `save(path)` writes them.
+            metrics: Dict of log names to values, kept in the manifest.
+
+        Raises:
+            ValueError: If the network cannot be built yet, or if the trainer is not compiled.
+            InputError: If the checkpoint cannot be written. Training can continue.
+
+        Example:
+
+        >>> trainer.save("runs/wmt14/last")
         """
+        if str(path).endswith(MODEL_SUFFIX):
+            options = {"replicas": replicas, "assets": assets, "metrics": metrics, **kwargs}
+            self._files.save_model(
+                path, overwrite, super().save, getattr(self, "optimizer", None), options
+            )
+            return
+        if kwargs:
+            raise TypeError(f"save() of a checkpoint has no options {', '.join(kwargs)}.")
+        self._check_compiled("save")
+        self._checkpoints.save(path, overwrite, wait, replicas, assets, metrics)
+
+    def wait_until_saved(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            InputError: If it could not be written.
+        """
+        self._checkpoints.wait()
+
+    def restore(self, path, *, strict=True, weights_only=False, check=None) -> Restored:
+        """Restore a checkpoint that any layout has saved; all ranks call.
+
+        Each rank reads only its shards. All files are verified first, so that a damaged or
+        unsuitable checkpoint changes nothing. To resume training, use `fit(resume=path)`.
+
+        Args:
+            path: Folder of a checkpoint, or folder of checkpoints with the newest intact one.
+            strict: Whether missing, unexpected or differently shaped tensors raise an error.
+                Otherwise only the matching tensors are restored.
+            weights_only: Whether to restore the network's weights only.
+            check: Function of the `Restored` that is called before anything is changed and may
+                raise an error.
+
+        Returns:
+            A `Restored` with `step`, `position`, `checkpoint` and the tensors that did not match.
+
+        Raises:
+            ValueError: If the network cannot be built yet, or if the trainer is not compiled.
+            InputError: If the checkpoint is missing or damaged, or does not fit.
+
+        Example:
+
+        >>> trainer.save("runs/wmt14/last")
+        >>> trainer.restore("runs/wmt14/last").missing
+        []
+        """
+        self._check_compiled("restore")
+        seed = job.seed()
+        restored = self._checkpoints.restore(path, strict, weights_only, check)
+        if job.seed() != seed and self._program.runner is not None:
+            self._program.runner.recompile()  # Steps were traced with the previous seed.
+        return restored
+
+    def save_weights(self, filepath, overwrite=True, *, before=None, **kwargs) -> None:
+        """Save the network's full weights from rank 0; as `keras.Model.save_weights`.
+
+        All ranks call. The network alone can also load the file, on every layout. The file is
+        written atomically. If it exists and `overwrite` is `False`, the weights are saved next to
+        it, and a warning names the path.
+
+        Args:
+            filepath, overwrite, **kwargs: As in Keras.
+            before: Function of the path of the complete file, called before it gets its final name.
+
+        Raises:
+            InputError: If the file cannot be written. All ranks raise it.
+        """
+        self._files.save_weights(filepath, overwrite, before, **kwargs)
+
+    def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
+        """Load weights on every rank; as `keras.Model.load_weights`.
+
+        Args:
+            filepath: A `.weights.h5` or `.keras` file of Keras, or a `.safetensors` file of
+                `dtransformer checkpoint export`.
+            **kwargs: As in Keras.
+
+        Raises:
+            InputError: If the file is damaged or does not contain the network's weights.
+        """
+        if not self.network.built:
+            self.network.build()  # Build it under its name, with which weight paths begin.
+        if class_of(filepath) == type(self).__name__:
+            self.build()
+            load_weights(super(), filepath, **kwargs)
+        else:
+            self._files.load_weights(filepath, **kwargs)
+
+    def get_weights(self) -> list:
+        """Return the network's full weights, of all pipeline stages; all ranks call."""
+        return self.network.get_weights()
+
+    def set_weights(self, weights: list) -> None:
+        """Set the network's full weights, as returned by `get_weights`, on every rank."""
+        self.network.set_weights(weights)
+
+    def count_params(self) -> int:
+        """Return the number of weight elements, of all pipeline stages."""
+        return self.network.count_params()
+
+    def export(
+        self, filepath, format="tf_saved_model", verbose=None, input_signature=None, **kwargs
+    ):
+        """Export the network for serving, from any layout; as `keras.Model.export`.
+
+        All ranks call, rank 0 writes the full network.
+        """
+        first = self._program.first_batch
         options = {"format": format, "verbose": verbose, **kwargs}
-        checkpointing.export(self, self._first, filepath, input_signature, **options)
+        self._files.export(self, first, filepath, input_signature, **options)
 
     def get_compile_config(self) -> dict:
-        """Return nothing: a trainer that is loaded has to be compiled again."""
+        """Return an empty dict: a loaded trainer must be compiled again."""
         return {}
 
     def get_config(self) -> dict:
@@ -363,3 +583,93 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     @classmethod
     def from_config(cls, config):
         return cls(keras.saving.deserialize_keras_object(config["network"]))
+
+    # Reports.
+
+    def summary(self, **kwargs):
+        """Print the network and the parameters per device; as `keras.Model.summary`."""
+        self._reports.summary(**kwargs)
+
+    def plan(self):
+        """Return a `dtransformer.reports.plan.WeightPlan`: the sharding of every weight.
+
+        In a pipeline it covers the weights of this rank's stage and, after the first batch, lists
+        the layers of each stage.
+
+        Raises:
+            ValueError: If the network is not built, or if a rule of `parallel_rules` matches no
+                weight.
+
+        Example:
+
+        >>> print(trainer.plan())
+        weight                      shape  type     dimensions           sharded over  bytes per rank
+        ...
+        causal_lm/embedding/table   50×8   float32  (vocab_rows, embed)  (–, –)                 1,600
+        ...
+        20 weights with 9,480 elements. Each device stores 9,480 of them: ...
+        """
+        return self._reports.plan()
+
+    def communication_report(self):
+        """Return a `dtransformer.reports.communication.CommunicationReport` of the training step.
+
+        It lists the collectives of the mesh as DTensor lowered them, those of data-parallel ranks
+        from the step's graphs, and the messages between pipeline stages. For networks with the
+        method `stream_shapes(inputs)` it also lists the theoretical volumes.
+
+        Raises:
+            ValueError: If no training step is compiled yet.
+        """
+        return self._reports.communication_report()
+
+    def memory_report(self, inputs=None):
+        """Return a `dtransformer.reports.memory.MemoryReport` of this rank, in bytes.
+
+        Args:
+            inputs: Batch of inputs for which saved activations are computed. Defaults to the last
+                batch on a mesh.
+
+        Raises:
+            ValueError: If no training step has run yet.
+
+        Example:
+
+        >>> print(trainer.memory_report(inputs))
+        bytes of this rank   planned     measured
+        --------------------------------------...
+        weights               37,920       37,920
+        gradients             37,920       37,920
+        optimizer states      75,840       75,840
+        activations           24,720            –
+        all                  176,400            –
+        peak of the process        –  ...
+        """
+        return self._reports.memory_report(inputs)
+
+    def expert_load(self):
+        """Return a `dtransformer.reports.expert_load.ExpertLoad` of the last epoch's steps.
+
+        It covers all ranks, micro-batches and stages. Its `write("load.png")` draws it.
+
+        Raises:
+            ValueError: If no step has run yet, or if the network has no experts.
+        """
+        return self._reports.expert_load()
+
+    def timeline(self, path=None):
+        """Return a `dtransformer.parallel.schedules.timeline.Timeline` of the last training step.
+
+        All ranks call. Clocks of different hosts are not adjusted. On GPUs the first call enables
+        the measurement of later steps, which then wait for the GPU.
+
+        Args:
+            path: JSON file in the Trace Event Format that rank 0 writes, for Perfetto.
+
+        Returns:
+            The timeline. Its `bubble` is the fraction of the step in which stages are idle.
+
+        Raises:
+            ValueError: If there is no pipeline, or if no step has been measured yet.
+        """
+        return self._reports.timeline(path)

@@ -6,8 +6,8 @@ import pytest
 
 from dtransformer.datasets import TranslationBatches
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.data import shards_rows
-from dtransformer.trainers.host_changes import with_host_changes
+from dtransformer.trainers.rank_agreement import prepare_callbacks
+from dtransformer.trainers.row_sharding import RowSharding
 from harness.tasks import TASKS
 from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 from tests.shared_runs import each, on_ranks
@@ -149,12 +149,12 @@ def test_batches_that_are_made_whole_are_shared_as_arrays_are():
     whole = TranslationBatches(ids, ids, batch_size=4)
     index, count = job.data_shard()
     own = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
-    assert [shards_rows(x, None) for x in (ids, whole, own)] == [True, True, False]
+    assert [RowSharding.of_data(x).is_global for x in (ids, whole, own)] == [True, True, False]
 
 
 @on_ranks("dp2@2x1")
 def test_each_rank_has_a_folder_of_its_own_for_tensorboard():
     board = keras.callbacks.TensorBoard("logs")
     for _ in range(2):  # fits
-        with_host_changes([board])
+        prepare_callbacks([board])
     assert board.log_dir == ("logs" if job.is_chief() else "logs/rank_1")

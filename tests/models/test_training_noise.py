@@ -15,15 +15,15 @@ from dtransformer.trainers import Trainer
 SEED = tf.constant([3, 5])
 
 
-def drawn(function, x, **context):
-    with dropout_seed(SEED), trace.scope(**context):
+def drawn(function, x, is_training=False):
+    with dropout_seed(SEED), trace.training_step(is_training):
         return function(x).numpy()
 
 
 def test_noise_of_embeddings():
     """Jain et al., 2023: U(−a, a), a = α / √(s·h)."""
     noise, x = EmbeddingNoise(5.0, "noise"), tf.zeros((64, 4, 8))
-    found = drawn(noise, x, trains=True)
+    found = drawn(noise, x, is_training=True)
     most = 5 / np.sqrt(4 * 8)
     assert np.abs(found).max() <= most and abs(found.mean()) < 0.05 * most
     assert found.std() == pytest.approx(most / np.sqrt(3), rel=0.03)
@@ -32,10 +32,10 @@ def test_noise_of_embeddings():
 
 def test_dropout_of_adapters():
     x = tf.ones((64, 32))
-    kept = drawn(InputDropout(0.25, "a/kernel"), x, trains=True)
+    kept = drawn(InputDropout(0.25, "a/kernel"), x, is_training=True)
     assert set(np.unique(kept)) == {0.0, np.float32(1 / 0.75)}
     assert (kept == 0).mean() == pytest.approx(0.25, abs=0.03)
-    other = drawn(InputDropout(0.25, "b/kernel"), x, trains=True)
+    other = drawn(InputDropout(0.25, "b/kernel"), x, is_training=True)
     assert 0.3 < (kept != other).mean() < 0.45
     np.testing.assert_array_equal(drawn(InputDropout(0.25, "a/kernel"), x), x)
 
@@ -49,10 +49,10 @@ def test_dropout_of_adapters_with_magnitudes():
     for number, variable in enumerate(addition.factors.values()):
         variable.assign(tf.random.stateless_normal(variable.shape, (number, 3)))
     w, a, b, m = (v.numpy().astype("float64") for v in (layer.kernel, *addition.factors.values()))
-    dropped = drawn(addition.dropout, x, trains=True).astype("float64")
+    dropped = drawn(addition.dropout, x, is_training=True).astype("float64")
     gain = m / np.linalg.norm(w + 1.5 * a @ b, axis=0)
     expected = x @ w + (gain - 1) * (dropped @ w) + gain * 1.5 * (dropped @ a @ b)
-    np.testing.assert_allclose(drawn(layer, x, trains=True), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(drawn(layer, x, is_training=True), expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(drawn(layer, x), gain * (x @ (w + 1.5 * a @ b)), rtol=0, atol=1e-5)
 
 

@@ -1,41 +1,36 @@
-"""The context of tracing: scopes nest, end with their block, and belong to one thread."""
+"""Scoped values end with their block, nest, and belong to one thread."""
 
 import threading
 
 import pytest
 
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 
 
 def test_a_scope_ends_with_its_block_even_after_an_error():
-    outer = trace.current()
     with pytest.raises(KeyError):
-        with trace.scope(on_mesh=True, has_gradients=False):
-            assert trace.is_on_mesh() and not trace.current().has_gradients
-            with trace.scope(on_mesh=False):
-                assert not trace.is_on_mesh() and not trace.current().has_gradients
+        with trace.on_mesh(), trace.with_gradients(False):
+            assert trace.is_on_mesh() and not trace.has_gradients()
+            with trace.on_mesh(False):
+                assert not trace.is_on_mesh() and not trace.has_gradients()
+            assert trace.is_on_mesh()
             raise KeyError
-    assert trace.current() is outer and not trace.is_on_mesh()
+    assert trace.has_gradients() and not trace.is_on_mesh()
 
 
-def test_other_threads_have_their_own():
-    seen = []
-    with trace.scope(on_mesh=True):
-        thread = threading.Thread(target=lambda: seen.append(trace.is_on_mesh()))
+def test_threads_have_separate_values():
+    values = []
+    with trace.on_mesh():
+        thread = threading.Thread(target=lambda: values.append(trace.is_on_mesh()))
         thread.start()
         thread.join()
         assert trace.is_on_mesh()
-    assert seen == [False]
+    assert values == [False]
 
 
-def test_it_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        trace.current().on_mesh = True
-    with pytest.raises(TypeError):
-        trace.current().rules["mlp"] = None
-
-
-def test_a_field_that_does_not_exist():
-    with pytest.raises(TypeError, match="mesh"):
-        with trace.scope(mesh=True):
-            pass
+def test_default_value_and_yielded_value():
+    scoped = Scoped("example", default=1)
+    with scoped.set(2) as value:
+        assert value == scoped.get() == 2
+    assert scoped.get() == 1

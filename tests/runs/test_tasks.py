@@ -291,7 +291,7 @@ def test_one_dial(tmp_path, capsys):
     assert training.learning_rate == pytest.approx(0.3118 * flops**-0.125, rel=0.03)
     assert training.max_steps * training.batch_size * 1024 == pytest.approx(tokens, rel=1e-3)
     assert training.layout == "auto" and training.precision == "mixed_bfloat16"
-    assert "# 1  data 8" in text and "# Take 1" in text
+    assert "# 1  data 8" in text and "# Recommended: layout 1" in text
     assert main(["new", "chat", "--depth", "2"]) == 2
     assert main(["new", "chat", "--device", "h100"]) == 2
 

@@ -58,5 +58,5 @@ def test_micro_batches_tell_the_same_and_drop_the_same():
 
 
 def test_without_experts_there_is_no_load():
-    with pytest.raises(ValueError, match="no load of experts"):
+    with pytest.raises(ValueError, match="no expert load"):
         trained(None).expert_load()

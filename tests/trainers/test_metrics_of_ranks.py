@@ -119,9 +119,7 @@ def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, 
 
     def train(rank):
         metric = kind(**options)
-        metrics = StepMetrics(
-            keras.metrics.Mean(), keras.metrics.Mean(), container(metric), Objective("mse"), print
-        )
+        metrics = StepMetrics(Objective("mse"), container(metric), on_build=print)
         metrics.build(labels, outputs)
         for half in halves:
             quarter = slice(half.start + 3 * rank, half.start + 3 * rank + 3)
@@ -143,7 +141,6 @@ def test_a_metric_that_needs_weights_is_built(monkeypatch):
     metric = Weighted()
     weighted = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     weighted.compile(loss="mse", weighted_metrics=[metric])
-    mean = keras.metrics.Mean()
-    metrics = StepMetrics(mean, mean, weighted._compile_metrics, Objective("mse"), print)
+    metrics = StepMetrics(Objective("mse"), weighted._compile_metrics, on_build=print)
     metrics.build(BINARY, SCORE, np.ones(ROWS))
     assert metrics.is_built and float(metric.result()) == 0

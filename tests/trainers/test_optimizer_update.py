@@ -11,8 +11,9 @@ import tensorflow as tf
 from dtransformer._compat import uses_weight_decay
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.optimizer import apply
-from dtransformer.trainers.optimizer.apply import grouped_calls
+from dtransformer.trainers.optimizer import grouped_update
+from dtransformer.trainers.optimizer.grouped_update import grouped_calls
+from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = X[:, :2] - X[:, 2:4]
@@ -113,7 +114,7 @@ def weights_of_keras(name):
     ],
 )
 def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
-    monkeypatch.setattr(apply, "_ELEMENTS_AT_ONCE", 80)
+    monkeypatch.setattr(grouped_update, "_MAX_ELEMENTS", 80)
     _, found = trained(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
     for own, other in zip(found, weights_of_keras(name), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
@@ -122,7 +123,7 @@ def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
 def test_averages_are_there_when_they_are_asked_for():
     """With groups of weights, which others of Keras' averages would not be updated beside."""
     network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
-    network.layers[0].kernel.update_group = apply.UpdateGroup(0.5)
+    network.layers[0].kernel.update_group = UpdateGroup(0.5)
     trainer = Trainer(network)
     trainer.compile(keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.75), "mse")
     expected = None

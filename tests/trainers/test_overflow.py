@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_functions import MAX_SKIPPED
+from dtransformer.trainers.step_logs import MAX_SKIPPED
 from tests.trainers.small import dense_trainer, points
 
 X, Y = points(64)
@@ -53,7 +53,7 @@ class Count(keras.callbacks.Callback):
         self.steps += 1
 
 
-@pytest.mark.filterwarnings("ignore:the loss of step")
+@pytest.mark.filterwarnings("ignore:The loss of step")
 @pytest.mark.parametrize("log_every, steps", [(1, MAX_SKIPPED), (7, 55)])
 def test_fifty_skipped_steps_end_the_training_and_name_the_layer(log_every, steps):
     count = Count()
@@ -65,7 +65,7 @@ def test_fifty_skipped_steps_end_the_training_and_name_the_layer(log_every, step
     assert count.steps == steps
 
 
-@pytest.mark.filterwarnings("ignore:the loss of step")
+@pytest.mark.filterwarnings("ignore:The loss of step")
 def test_calls_of_train_on_batch_are_counted_too():
     made = trainer(6e4)
     for _ in range(MAX_SKIPPED - 1):
@@ -83,7 +83,7 @@ def test_a_gradient_that_overflows_behind_finite_outputs():
     with float16():
         layers = [keras.layers.Dense(1), keras.layers.Lambda(overflows)]
         model = keras.Sequential([keras.Input((3,)), *layers])
-    with pytest.raises(ValueError, match="overflowed in float16. Nothing is trained"):
+    with pytest.raises(ValueError, match="overflowed in float16, so the weights no longer change"):
         fit(dense_trainer(network=model))
 
 
@@ -104,7 +104,7 @@ def test_a_layer_of_a_transformer_is_named():
     made.compile("sgd")
     ids = np.random.default_rng(0).integers(1, 20, (8, 6))
     path = kernel.path.rpartition("/")[0]
-    with pytest.warns(UserWarning, match="the loss of step 1 is"):
+    with pytest.warns(UserWarning, match="The loss of step 1 is"):
         with pytest.raises(ValueError, match=f"is '{path}"):
             made.fit(ids, ids, batch_size=8, epochs=60, verbose=0)
 
@@ -116,5 +116,5 @@ def test_a_loss_that_is_no_number_is_told_once(value, expected, is_scaled, recwa
     x, _ = points(8)
     for _ in range(2):
         made.fit(x, np.full((8, 1), value), batch_size=2, epochs=2, verbose=0)
-    told = [str(warning.message) for warning in recwarn if "the loss of" in str(warning.message)]
-    assert len(told) == 1 and f"the loss of step 1 is {expected}" in told[0]
+    told = [str(warning.message) for warning in recwarn if "The loss of" in str(warning.message)]
+    assert len(told) == 1 and f"The loss of step 1 is {expected}" in told[0]

@@ -22,7 +22,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append([])
 
     def on_train_batch_end(self, batch, logs=None):
-        inputs, _ = self.model._logs.batch
+        inputs, _ = self.model._program.runner.logs.batch
         self.epochs[-1].append([int(x) for x in inputs[:, 0]])
 
 

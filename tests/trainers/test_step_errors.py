@@ -171,7 +171,7 @@ def test_a_loss_that_is_nan_is_told_once(recwarn):
     x = np.full((8, 3), np.nan, "float32")
     trainer.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0)
     told = [str(warning.message) for warning in recwarn if "nan" in str(warning.message)]
-    assert len(told) == 1 and "the loss of step 1 is nan" in told[0]
+    assert len(told) == 1 and "The loss of step 1 is nan" in told[0]
 
 
 @on_mesh
@@ -180,7 +180,7 @@ def test_the_same_on_a_mesh():
     for label in BAD_LABELS:
         words = ["labels, expected 0 to 11; the least and the greatest", str(label)]
         raises(ValueError, words, lambda y=label: fit(language_model(), y=with_one(y)))
-    words = ["Adam has ema_overwrite_frequency=2, which does not work where a mesh"]
+    words = ["Adam has ema_overwrite_frequency=2, which does not work if a mesh"]
     optimizer = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
     raises(ValueError, words, lambda: fit(language_model(optimizer=optimizer)))
     swaps, words = [keras.callbacks.SwapEMAWeights()], ["SwapEMAWeights", "averaged_weights()"]

@@ -11,10 +11,11 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import Dropout
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers import Trainer, fit_loop
+from dtransformer.trainers import Trainer
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
 from dtransformer.trainers.optimizer.checks import check_constraints
+from dtransformer.trainers.row_sharding import RowSharding
 from harness.quick import calls_of_traces
 from tests.tolerances import TRAINING
 from tests.trainers.small import (
@@ -236,11 +237,15 @@ def test_an_error_of_a_step_says_where_it_comes_from(monkeypatch):
         trainer.fit(*points(), verbose=0)
 
 
-def test_validation_data_whose_rows_are_taken_otherwise(monkeypatch):
-    """Training goes on with its own function after it."""
+def test_training_and_validation_data_may_be_sharded_differently(monkeypatch):
+    """Each sharding has its compiled step, and training keeps its own after a validation."""
     x, y = points()
-    monkeypatch.setattr(fit_loop, "shards_rows", lambda data, shard: isinstance(data, np.ndarray))
-    monkeypatch.setattr(fit_loop, "own_rows", lambda data: data)
+    monkeypatch.setattr(
+        RowSharding,
+        "of_data",
+        lambda data, shard=None: RowSharding(is_global=isinstance(data, np.ndarray)),
+    )
+    monkeypatch.setattr(RowSharding, "local_rows", lambda self, batch: batch)
     trainer = Trainer(dense_network())
     trainer.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.optimizer.apply import UpdateGroup
+from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 FIRST, SECOND = UpdateGroup(0.1, 0.5), UpdateGroup(2.0)
 
@@ -62,7 +62,7 @@ def test_updates_are_those_of_torch(name, scheduled):
 def test_what_cannot_have_groups_is_told():
     overwriting = {"use_ema": True, "ema_overwrite_frequency": 2}
     for options in (overwriting, {"gradient_accumulation_steps": 2}):
-        with pytest.raises(ValueError, match="groups of weights need one of Keras' optimizers"):
+        with pytest.raises(ValueError, match="Adam cannot update groups of weights"):
             trainer(keras.optimizers.Adam(**options)).train_on_batch(
                 np.ones((2, 4)), np.ones((2, 4))
             )

@@ -15,8 +15,9 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.transport import never_constant, tied
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 
+_gradient_of = Scoped("gradient_of_collective")
 _TOP = "dtransformer"  # of the names of collectives that belong to no gradient
 
 
@@ -59,7 +60,7 @@ class Call:
         listing = ", ".join(f"{name}={value}" for name, value in arguments.items())
         text = describe(f"{function}({listing})" if arguments else function, x, group)
         check_member(text, group)
-        within = trace.current().collective or _TOP
+        within = _gradient_of.get() or _TOP
         if within != _TOP:
             text += f", for the gradient of {within}"
         ranks = "_".join(map(str, group.ranks))
@@ -138,7 +139,7 @@ class Call:
         @tf.custom_gradient
         def operate(x):
             def backward(g):
-                with trace.scope(collective=self.name):
+                with _gradient_of.set(self.name):
                     return gradient(tf.convert_to_tensor(g), y)
 
             return tied(forward(x), self._received), backward

@@ -16,7 +16,7 @@ import tensorflow as tf
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import logical_gpus
 from dtransformer.parallel.runtime.process_groups import Group
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 
 # Guard that keeps TensorFlow from taking Horovod's operations for pure functions.
 
@@ -53,6 +53,8 @@ def tied(value: tf.Tensor, y: tf.Tensor | None) -> tf.Tensor:
 
 
 # Types that Horovod does not have -> types of as many bits.
+_global_names = Scoped("global_collective_names", False)
+
 _MOVED_AS = {"bfloat16": "uint16"}
 # Types that Horovod does not add -> types in which their sums, maxima and minima are computed.
 _REDUCED_AS = {
@@ -242,9 +244,18 @@ def _move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
     return (received, *splits) if splits else received
 
 
+def global_names() -> contextlib.AbstractContextManager:
+    """Give collectives inside the `with` block names without the surrounding name scopes.
+
+    TensorFlow numbers the scopes of branches depending on the rest of a function, which differs
+    between ranks that update different weights.
+    """
+    return _global_names.set(True)
+
+
 def _run(operation, x, group, name, **options):
     """Return what a Horovod operation gives, which the ranks' names and group pair."""
-    key = {"ignore_name_scope": trace.current().names_are_global}
+    key = {"ignore_name_scope": _global_names.get()}
     key |= {"name": name, "process_set": group.process_set}
     # NCCL takes no two ranks of one card; those of logical GPUs are tried over the host.
     place = tf.device("/CPU:0") if logical_gpus() > 1 else contextlib.nullcontext()

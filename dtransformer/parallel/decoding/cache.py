@@ -22,7 +22,7 @@ def empty(shape: list, dtype: str) -> tf.Tensor:
     In a loop of `decoding` it is a tensor of its own, as it is updated in place: of all caches' zeros
     TensorFlow may make one.
     """
-    if trace.current().in_loop:
+    if trace.is_decoding_loop():
         return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
     return constrain(tf.zeros(shape, dtype), _AXES)
 
@@ -53,7 +53,7 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     b, n, e, d = static_or_dynamic_shape(tensors[0])
     k = static_or_dynamic_shape(new[0])[0] // b
     place = index % (e // k)
-    if trace.current().in_loop:
+    if trace.is_decoding_loop():
         # The row of each in [b·n·e, d]; dimensions are b, k, n.
         sources, hypotheses, heads = (
             tf.reshape(tf.range(size), [-1, *[1] * later])

@@ -138,7 +138,7 @@ def _hoisting(variables) -> Iterator[None]:
     """Read variables once, before the loop in the `with` block; sharded ones are left as they are."""
     plain = [v for v in variables if not isinstance(v, ShardedVariable)]
     values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
-    with trace.scope(in_loop=True), keras.StatelessScope(state_mapping=values):
+    with trace.decoding_loop(), keras.StatelessScope(state_mapping=values):
         yield
 
 

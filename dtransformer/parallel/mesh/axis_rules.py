@@ -19,6 +19,7 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig, get
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 
 # Layouts of tensors on the mesh.
 
@@ -94,6 +95,8 @@ def _context(config):
 
 
 # A new logical axis is one row here, or one of a config's `parallel_rules`.
+_overrides = Scoped("axis_rules", types.MappingProxyType({}), changes_code=True)
+
 LOGICAL_AXES = {
     "batch": LogicalAxis("sentences", _data, of_weights=False),
     "length": LogicalAxis(
@@ -138,7 +141,7 @@ def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | 
 
 def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContextManager:
     """Replace rows of the rules inside the `with` block."""
-    return trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows}))
+    return _overrides.set(types.MappingProxyType({**_overrides.get(), **rows}))
 
 
 def rules_of_decoding() -> dict[str, None]:
@@ -151,7 +154,7 @@ def mesh_axis(name: str | None) -> str | None:
     """Return the mesh axis that shards a logical dimension here, or None."""
     if job.mesh() is None or name is None:
         return None
-    axis = {**rules(), **trace.current().rules}.get(name)
+    axis = {**rules(), **_overrides.get()}.get(name)
     return axis if axis in job.mesh().dim_names else None
 
 

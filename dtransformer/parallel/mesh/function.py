@@ -1,5 +1,6 @@
 """Functions on the mesh: values are put there, computed with, and taken back."""
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.variable import packed, sharding_specs, unpacked
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.shared_blocks import recording_block_calls
 from dtransformer.parallel.weights.sharded_variable import own_shards
 
 _OPERATION = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
@@ -43,7 +45,7 @@ class MeshFunction:
         self._is_new, self._graph = False, None
         self._constants = {}  # tensors that layers keep, by their ids: each, and as a DTensor
         self.compiled = []  # names of functions, of the last compilation
-        self.calls = {}  # of the last compilation, see `TraceContext.calls`
+        self.calls = {}  # of the last compilation, see `recording_block_calls`
         self.adds_losses = False  # whether layers did, in the last compilation
 
     def _trace(self, weights, args):
@@ -87,8 +89,11 @@ class MeshFunction:
         self._constants |= {id(tensor): (tensor, value), id(value): (value, value)}
         return value
 
+    @contextlib.contextmanager
     def _on_mesh(self):
-        return trace.scope(on_mesh=True, has_gradients=self._gradients, calls=self.calls)
+        gradients = trace.with_gradients(self._gradients)
+        with trace.on_mesh(), gradients, recording_block_calls(self.calls):
+            yield
 
     def __call__(self, *args):
         """Return what the function returns; every device is done with it."""

@@ -101,7 +101,7 @@ class _Function:
             function that one.
         is_new: whether it was compiled since this was last set to False; on a mesh alone.
         compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
-        calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
+        calls: of the last compilation, see `recording_block_calls`; on a mesh alone.
     """
 
     is_new, compiled, calls = False, (), types.MappingProxyType({})
@@ -195,7 +195,7 @@ class _FunctionOnMesh(MeshFunction):
     def call(self, weights, trained, others, *args):
         """As a call, with values of other variables that are like its own, see `shared_chunks`."""
         # Gradients are traced when the function is called.
-        with trace.scope(on_mesh=True), _compat.constants_are_copied():
+        with trace.on_mesh(), _compat.constants_are_copied():
             variables = [*trained, *others]
             return self.run([*weights, *map(packed, others)], *args, variables=variables)
 

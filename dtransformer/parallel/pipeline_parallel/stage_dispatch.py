@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here, chunk_of
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Placeholder outputs: what layers of another stage give while a computation is traced.
@@ -101,10 +101,13 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
         )
 
 
+_view = Scoped("stage_view")
+
+
 @contextlib.contextmanager
 def view(of):
     """Let placed layers inside the `with` block be called through `of`."""
-    with trace.scope(stage_view=of):
+    with _view.set(of):
         yield of
 
 
@@ -137,7 +140,7 @@ def dispatch(
     """
     if layer.pipeline_stage is None or _compat.in_symbolic_scope():  # shapes are asked for only
         return compute(*args, **kwargs)
-    current = trace.current().stage_view
+    current = _view.get()
     if current is not None:
         return current.call(layer, compute, placeholder, args, kwargs)
     check_here(layer)
@@ -146,7 +149,7 @@ def dispatch(
 
 def current_chunk() -> int | None:
     """Return the number of the model chunk that is computed; None where none is."""
-    return getattr(trace.current().stage_view, "chunk", None)
+    return getattr(_view.get(), "chunk", None)
 
 
 class ChunkView:

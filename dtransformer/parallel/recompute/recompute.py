@@ -21,15 +21,21 @@ from dtransformer.parallel.mesh.axis_rules import (
     relayout,
 )
 from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
+from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
+    current_dropout_numbers,
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
 )
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import RecomputedUnsharding
+
+_saved_sums = Scoped("saved_sums")
+"""`(sums, is_recomputing)` of row-parallel products that the backward pass does not repeat."""
 
 
 def as_recompute_config(value: bool | TransformerRecomputeConfig) -> TransformerRecomputeConfig:
@@ -69,7 +75,8 @@ def recomputed(
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
     seed, num_inputs, metric_names, states = current_dropout_seed(), len(inputs), [], []
-    numbers, trains = trace.current().dropout_numbers, trace.current().trains
+    numbers = current_dropout_numbers()
+    is_training_step = trace.is_training_step()
 
     def run(args, seed, sums, dy=None):
         """Compute for the first time; or again, once the gradient dy of the result is known.
@@ -82,14 +89,13 @@ def recomputed(
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
             stack.enter_context(dropout_numbers(numbers))
-            stack.enter_context(
-                trace.scope(deferred=None, trains=trains)
-            )  # all of it is computed again at once
+            stack.enter_context(not_splitting_backward())
+            stack.enter_context(trace.training_step(is_training_step))
             scope = StateScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))
             if not config.mp_comm_recompute and trace.is_on_mesh():
-                stack.enter_context(trace.scope(kept_sums=(sums, dy is not None)))
+                stack.enter_context(_saved_sums.set((sums, dy is not None)))
             auxiliary_metrics = stack.enter_context(collecting(is_collecting() and dy is None))
             results = [function(*args[:num_inputs]), *scope.losses]
             if dy is not None:
@@ -156,9 +162,9 @@ def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:
         compute: a function that returns a tensor, a sum over the mesh axis; it is not called
             the second time.
     """
-    if trace.current().kept_sums is None:
+    if _saved_sums.get() is None:
         return compute()
-    sums, again = trace.current().kept_sums
+    sums, again = _saved_sums.get()
     if again:
         return sums.pop(0)
     sums.append(compute())

@@ -1,6 +1,6 @@
 """Auxiliary metrics: token-weighted sums that layers report during the forward pass.
 
-They add up over calls, micro-batches and ranks, and have no gradients. Outside of `collecting`
+They are summed over calls, micro-batches and ranks, and have no gradients. Outside of `collecting`
 nothing is computed.
 """
 
@@ -9,40 +9,45 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
+
+_collector = Scoped("auxiliary_metrics")
 
 
 @contextlib.contextmanager
 def collecting(enabled: bool = True) -> Iterator[dict[str, tf.Tensor]]:
-    """Collect what layers report inside the `with` block: a dict of names and tensors.
+    """Collect the metrics that layers report inside the `with` block.
 
     Args:
-        enabled: False to collect nothing.
+        enabled: `False` discards them.
+
+    Yields:
+        A dict of metric names to tensors, filled during the block.
     """
-    metrics = {} if enabled else None
-    with trace.scope(auxiliary_metrics=metrics):
-        yield {} if metrics is None else metrics
+    metrics = {}
+    with _collector.set(metrics if enabled else None):
+        yield metrics
 
 
 def is_collecting() -> bool:
-    """Return whether reports are collected here."""
-    return trace.current().auxiliary_metrics is not None
+    """Return whether reported metrics are collected here."""
+    return _collector.get() is not None
 
 
 def report(name: str, compute: Callable[[], tf.Tensor]) -> None:
-    """Report a sum, which is computed where reports are collected only.
+    """Report a sum. It is computed only inside of `collecting`.
 
     Args:
-        name: unique in the network, such as a layer's path.
-        compute: a function that returns a float32 tensor.
+        name: Unique name in the network, such as a layer's path.
+        compute: Function that returns a float32 tensor.
     """
-    metrics = trace.current().auxiliary_metrics
+    metrics = _collector.get()
     if metrics is not None:
-        new = tf.stop_gradient(compute())
-        metrics[name] = new if name not in metrics else metrics[name] + new
+        value = tf.stop_gradient(compute())
+        metrics[name] = metrics[name] + value if name in metrics else value
 
 
 def report_all(metrics: dict[str, tf.Tensor]) -> None:
-    """Report what was collected inside a function."""
+    """Report metrics that were collected inside a traced function."""
     for name, value in metrics.items():
         report(name, lambda value=value: value)

@@ -8,8 +8,13 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 
-_PHILOX = 1  # as TensorFlow's operations number their algorithms
+_PHILOX = 1
+"""Id of the Philox algorithm in TensorFlow's random operations."""
+
+_seed = Scoped("dropout_seed")
+_layer_ids = Scoped("dropout_layer_ids", types.MappingProxyType({}))
 
 
 class DrawsMasks:
@@ -40,12 +45,12 @@ def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
     Args:
         seed: int tensor [2].
     """
-    return trace.scope(dropout_seed=seed)
+    return _seed.set(seed)
 
 
 def current_dropout_seed() -> tf.Tensor:
     """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
-    seed = trace.current().dropout_seed
+    seed = _seed.get()
     if seed is not None:
         return seed
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
@@ -57,12 +62,17 @@ def dropout_numbers(numbers: dict[int, tf.Tensor]) -> contextlib.AbstractContext
     Args:
         numbers: dict of the id of a layer and its number, an int32 scalar.
     """
-    return trace.scope(dropout_numbers=types.MappingProxyType(numbers))
+    return _layer_ids.set(types.MappingProxyType(numbers))
+
+
+def current_dropout_numbers() -> types.MappingProxyType:
+    """Return the numbers that `dropout_numbers` has set, by the layers' ids."""
+    return _layer_ids.get()
 
 
 def layer_number(layer: DrawsMasks) -> int | tf.Tensor:
     """Return the number that a layer's masks are drawn by, here."""
-    return trace.current().dropout_numbers.get(id(layer), layer.number)
+    return _layer_ids.get().get(id(layer), layer.number)
 
 
 def kept_elements(

@@ -8,6 +8,7 @@ it would take all that is given to a function with a gradient, the weights too, 
 compile anew in every step.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -24,12 +25,33 @@ from dtransformer.parallel.tracing.dropout_seed import (
     layer_number,
     mask_drawers,
 )
+from dtransformer.parallel.tracing.scoped import Scoped, context_signature
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 
 # Stacks of more blocks call their function where each block is.
 _MOST_COPIES = 12
 
 _numbers = itertools.count()
+_calls = Scoped("block_calls")
+_tape_graph = Scoped("tape_graph")
+
+
+def recording_block_calls(calls: dict[str, list[str]]) -> contextlib.AbstractContextManager:
+    """Record where shared functions of blocks are called inside the `with` block.
+
+    Args:
+        calls: Dict that is filled: name scope inside a shared function -> list of the name scopes
+            of its calls.
+    """
+    return _calls.set(calls)
+
+
+def tape_opened_here() -> contextlib.AbstractContextManager:
+    """Mark the current graph as the one in which a step opens its gradient tape.
+
+    Only in this graph TensorFlow can report which tensors the tape watches.
+    """
+    return _tape_graph.set(tf.compat.v1.get_default_graph())
 
 
 class SharedBlocks:
@@ -65,8 +87,8 @@ class SharedBlocks:
             function = _function(block, compute, drawers, is_called, scope)
             self._functions[key] = function, scope
         function, scope = self._functions[key]
-        if trace.current().calls is not None:
-            trace.current().calls.setdefault(scope, []).append(tf.get_current_name_scope())
+        if _calls.get() is not None:
+            _calls.get().setdefault(scope, []).append(tf.get_current_name_scope())
         with _compat.without_autocast():  # gradients are taken of the type that is stored
             values = [tf.convert_to_tensor(trained_value(weight)) for weight in block.variables]
         seed = current_dropout_seed() if training else None
@@ -116,7 +138,7 @@ def _ends_gradients(tensors, values):
 
     The function would compute gradients of these, too, and send for them.
     """
-    if trace.current().tape_graph is not tf.compat.v1.get_default_graph():
+    if _tape_graph.get() is not tf.compat.v1.get_default_graph():
         return False
     inputs = [x for x in tf.nest.flatten(tensors) if x is not None]
     return _compat.is_on_a_tape(values) and not _compat.is_on_a_tape(inputs)
@@ -134,7 +156,6 @@ def _can_be_shared(block, layers):
         and not _compat.in_symbolic_scope()  # shapes alone are asked for
         and not tf.executing_eagerly()
         and not _compat.is_compiled_by_xla()
-        and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
         and not any(getattr(layer, "sends", False) for layer in layers)
         and not any(is_unsharded_for_use(weight) for weight in block.variables)
@@ -143,15 +164,11 @@ def _can_be_shared(block, layers):
 
 def _key(layers, training):
     """Return the signature of a block, and of what it is traced for."""
-    context = trace.current()
     configs = [{**layer.get_config(), "name": None} for layer in layers]
     return (
         training,
-        context.on_mesh,
-        repr(sorted(context.rules.items())),
-        context.has_gradients,
-        context.trains,
-        context.auxiliary_metrics is not None,
+        *context_signature(),
+        is_collecting(),
         tuple(type(layer) for layer in layers),
         repr(configs),
         tuple((tuple(w.shape), w.dtype, w.trainable) for w in layers[0].variables),

@@ -1,13 +1,15 @@
-"""Weights of which each rank of the data-parallel group holds a flat shard, unsharded for use.
+"""All-gathers of weights that are stored as flat shards (`optimizer_shard=3`).
 
-A product with such a weight unshards it just before, and once more for its gradient, so
-that between the two it takes no memory. The gradient leaves as this rank's shard of the sum.
-All-gathers wait for the input of the block before the one that uses them, and for the
-gradient of the output of the block after it: they are one block ahead, not more. Those of
-the backward pass also wait until the gradients of the block after that one have left.
+A product all-gathers its weight before the forward computation and again for the gradient. The
+full value occupies no memory in between. The gradient is reduce-scattered to the local shard.
 
-Reference: Rajbhandari et al., 2020, arXiv 1910.02054, §5.3; Zhao et al., 2023, "PyTorch
-FSDP", arXiv 2304.11277, §3.3, for what is fetched ahead.
+All-gathers run at most one block ahead. In the forward pass, they wait for the input of the
+previous block. In the backward pass, they wait for the gradient of the next block's output, and
+until the gradients of the block after the next one are reduced.
+
+Reference:
+    - [Rajbhandari et al., 2020, §5.3](https://arxiv.org/abs/1910.02054)
+    - [Zhao et al., 2023, §3.3](https://arxiv.org/abs/2304.11277), for prefetching
 """
 
 import collections
@@ -21,17 +23,19 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
+
+_unsharding = Scoped("unsharding")
 
 
 def all_gather(variable: keras.Variable, shard: tf.Tensor, name: str) -> tf.Tensor:
-    """Return the full value of a variable, from the shards of all ranks.
+    """Return the full value of a variable from the shards of all ranks.
 
     Args:
-        variable: the variable, for its shape.
-        shard: this rank's shard of the value, a flat tensor.
-        name: name of the collective, the same on every rank.
+        variable: Keras variable. Only its shape is used.
+        shard: Flat tensor. Local shard of the value.
+        name: String. Name of the collective, identical on all ranks.
     """
     (value,) = flat_shards.all_gather(
         [shard], [tuple(variable.shape)], job.data_parallel_group(), name
@@ -40,7 +44,7 @@ def all_gather(variable: keras.Variable, shard: tf.Tensor, name: str) -> tf.Tens
 
 
 def reduce_scatter(gradient: tf.Tensor, name: str) -> tf.Tensor:
-    """Return this rank's shard of a gradient's sum over the ranks, flat and in float32."""
+    """Return the flat local shard of a gradient's sum over the ranks in float32."""
     dtype = get_parallel_config().gradient_dtype
     gradient = tf.cast(tf.convert_to_tensor(gradient), "float32")
     (shard,) = flat_shards.reduce_scatter([gradient], job.data_parallel_group(), name, dtype)
@@ -48,42 +52,48 @@ def reduce_scatter(gradient: tf.Tensor, name: str) -> tf.Tensor:
 
 
 class Unsharding:
-    """One computation of the network: what is unsharded for it, and what all-gathers wait for.
+    """Full values and all-gathers of one computation of the network.
 
     Args:
-        name: prefix of the names of its collectives.
-        shards: dict of the id of a variable and its shard, a tensor; the variables' own
-            shards where there is none.
-        keeps: whether what was unsharded is kept until the backward pass is over.
-        gate: a tensor that all-gathers wait for, or None.
+        name: String. Prefix of the collectives' names.
+        shards: Dict from ids of variables to tensors that replace the stored shards. Defaults to the
+            stored shards.
+        keeps: Boolean. Whether to keep full values until the end of the backward pass. Defaults to
+            `False`.
+        gate: Tensor that the first all-gathers wait for. `None` disables waiting.
 
     Attributes:
-        block: the number of the block that is computed, from 1; 0 before the first.
-        forward_gate: what its all-gathers wait for: the input of the block before it, or None.
+        block: Integer. Index of the current block, counted from 1. 0 before the first block.
+        forward_gate: Tensor that all-gathers of the current block wait for: the input of the
+            previous block, or `None`.
     """
 
     def __init__(self, name: str, shards: dict | None = None, keeps: bool = False, gate=None):
-        self.name, self.keeps, self.block = name, keeps, 0
+        self.name = name
+        self.keeps = keeps
+        self.block = 0
+        self.forward_gate = gate
+        self._input = None
         self._shards = shards or {}
-        self._values, self._uses = {}, collections.Counter()
-        self.forward_gate, self._input = gate, None
-        self._output_gradients = {}  # block -> gradient of its output
-        self._scattered = collections.defaultdict(list)  # block -> its gradients' shards
+        self._values = {}
+        self._uses = collections.Counter()
+        self._output_gradients = {}  # block -> gradient of the block's output
+        self._scattered = collections.defaultdict(list)  # block -> reduced shards of gradients
 
     def shard(self, variable: keras.Variable) -> tf.Tensor:
-        """Return this rank's shard of a variable, in the type that is computed with."""
+        """Return the local shard of a variable in the compute dtype."""
         shard = self._shards.get(id(variable))
         if shard is None:
             shard = tf.convert_to_tensor(variable.shards[0].value)
         return _compat.autocast(variable, shard)
 
     def next_name(self, path: str) -> str:
-        """Return a name for the next use of a variable or layer, the same on every rank."""
+        """Return a name for the next use of a variable or layer, identical on all ranks."""
         self._uses[path] += 1
         return f"{self.name}/{path}/{self._uses[path]}"
 
     def unshard_now(self, variables: Iterable[keras.Variable]):
-        """Unshard variables in the type that they are stored in, and keep them."""
+        """All-gather variables in their storage dtype and keep the full values."""
         for variable in variables:
             if is_unsharded_for_use(variable):
                 shard = tf.convert_to_tensor(variable.shards[0].value)
@@ -91,16 +101,17 @@ class Unsharding:
                 self._values[id(variable)] = all_gather(variable, shard, name)
 
     def unsharded(self, variable: keras.Variable) -> tf.Tensor:
-        """Return a variable's full value, which is kept as long as anything needs it."""
+        """Return the full value of a variable. Later calls return the same tensor."""
         if id(variable) in self._values:
             return _compat.autocast(variable, self._values[id(variable)])
         shard = self.shard(variable)
         key = id(variable), shard.dtype
         if key not in self._values:
-            name, gate = self.next_name(variable.path), self.forward_gate
+            name = self.next_name(variable.path)
+            gate = self.forward_gate
             if not variable.trainable:
                 value = all_gather(variable, _after(shard, gate), name)
-                self._values[key] = tf.stop_gradient(value)  # recompute watches all shards
+                self._values[key] = tf.stop_gradient(value)  # Recompute watches all shards.
                 return self._values[key]
 
             @tf.custom_gradient
@@ -113,10 +124,12 @@ class Unsharding:
         return self._values[key]
 
     def apply(self, function: Callable, x: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
-        """Return function(x, full value); the value is unsharded again for its gradient."""
+        """Return `function(x, full_value)`. The gradient all-gathers the value again."""
         if self.keeps:
             return function(x, self.unsharded(variable))
-        name, gate, block = self.next_name(variable.path), self.forward_gate, self.block
+        name = self.next_name(variable.path)
+        gate = self.forward_gate
+        block = self.block
 
         @tf.custom_gradient
         def run(x, shard):
@@ -138,17 +151,18 @@ class Unsharding:
         return run(x, self.shard(variable))
 
     def backward_gate(self, block: int, dy: tf.Tensor) -> tf.Tensor:
-        """Return what the all-gathers for a block's gradients wait for.
+        """Return the tensor that all-gathers wait for in the backward pass of a block.
 
         Args:
-            block: the number of the block.
-            dy: a gradient in the block, for a block that is the last one.
+            block: Integer. Index of the block.
+            dy: Tensor to return for the last block: a gradient inside of the block.
         """
         return self._output_gradients.get(block + 1, dy)
 
     def enter_block(self, x: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Begin the next block, of input x; return what its output has to go through."""
-        self.forward_gate, self._input = self._input, x
+        """Start the next block with input `x`. Return a function to apply to the block's output."""
+        self.forward_gate = self._input
+        self._input = x
         self.block += 1
         block = self.block
 
@@ -165,19 +179,19 @@ class Unsharding:
 
 @contextlib.contextmanager
 def unsharding(name: str, **options):
-    """Weights that are read in the `with` block are unsharded for it; see `Unsharding`."""
+    """Unshard the weights that the `with` block reads; see `Unsharding` for the options."""
     computation = Unsharding(name, **options)
-    with trace.scope(unsharding=computation):
+    with _unsharding.set(computation):
         yield computation
 
 
 def current_unsharding() -> Unsharding | None:
-    """Return the computation of the network that is being traced, or None."""
-    return trace.current().unsharding
+    """Return the `Unsharding` of the current computation, or `None`."""
+    return _unsharding.get()
 
 
 def apply_unsharded(function: Callable, x: tf.Tensor, variable) -> tf.Tensor:
-    """Return function(x, weight) for any weight, a tensor or a Keras variable."""
+    """Return `function(x, weight)` with the full value of a tensor or Keras variable."""
     if current_unsharding() is None or not is_unsharded_for_use(variable):
         return function(x, variable)
     return current_unsharding().apply(function, x, variable)
@@ -185,13 +199,13 @@ def apply_unsharded(function: Callable, x: tf.Tensor, variable) -> tf.Tensor:
 
 @contextlib.contextmanager
 def unsharding_ahead(inputs: list[tf.Tensor]):
-    """What is read in the `with` block is unsharded one block ahead.
+    """Start a block whose weights are all-gathered one block ahead.
 
     Args:
-        inputs: list of the block's inputs, tensors.
+        inputs: List of tensors. Inputs of the block.
 
     Yields:
-        A function that the block's output has to go through.
+        A function to apply to the block's output.
     """
     if current_unsharding() is None:
         yield lambda y: y
@@ -200,36 +214,41 @@ def unsharding_ahead(inputs: list[tf.Tensor]):
 
 
 class RecomputedUnsharding:
-    """What is unsharded for a function that is computed twice; see `recompute.recomputed`.
+    """Unsharding of a function that the backward pass computes again; see `recompute.recomputed`.
 
     Args:
-        weights: list of the Keras variables that the function reads.
-        keeps: whether what is unsharded the second time is kept for the gradients.
+        weights: List of Keras variables that the function reads.
+        keeps: Boolean. Whether to keep the full values of the second computation for the gradients.
 
     Attributes:
-        variables: list of those weights that are unsharded; the others are read as they are.
-        others: list of the other weights.
+        variables: List of the weights that are unsharded for use.
+        others: List of all other weights.
     """
 
     def __init__(self, weights: list[keras.Variable], keeps: bool):
-        outer = self._outer = current_unsharding()
-        is_unsharded = lambda w: outer is not None and is_unsharded_for_use(w)
-        self.variables = [weight for weight in weights if is_unsharded(weight)]
-        self.others = [weight for weight in weights if not is_unsharded(weight)]
+        self._outer = current_unsharding()
         self._keeps = keeps
+        self.variables = []
+        self.others = []
+        for weight in weights:
+            if self._outer is not None and is_unsharded_for_use(weight):
+                self.variables.append(weight)
+            else:
+                self.others.append(weight)
         if self.variables:
-            self._name, self._block = outer.next_name("recomputed"), outer.block
+            self._name = self._outer.next_name("recomputed")
+            self._block = self._outer.block
 
     def shards(self) -> list[tf.Tensor]:
-        """Return this rank's shards of the variables, which gradients are taken of."""
+        """Return the local shards of `variables`, for gradients."""
         return [self._outer.shard(variable) for variable in self.variables]
 
     def scope(self, shards: list[tf.Tensor], dy: tf.Tensor | None):
-        """Return what the function is computed in: a context manager.
+        """Return a context manager for one computation of the function.
 
         Args:
-            shards: those that `shards` returned, or the tensors that stand for them.
-            dy: the gradient of the result, the second time; None the first time.
+            shards: List of tensors. Result of `shards()`, or replacements.
+            dy: Gradient of the result in the second computation. `None` in the first.
         """
         if not self.variables:
             return contextlib.nullcontext()
@@ -241,6 +260,6 @@ class RecomputedUnsharding:
 
 
 def _after(shard, *tensors):
-    """Return `shard` once tensors are known; None is."""
+    """Return `shard` after the given tensors, each a tensor or `None`, are computed."""
     with tf.control_dependencies([tensor for tensor in tensors if tensor is not None]):
         return tf.identity(shard)

@@ -1,40 +1,44 @@
-"""Partition of the update over the data-parallel group: the plan, and its table.
+"""Partition of the optimizer update over the data-parallel group.
 
-There are two kinds. Flat: each weight is flattened, padded and divided into one shard a rank. Whole:
-each weight has one rank that updates all of it, so that any optimizer can; weights are given to
-ranks one by one, the largest first, each to the rank that has least. Small weights, and those that
-the config excludes, are replicated.
+`"flat"` flattens, pads and divides each weight into one shard per rank. `"whole"` assigns each
+weight to one rank, so that every optimizer works. It assigns weights in order of size to the rank
+with the least work. Small and excluded weights are replicated.
 
-Reference: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", arXiv 1910.02054.
+Reference:
+    [Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054)
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 
-LEVELS = ("nothing", "optimizer states", "states and gradients", "states, gradients and weights")
+_SHARDED = (
+    "nothing",
+    "optimizer states",
+    "states and gradients",
+    "states, gradients and weights",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """What a rank stores of a weight that is trained.
+    """A trainable weight, or a shard of one, that a rank stores.
 
     Args:
-        path: its path in the network.
-        shape: shape of what this rank's model-parallel shard of it is; the full shape
-            without model parallelism.
-        item_bytes: bytes of an element.
-        has_constraint: whether Keras projects it after every update.
-        updates: number of elements that are updated where it is made whole over the mesh for
-            that, counted for the first of a weight's shards; None for those of `shape`.
-        division: how its elements are divided over the data-parallel group; None where it
-            is replicated. The plan's, as is the next one.
-        why_replicated: why it is replicated; "" where it is sharded.
+        path: Path of the weight in the network.
+        shape: Shape of the local model-parallel shard. Without model parallelism, the full shape.
+        item_bytes: Bytes per element.
+        has_constraint: Boolean. Whether Keras projects the weight after every update.
+        updates: Integer. Number of updated elements if the update unshards the weight over the
+            mesh: the full weight for its first shard, 0 for the others. `None` means `shape`.
+        division: `Division` over the data-parallel group, or `None` for a replicated weight.
+            `Partition.of` sets it.
+        why_replicated: String. Reason why the weight is replicated, or `""` if it is sharded.
+            `Partition.of` sets it.
     """
 
     path: str
@@ -47,31 +51,33 @@ class Parameter:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of `shape`."""
+        """Number of elements of `shape`."""
         return math.prod(self.shape)
 
     @property
     def updated_bytes(self) -> int:
-        """The bytes that are updated together."""
+        """Bytes of the updated elements."""
         elements = self.num_elements if self.updates is None else self.updates
         return elements * self.item_bytes
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks that have some of it for themselves; 1 where it is replicated."""
+        """Number of different shards in the group, or 1 for a replicated weight."""
         return 1 if self.division is None else sum(map(bool, self.division.sizes))
 
     def shard_elements(self, index: int) -> int:
-        """The number of elements of the shard of one position, padding included."""
+        """Return the number of elements of a rank's shard, including padding."""
         return self.num_elements if self.division is None else self.division.sizes[index]
 
     def updated_elements(self, index: int) -> int:
-        """The number of elements that one position updates, padding included."""
+        """Return the number of elements that a rank updates, including padding."""
         elements = self.shard_elements(index)
-        return elements if self.updates is None else self.updates * bool(elements)
+        if self.updates is None or not elements:
+            return elements
+        return self.updates
 
-    def held_by(self, num_ranks: int) -> str:
-        """Return who updates it, for the table."""
+    def describe_owners(self, num_ranks: int) -> str:
+        """Return a text for the table with the ranks that update the weight."""
         if self.division is None:
             return f"each of {num_ranks}"
         owners = [index for index, size in enumerate(self.division.sizes) if size]
@@ -80,14 +86,14 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How the optimizer's work is divided over the data-parallel group. Its `str` is a table.
+    """Plan of the optimizer update over the data-parallel group. `str()` returns a table.
 
     Args:
-        level: 0 to 3, as `TransformerOpParallelConfig.optimizer_shard`.
-        kind: `"flat"` or `"whole"`, as `optimizer_shard_partition`.
-        num_shards: number of ranks of the data-parallel group.
-        parameters: tuple of `Parameter`s, with their divisions.
-        index: this rank's position in the group.
+        level: Integer, 0 to 3; see `TransformerOpParallelConfig.optimizer_shard`.
+        kind: `"flat"` or `"whole"`; see `optimizer_shard_partition`.
+        num_shards: Integer. Number of ranks in the data-parallel group.
+        parameters: Tuple of `Parameter`s with divisions.
+        index: Integer. Position of this rank in the group. Defaults to `0`.
     """
 
     level: int
@@ -99,49 +105,41 @@ class Partition:
     @classmethod
     def of(
         cls,
-        weights: Iterable[Parameter],
+        weights: Sequence[Parameter],
         config: TransformerOpParallelConfig,
         num_shards: int,
         index: int = 0,
     ) -> "Partition":
-        """Return the plan of a list of weights.
+        """Return the partition of a list of weights.
 
         Args:
-            weights: list of `Parameter`s.
-            config: a `TransformerOpParallelConfig`.
-            num_shards: number of ranks of the data-parallel group.
-            index: this rank's position in it.
+            weights: List of `Parameter`s without divisions.
+            config: `TransformerOpParallelConfig`.
+            num_shards: Integer. Number of ranks in the data-parallel group.
+            index: Integer. Position of this rank in the group. Defaults to `0`.
         """
-        weights = list(weights)
         level = int(config.optimizer_shard) if num_shards > 1 else 0
         kind = config.optimizer_shard_partition
-        whys = ["not asked for" if num_shards > 1 else "one rank"] * len(weights)
-        if level:
-            whys = [
-                config.why_replicated(one.path, one.shape, one.item_bytes, one.has_constraint)
-                for one in weights
-            ]
-        if kind == "whole" and level:
-            whys = _with_work_for_all(weights, whys, num_shards)
-        owners = owners_of([one for one, why in zip(weights, whys) if not why], num_shards)
+        reasons = _replication_reasons(weights, config, num_shards)
+        owners = assign_owners([w for w, reason in zip(weights, reasons) if not reason], num_shards)
         parameters = []
-        for one, why in zip(weights, whys):
+        for weight, reason in zip(weights, reasons):
             division = None
-            if not why and kind == "whole":
-                division = Division.whole(one.num_elements, num_shards, owners[one.path])
-            elif not why:
-                division = Division.even(one.num_elements, num_shards)
-            parameters.append(dataclasses.replace(one, division=division, why_replicated=why))
+            if not reason and kind == "whole":
+                division = Division.whole(weight.num_elements, num_shards, owners[weight.path])
+            elif not reason:
+                division = Division.even(weight.num_elements, num_shards)
+            parameters.append(dataclasses.replace(weight, division=division, why_replicated=reason))
         return cls(level, kind, num_shards, tuple(parameters), index)
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of all weights on this rank."""
+        """Number of elements of all weights on this rank."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
     @property
     def updated_elements(self) -> tuple[int, ...]:
-        """For each position the number of elements that it updates, padding included."""
+        """Number of elements that each rank of the group updates, including padding."""
         return tuple(
             sum(parameter.updated_elements(index) for parameter in self.parameters)
             for index in range(self.num_shards)
@@ -149,53 +147,57 @@ class Partition:
 
     @property
     def balance(self) -> float:
-        """The largest number of bytes that a rank updates, over the mean of all ranks."""
-        of_each = [
-            sum(one.updated_elements(index) * one.item_bytes for one in self.parameters)
-            for index in range(self.num_shards)
-        ]
-        return max(of_each) * len(of_each) / max(sum(of_each), 1)
+        """Maximum over mean of the bytes that the ranks update."""
+        loads = [0] * self.num_shards
+        for parameter in self.parameters:
+            for index in range(self.num_shards):
+                loads[index] += parameter.updated_elements(index) * parameter.item_bytes
+        return max(loads) * len(loads) / max(sum(loads), 1)
 
     def __str__(self):
         lines = [("weight", "shape", "updated by", "elements", "replicated because")]
-        for one in self.parameters:
-            shape = "×".join(map(str, one.shape)) or "scalar"
-            updated = max(one.updated_elements(index) for index in range(self.num_shards))
-            who = one.held_by(self.num_shards)
-            lines.append((one.path, shape, who, f"{updated:,}", one.why_replicated))
+        for parameter in self.parameters:
+            shape = "×".join(map(str, parameter.shape)) or "scalar"
+            updated = max(parameter.updated_elements(index) for index in range(self.num_shards))
+            owners = parameter.describe_owners(self.num_shards)
+            lines.append((parameter.path, shape, owners, f"{updated:,}", parameter.why_replicated))
         text = columns(lines, right=(3,))
         text.append(text[1])
-        numbers = [f"{number:,}" for number in self.updated_elements]
-        each = f"each updates {numbers[0]}"
+        counts = [f"{count:,}" for count in self.updated_elements]
+        work = f"Each rank updates {counts[0]}"
         if self.kind == "whole":
-            each = (
-                f"they update {', '.join(numbers)}: the most is {self.balance:.2f} times the mean"
-            )
+            work = f"The ranks update {', '.join(counts)}; the maximum is {self.balance:.2f} × the mean"
         text.append(
-            f"Optimizer sharding, level {self.level}, {self.kind}: {LEVELS[self.level]} are sharded "
-            f"over {self.num_shards} ranks; of {self.num_elements:,} elements {each}"
+            f"Optimizer sharding, level {self.level}, {self.kind}: {_SHARDED[self.level]} are sharded "
+            f"over {self.num_shards} ranks. {work} of {self.num_elements:,} elements."
         )
         return "\n".join(text)
 
 
-def owners_of(weights: Sequence[Parameter], num_ranks: int) -> dict[str, int]:
-    """Return which rank updates each weight, by its path: the same on all ranks.
+def assign_owners(weights: Sequence[Parameter], num_ranks: int) -> dict[str, int]:
+    """Assign each weight to the rank that updates it.
 
-    The largest comes first, and goes to the rank with the fewest bytes so far: no rank then has
-    more than 4/3 of the least that is possible (Graham, 1969).
+    In order of size, each weight goes to the rank with the fewest bytes so far. The maximum is at
+    most 4/3 of the optimum (Graham, 1969). The result is identical on all ranks.
 
     Args:
-        weights: list of `Parameter`s; those of one path, its shards, stay together.
-        num_ranks: number of ranks.
+        weights: List of `Parameter`s. Parameters of equal paths are shards of one weight and have
+            the same owner.
+        num_ranks: Integer. Number of ranks.
+
+    Returns:
+        A dict from the weights' paths to ranks.
 
     Example:
 
     >>> sizes = {"table": 600, "kernel": 400, "bias": 4, "output": 500}
-    >>> owners_of([Parameter(path, (size,), 4) for path, size in sizes.items()], 2)
+    >>> assign_owners([Parameter(path, (size,), 4) for path, size in sizes.items()], 2)
     {'table': 0, 'output': 1, 'kernel': 1, 'bias': 0}
     """
-    sizes, loads, owners = _bytes_by_path(weights), [0] * num_ranks, {}
-    for path in sorted(sizes, key=sizes.get, reverse=True):  # ties in the weights' order
+    sizes = _bytes_by_path(weights)
+    loads = [0] * num_ranks
+    owners = {}
+    for path in sorted(sizes, key=sizes.get, reverse=True):  # Ties keep the order of the weights.
         owners[path] = loads.index(min(loads))
         loads[owners[path]] += sizes[path]
     return owners
@@ -203,15 +205,24 @@ def owners_of(weights: Sequence[Parameter], num_ranks: int) -> dict[str, int]:
 
 def _bytes_by_path(weights):
     sizes = {}
-    for one in weights:
-        sizes[one.path] = sizes.get(one.path, 0) + one.updated_bytes
+    for weight in weights:
+        sizes[weight.path] = sizes.get(weight.path, 0) + weight.updated_bytes
     return sizes
 
 
-def _with_work_for_all(weights, whys, num_ranks):
-    """Return why weights are replicated; the smallest one, where a rank would update none."""
+def _replication_reasons(weights, config, num_ranks):
+    """Return a list with `Parameter.why_replicated` of each weight."""
+    if num_ranks == 1:
+        return ["one rank"] * len(weights)
+    if not config.optimizer_shard:
+        return ["optimizer_shard=0"] * len(weights)
+    reasons = [
+        config.why_replicated(w.path, w.shape, w.item_bytes, w.has_constraint) for w in weights
+    ]
     sizes = _bytes_by_path(weights)
-    if any(whys) or not 0 < len(sizes) < num_ranks:
-        return whys
+    is_flat = config.optimizer_shard_partition == "flat"
+    if is_flat or any(reasons) or not 0 < len(sizes) < num_ranks:
+        return reasons
+    # Without a replicated weight, a rank would have nothing to update.
     smallest = min(sizes, key=sizes.get)
-    return ["fewer weights than ranks" if one.path == smallest else "" for one in weights]
+    return ["fewer weights than ranks" if w.path == smallest else "" for w in weights]

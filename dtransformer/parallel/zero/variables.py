@@ -1,4 +1,4 @@
-"""Weights of which each rank of the data-parallel group holds a flat shard."""
+"""Weights stored as one flat shard per rank of the data-parallel group."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from dtransformer.parallel.zero.gather import all_gather, current_unsharding
 
 
 class FlatShardedVariable(ShardedVariable):
-    """A Keras variable of which each rank of the data-parallel group holds a flat shard.
+    """A Keras variable stored as one flat shard per rank of the data-parallel group.
 
     Args:
-        initializer: a function of (shape, dtype) that returns the full value; it is
-            in the memory of the host until it is sharded.
-        **kwargs: as `keras.Variable` has them.
+        initializer: Function of a shape and a dtype that returns the full value. The value stays in
+            host memory until it is sharded.
+        **kwargs: Arguments of `keras.Variable`.
     """
 
     def _initialize_with_initializer(self, initializer):
@@ -31,39 +31,40 @@ class FlatShardedVariable(ShardedVariable):
         self._value = None
 
     def _make_shards(self, value):
-        """Make what this rank holds of the full value."""
         self.shards = [keras.Variable(_copy_of_shard(value), dtype=self._dtype, name=self.name)]
 
     @property
     def shard_bounds(self) -> list[ShardBounds]:
         group = job.data_parallel_group()
-        own = Division.even(math.prod(self.shape), group.size).range_of(group.index)
-        return [(full_bounds(self.shape), own)]
+        flat_range = Division.even(math.prod(self.shape), group.size).range_of(group.index)
+        return [(full_bounds(self.shape), flat_range)]
 
     def _direct_assign(self, value):
         self.shards[0].assign(_copy_of_shard(tf.constant(value)))
 
     def numpy(self) -> np.ndarray:
-        """Return the full value. All ranks of the data-parallel group call together."""
+        """Return the full value. All ranks of the data-parallel group must call."""
         if self._unsharded is not None:
             return self._unsharded
         return all_gather(self, self.shards[0].value, f"read/{self.path}").numpy()
 
 
 class MasterShardedVariable(FlatShardedVariable):
-    """A sharded variable with a replicated copy in 16 bits, which computations use.
+    """A sharded variable with a replicated 16-bit copy that layers compute with.
 
-    The shards are what an optimizer updates: the master weights of mixed precision
-    (Micikevicius et al., 2018, arXiv 1710.03740, §3.1). It takes their gradients'
-    reduce-scattered sum, and all-gathers what it made of them in 16 bits.
+    The shards are the master weights of mixed precision. The optimizer reduce-scatters gradients,
+    updates the shards, and all-gathers new values in 16 bits.
+
+    Reference:
+        [Micikevicius et al., 2018, §3.1](https://arxiv.org/abs/1710.03740)
 
     Args:
-        initializer: as of `FlatShardedVariable`.
-        copy_dtype: name of the copy's type.
-        **kwargs: as `keras.Variable` has them.
+        initializer: See `FlatShardedVariable`.
+        copy_dtype: String. Dtype of the copy.
+        **kwargs: Arguments of `keras.Variable`.
 
     Attributes:
-        copy: a `tf.Variable`.
+        copy: `tf.Variable` of the full shape.
     """
 
     def __init__(self, initializer: Callable, *, copy_dtype: str, **kwargs):
@@ -76,8 +77,8 @@ class MasterShardedVariable(FlatShardedVariable):
 
     @property
     def trained_value(self) -> tf.Tensor:
-        given = _compat.stateless_value(self)
-        return self.copy if given is None else given
+        value = _compat.stateless_value(self)
+        return self.copy if value is None else value
 
     def _read(self):
         return self._maybe_autocast(tf.convert_to_tensor(self.copy))
@@ -88,9 +89,9 @@ class MasterShardedVariable(FlatShardedVariable):
 
 
 class FullyShardedVariable(FlatShardedVariable):
-    """A sharded variable that is unsharded where it is used.
+    """A sharded variable that is all-gathered for each use.
 
-    All ranks of the data-parallel group have to read it together.
+    All ranks of the data-parallel group must read it together.
     """
 
     unsharded_for_use = True
@@ -104,12 +105,12 @@ class FullyShardedVariable(FlatShardedVariable):
             return current_unsharding().unsharded(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{self.path} is sharded over the ranks (optimizer_shard=3) and can be read by "
-                "its Trainer (fit, evaluate, predict) and by generate only"
+                f"{self.path} is sharded over the ranks (optimizer_shard=3). Only its Trainer (fit, "
+                "evaluate, predict) and generate can read it in a compiled function."
             )
         return self._maybe_autocast(all_gather(self, self.shards[0].value, f"read/{self.path}"))
 
 
 def _copy_of_shard(value):
-    """Return this rank's shard as a copy: TensorFlow's own would keep the full value in memory."""
+    """Return a copy of the local shard. A TensorFlow slice would keep the full value in memory."""
     return np.array(flat_shards.own_shard(value, job.data_parallel_group()))

@@ -19,7 +19,7 @@ from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_of
 from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
-from dtransformer.trainers.optimizer.apply import optimizer_states
+from dtransformer.trainers.optimizer.states import optimizer_states
 
 # Names of a network's variables that do not change from process to process.
 

@@ -6,7 +6,7 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.trainers.data import rows_of
+from dtransformer.trainers.row_sharding import rows_of_shard
 
 _CALLED = {"_noinline": True}
 
@@ -31,7 +31,7 @@ def in_micro_batches(forward_backward, number, reduce):
 
         def micro_batch(i):
             own = numbers._replace(seed=seed_of(numbers.seed, i, number))
-            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number), own)
+            gradients, outputs, sums = forward_backward(*rows_of_shard(batch, i, number), own)
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         compute = micro_batch

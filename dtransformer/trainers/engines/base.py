@@ -17,13 +17,16 @@ from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.auxiliary_metrics import collecting
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
+from dtransformer.parallel.tracing.shared_blocks import tape_opened_here
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer.gradients import with_zeros
+from dtransformer.trainers.optimizer.phases import with_zeros
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
@@ -40,6 +43,20 @@ class Numbers(typing.NamedTuple):
     counts: tf.Tensor
     loss_scale: tf.Tensor
     seed: tf.Tensor
+
+
+@contextlib.contextmanager
+def training_forward(seed: tf.Tensor):
+    """Trace the forward pass of a training step.
+
+    Args:
+        seed: Int tensor [2], the dropout seed.
+
+    Yields:
+        A dict of the auxiliary metrics that layers report.
+    """
+    with trace.training_step(), dropout_seed(seed), collecting() as metrics:
+        yield metrics
 
 
 class Parts(typing.NamedTuple):
@@ -116,10 +133,13 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        context = {"tape_graph": tf.compat.v1.get_default_graph(), "dropout_seed": numbers.seed}
-        reported = {}  # by layers, besides their results
         unsharded = unsharding("train") if self.parts.unshards else contextlib.nullcontext()
-        with tape, unsharded, trace.scope(trains=True, auxiliary_metrics=reported, **context):
+        with (
+            tape,
+            unsharded,
+            tape_opened_here(),
+            training_forward(numbers.seed) as reported,
+        ):
             tape.watch(values)
             outputs, found = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
@@ -201,7 +221,7 @@ class ForwardStep:
         Raises:
             ValueError: there are both.
         """
-        adding, self.states.adding = self.states.adding, []
+        adding = self.states.take_adding()
         if losses and adding and job.is_chief():
             warnings.warn(
                 f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "

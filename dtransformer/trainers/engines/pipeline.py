@@ -34,12 +34,12 @@ from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
 from dtransformer.parallel.schedules.simulator import ideal_of
 from dtransformer.parallel.schedules.timeline import most_alive, write
-from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.reports import audit
-from dtransformer.trainers.data import check_rows, input_specs, input_symbols, rows_of
-from dtransformer.trainers.engines.base import Engine, check_any_trained
+from dtransformer.trainers.data import check_rows, input_specs, input_symbols
+from dtransformer.trainers.engines.base import Engine, check_any_trained, training_forward
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
+from dtransformer.trainers.row_sharding import rows_of_shard
 
 
 class PipelineEngine(Engine):
@@ -112,7 +112,7 @@ class PipelineEngine(Engine):
         self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
-        batches = [rows_of(batch, k, number) for k in range(number)]
+        batches = [rows_of_shard(batch, k, number) for k in range(number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
         put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
@@ -159,10 +159,9 @@ class PipelineEngine(Engine):
         devices, step = self.devices, self._step
         job.compiles()
         defers = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        context = {"dropout_seed": devices.numbers(seed, [2]), "auxiliary_metrics": {}}
-        with trace.scope(trains=True, **context) as reported, defers as deferred:
+        with training_forward(devices.numbers(seed, [2])) as reported, defers as deferred:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = step.of_layers(found, inputs, counts, reported.auxiliary_metrics)
+        sums = step.of_layers(found, inputs, counts, reported)
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)

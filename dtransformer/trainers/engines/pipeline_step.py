@@ -19,7 +19,7 @@ from dtransformer.parallel.schedules.instruction import (
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers.engines.accumulation import seed_of
-from dtransformer.trainers.optimizer.gradients import with_zeros
+from dtransformer.trainers.optimizer.phases import with_zeros
 
 
 class PipelineStep:

@@ -1,61 +1,74 @@
-"""Parameter proxy: a weight, or a shard of one, as an optimizer sees it, without memory of its own."""
+"""Parameter proxy: stands for a weight or a shard in a Keras optimizer."""
 
-from collections.abc import Sequence
-
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
 
 
-def _with_operators(cls):
-    """Let a class have the operators of a tensor, as a `tf.Variable` does."""
-    for name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:  # which would hash
+def _add_operators(cls):
+    """Give a class the operators of a tensor, as `tf.Variable` has them."""
+    # Equality of tensors is elementwise. Objects in sets and dicts need the default.
+    for name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
         operator = getattr(tf.Tensor, name)
         setattr(cls, name, lambda self, *args, op=operator: op(tf.convert_to_tensor(self), *args))
     return cls
 
 
-@_with_operators
+@_add_operators
 class ParameterProxy:
-    """What a Keras optimizer needs of a `tf.Variable`, for a tensor that is handed in.
+    """Parameter of a Keras optimizer without storage: its value is bound for one update.
 
-    Between `hold` and `release` the optimizer reads and assigns a tensor; so an update is
-    a function, and no second copy of the weight is kept. Its states are ordinary variables
-    of the tensor's shape. Names are the owner's, by which weight decay is excluded. It can
-    hold a variable, too, which is assigned then.
+    Between `bind` and `unbind`, the optimizer reads and assigns a tensor. An update therefore is
+    a function of tensors, and no second copy of a weight exists. This allows an optimizer to
+
+    - update a flat shard, which has another shape than its weight and no variable,
+    - update a full weight whose shards are stored on a mesh,
+    - share one traced and compiled function among equal weights.
+
+    `keras.optimizers.Optimizer.stateless_apply` cannot replace this class. It raises an error on
+    the TensorFlow backend, because TensorFlow's optimizer reads variable handles. It would also
+    require all parameters and all states in each call, which excludes shared functions, and would
+    copy all states.
+
+    The optimizer's states are ordinary variables of the proxy's shape. The optimizer finds them by
+    the key of the owner's variable, and excludes weights from weight decay by the owner's name.
 
     Args:
-        owner: the Keras variable that it is made of.
-        shape: shape of the tensor.
-        constraint: what projects the weight after an update, or None.
+        owner: Keras variable that the parameter is a part of.
+        shape: Shape of the values.
+        constraint: Function that projects the value after an update. `None` disables it.
     """
 
     trainable = True
 
-    def __init__(self, owner: keras.Variable, shape: Sequence[int], constraint=None):
-        self.shape, self.dtype = tf.TensorShape(shape), owner.value.dtype
-        self.name, self.path, self.constraint = owner.name, owner.path, constraint
-        self.device, self._unique_id = owner.value.device, _compat.variable_key(owner.value)
+    def __init__(self, owner, shape, constraint=None):
+        self.shape = tf.TensorShape(shape)
+        self.dtype = owner.value.dtype
+        self.name = owner.name
+        self.path = owner.path
+        self.constraint = constraint
+        self.device = owner.value.device
+        self._unique_id = _compat.variable_key(owner.value)
         self._value = None
 
     @property
-    def value(self) -> tf.Tensor:
-        """The tensor, or that of the variable."""
+    def value(self):
+        """Current value, a tensor."""
         return tf.convert_to_tensor(self)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self):
         """Number of dimensions."""
         return self.shape.rank
 
-    def hold(self, value: tf.Tensor | tf.Variable):
-        """Take a value, a tensor or a variable of `shape`."""
+    def bind(self, value):
+        """Set the value: a tensor of `shape`, or a variable to assign updates to."""
         self._value = value
 
-    def release(self) -> tf.Tensor | tf.Variable:
-        """Give the value back that it has now, or the variable."""
-        value, self._value = self._value, None
+    def unbind(self):
+        """Remove and return the updated tensor or the variable."""
+        value = self._value
+        self._value = None
         return value
 
     def assign(self, value):
@@ -74,8 +87,8 @@ class ParameterProxy:
     def __tf_tensor__(self, dtype=None, name=None):
         if self._value is None:
             raise ValueError(
-                f"the optimizer reads {self.path} outside of an update, where a shard of it has no "
-                "value: use optimizer_shard=0, or optimizer_shard_partition='whole' without "
-                "model_parallel"
+                f"The optimizer reads {self.path} outside of an update, where a shard has no value. "
+                "Set optimizer_shard=0, or set optimizer_shard_partition='whole' without "
+                "model_parallel."
             )
         return tf.convert_to_tensor(self._value, dtype, name=name)

@@ -1,247 +1,171 @@
-"""The optimizer step: what happens once a step on the shards of the weights that this rank has.
+"""Optimizer step: reduce and clip gradients, update local shards, all-gather new weights."""
 
-It knows nothing of layers: gradients come in, weights have changed when it is done.
-"""
-
-import math
+from functools import partial
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives import flat_shards, transport
-from dtransformer.parallel.collectives.transport import by_dtype
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.optimizer import reduce
-from dtransformer.trainers.optimizer.apply import OptimizerUpdate
+from dtransformer.trainers.optimizer import phases
+from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
-from dtransformer.trainers.optimizer.gradients import clip_shards, square_norms
-from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
+from dtransformer.trainers.optimizer.keras_update import keras_update
+from dtransformer.trainers.optimizer.reduce import buckets
+from dtransformer.trainers.optimizer.shard_plan import partition_of, shard_plan
+from dtransformer.trainers.optimizer.store import store
+from dtransformer.trainers.optimizer.update_units import UpdateUnits
 
 
 class ShardedOptimizer:
-    """Reduces gradients and updates weights, under the current config.
+    """Optimizer step of a layout: a list of phases that is built once.
+
+    `reduce_and_clip` runs the phases up to clipped local gradients, and `apply` runs the rest.
+    Weights are only known as variables and shards, never as layers.
 
     Args:
-        optimizer: a Keras optimizer; it is built, if it is not yet.
-        weights: list of the Keras variables that are trained.
-        bucket_ids: for each weight the bucket that its gradient is reduced in, or None.
-        compiler: the `StepCompiler`.
-        copies: those of the weights that another pipeline stage has, too, and counts in the
-            norm of all gradients.
+        optimizer: Keras optimizer. It is built for the local shards unless it is built already.
+        weights: List of trainable Keras variables.
+        bucket_ids: List with the reduction bucket of each weight, or `None`; see `buckets`.
+        compiler: `StepCompiler`.
+        copies: Weights that another pipeline stage also stores and counts in the global norm.
 
     Attributes:
-        partition: the `Partition`.
-        shards: list of the `PlannedShard`s.
-        units: list of the `OptimizerParameter`s, in the order of the optimizer's states.
-        loss_scale: the `LossScale`.
-        gradient_bytes: bytes of the gradients that this rank keeps until it has them all:
-            full ones, and from level 2 on their shards; None before the first step.
+        partition: `Partition` of the update over the data-parallel group.
+        shards: List of `PlannedShard`s.
+        units: List of local `UpdateUnit`s, in the order of the optimizer's states.
+        loss_scale: `LossScale`.
+        is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
+        reduce_micro_batch: Function of the list of a micro-batch's gradients. Returns the tensors to
+            accumulate: reduced shards with `gradient_accumulation_shard`, otherwise the gradients.
 
     Raises:
-        ValueError: the optimizer cannot update shards of weights, and has to.
+        ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
     def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
-        config = get_parallel_config()
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = shard_plan(weights, self.partition, copies)
-        # Of gradients as an engine gives them.
-        given = (one.shard if one.replicated is None else one.replicated for one in self.shards)
-        self._shapes = [value.shape for value in given]
-        self._sent_dtype = None if config.gradient_dtype == "float32" else config.gradient_dtype
-        self.gradient_bytes = None
-        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        self._group = job.data_parallel_group()
-        self._update_units = OptimizerParameters(self.shards, self.partition.kind)
-        self.units, parameters = self._update_units.units, self._update_units.parameters
-        self._is_sharded = [one.division is not None for one in self.shards]
-        self.is_sharded = any(self._is_sharded)
-        # Gradients of micro-batches are added up as shards: each is reduced for itself.
-        self._reduces_micro_batches = (
-            config.gradient_accumulation_shard
-            and config.micro_batch_num > 1
-            and config.optimizer_shard >= 2
-        )
-        on_mesh = any(one.norm_share is not None for one in self.shards)
-        has_held = any(unit.is_held for unit in self.units)
-        self._has_stages = job.pipeline_group().size > 1
-        is_divided = self.is_sharded or on_mesh or has_held or self._has_stages
+        self._units = UpdateUnits(self.shards, self.partition.kind)
+        self.units = self._units.units
+        self.is_sharded = any(shard.division is not None for shard in self.shards)
+        self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
+        self._build(optimizer, weights)
+        ids = [bucket_ids[shard.weight_index] for shard in self.shards]
+        positions = buckets(ids, get_parallel_config().gradient_aggregation_group)
+        self._reduction = phases.Reduction(self.shards, positions, self.partition.level)
+        self._store = partial(store, self._units, positions)
+        self._gradient_phases = self._list_gradient_phases()
+        jit_compile = compiler.jit_update(weights)
+        update = keras_update(self._optimizer, self.units, compiler.run_eagerly, jit_compile)
+        self._update_phases = [partial(phases.update_weights, self._optimizer, update)]
+        if self._units.proxies or any(shard.replicated is not None for shard in self.shards):
+            self._update_phases.append(partial(phases.store_values, self._store))
+
+    def _build(self, optimizer, weights):
+        """Check the optimizer and build it for the local units."""
+        in_pipeline = job.pipeline_group().size > 1
+        is_divided = self.is_sharded or self._on_mesh or bool(self._units.proxies) or in_pipeline
+        parameters = [unit.parameter for unit in self.units]
         check_update(self._optimizer, weights, parameters, self.is_sharded, is_divided)
         if not optimizer.built:
-            parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
+            parts = [(unit.weight, unit.parameter) for unit in self.units]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
-        self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
-        self._buckets = [
-            [i for i in bucket if not self.shards[i].comes_reduced]
-            for bucket in reduce.buckets(
-                [bucket_ids[one.number] for one in self.shards], config.gradient_aggregation_group
-            )
-        ]
-        self._devices = [one.shard.value.device for one in self.shards]
-        devices = [self._devices[unit.positions[0]] for unit in self.units]
-        self._update = OptimizerUpdate(
-            *(self._optimizer, parameters, devices),
-            *(compiler.run_eagerly, compiler.jit_update(weights)),
-            groups=[getattr(unit.weight, "update_group", None) for unit in self.units],
-        )
-        is_replicated = any(one.replicated is not None for one in self.shards)
-        # Which parts of a step there are: on one device none of them.
-        self._adds_up = self._group.size > 1
-        self._divides = self.is_sharded or has_held
-        self._adds_up_norms = self.is_sharded or on_mesh
-        self._stores = is_replicated or has_held
 
-    def reduce_micro_batch(self, gradients):
-        """Return the gradients of a micro-batch as they are added up."""
-        return self._reduce(gradients) if self._reduces_micro_batches else gradients
+    def _list_gradient_phases(self):
+        """Return the phases from an engine's gradients to clipped gradients of update units."""
+        config = get_parallel_config()
+        stages = job.pipeline_group()
+        steps = []
+        if config.gradient_accumulation_shard and config.micro_batch_num > 1:
+            # Micro-batches accumulate shards. Their sum is reduced already.
+            self.reduce_micro_batch = self._reduction
+        else:
+            self.reduce_micro_batch = _keep
+            steps.append(partial(phases.reduce_gradients, self._reduction))
+        steps.append(partial(phases.unscale, self.loss_scale))
+        steps.append(partial(phases.measure_gradients, self.shards))
+        if self.is_sharded or self._on_mesh:
+            steps.append(partial(phases.sum_square_norms, self.shards))
+        steps.append(partial(phases.measure_norm, self.shards, stages if stages.size > 1 else None))
+        if not self._optimizer.gradient_accumulation_steps:
+            steps.append(partial(phases.clip, self._optimizer, self.shards))
+        if self.is_sharded or self._units.proxies:
+            steps.append(partial(phases.select_units, self._units))
+        return steps
+
+    @property
+    def gradient_bytes(self):
+        """Bytes of the gradients of a step on this rank, or `None` before the first step."""
+        return self._reduction.gradient_bytes
 
     def reduce_and_clip(self, gradients, factor=None):
-        """Reduce the gradients of all micro-batches, and make them those of the units.
+        """Reduce, unscale and clip the gradients of a step.
 
         Args:
-            gradients: list of tensors, as an engine returns them.
-            factor: scalar that they are multiplied with, or None.
+            gradients: List of tensors, as an engine returns them.
+            factor: Scalar to multiply gradients by. `None` means 1.
 
         Returns:
-            The gradients of the units, a list of tensors; the values of those units that are
-            held for the update alone, a list of tensors; and the norm of all gradients, a float32
-            scalar.
+            A `(gradients, values, norm)` tuple: the gradients of the local update units, the
+            current values of the units that `ParameterProxy`s represent, and the norm of all
+            gradients before clipping, a float32 scalar.
         """
         if factor is not None:
             gradients = [gradient * factor for gradient in gradients]
-        with trace.scope(names_are_global=True):
-            if not self._reduces_micro_batches:
-                gradients = self._reduce(gradients)
-            gradients, norm = self._unscaled(gradients)
-            if not self._divides:
-                return gradients, [], norm
-            held = self._update_units.held_values()
-            return self._update_units.gradients(gradients), held, norm
+        data = phases.StepData(gradients)
+        _run(self._gradient_phases, data)
+        return data.gradients, data.values, data.norm
 
-    def apply(self, gradients, held, norm):
-        """Update the weights with what `reduce_and_clip` returned."""
-        # Weight decay needs no gradient: at the end of the data, where the step fails for want
-        # of a batch, it would go on without one.
+    def apply(self, gradients, values, norm):
+        """Update the weights, unless the loss scale skips the step.
+
+        The arguments are the results of `reduce_and_clip`.
+        """
+        data = phases.StepData(gradients, values)
+        # Weight decay reads no gradient. Without this dependency it would also run in a step that
+        # fails because the data has ended.
         with tf.control_dependencies([norm]):
-            self.loss_scale.run(norm, lambda: self._update_and_store(gradients, held))
+            self.loss_scale.run(norm, partial(_run, self._update_phases, data))
 
     def take_averages(self, exchanges=False):
-        """Give the weights the values of their moving averages, with `use_ema`; all ranks call.
+        """Assign moving averages (`use_ema`) to the weights; see `assign_averages`."""
+        with transport.global_names():
+            assign_averages(self._optimizer, self._units, self._store, exchanges)
 
-        Before the first step there are none.
 
-        Args:
-            exchanges: whether the averages get the weights' values: twice it changes nothing.
-        """
-        averages = _compat.averages_of(self._optimizer)
-        if not averages or not int(self._optimizer.iterations):
-            return
-        with trace.scope(names_are_global=True):
-            held = iter(self._update_units.held_values())
-        new = []
-        for unit, average in zip(self.units, averages, strict=True):
-            value = next(held) if unit.is_held else tf.identity(unit.parameter.value)
-            taken = tf.identity(average.value)
-            if unit.is_held:
-                new.append(taken)
-            else:
-                unit.parameter.assign(taken)
-            if exchanges:
-                average.assign(tf.reshape(value, average.shape))
-        if self._stores:
-            self._store_new_values(new)
+def _keep(gradients):
+    return gradients
 
-    def _reduce(self, gradients):
-        """Return the sums of the gradients over the data-parallel group: shards where planned."""
-        shapes = self._shapes
-        for gradient, shape in zip(gradients, shapes):
-            gradient.set_shape(shape)  # XLA's results have none
-        kept = gradients
-        gradients = [
-            gradient if one.comes_reduced else tf.cast(gradient, one.shard.value.dtype)
-            for gradient, one in zip(gradients, self.shards)
-        ]
-        reduced = gradients
-        if self._adds_up:
-            divisions = [one.division for one in self.shards]
-            reduced = reduce.reduce(gradients, self._buckets, divisions, self._sent_dtype)
-        if self.partition.level >= 2:
-            shapes, kept = [gradient.shape for gradient in reduced], reduced
-        self.gradient_bytes = sum(
-            math.prod(shape) * gradient.dtype.size for shape, gradient in zip(shapes, kept)
-        )
-        return reduced
 
-    def _unscaled(self, gradients):
-        """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
-        scale = self.loss_scale.value()
-        if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
-            gradients = [gradient / scale for gradient in gradients]
-        squares = square_norms(gradients, self._devices)
-        if self._adds_up_norms:
-            norm_shares = [one.norm_share for one in self.shards]
-            squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
-        counted = tf.constant([i for i, one in enumerate(self.shards) if one.counts], "int32")
-        total = tf.reduce_sum(tf.gather(squares, counted))
-        if self._has_stages:
-            total = transport.all_reduce(total, "Sum", job.pipeline_group(), "sum_of_stages")
-        norm = tf.sqrt(total)
-        if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
-            norm /= scale
-        if self._clips:
-            owners = [one.number for one in self.shards]
-            gradients = clip_shards(self._optimizer, gradients, squares, owners, norm)
-        return gradients, norm
-
-    def _update_and_store(self, gradients, held):
-        off = {"clipvalue": None, "clipnorm": None, "global_clipnorm": None} if self._clips else {}
-        with _compat.meanwhile(self._optimizer, **off):  # `clip_shards` has clipped
-            new = self._update(gradients, held)
-        if self._stores:
-            self._store_new_values(new)
-
-    def _store_new_values(self, held):
-        """Store the new values that the update did not leave where they belong."""
-        with trace.scope(names_are_global=True):
-            new = self._update_units.new_values(held)
-            for number, bucket in enumerate(self._buckets):
-                positions = [i for i in bucket if self.shards[i].replicated is not None]
-                self._all_gather(positions, new, f"weights_{number}")
-            for unit in self.units:
-                for i in unit.positions:
-                    one = self.shards[i]
-                    if one.replicated is None and unit.is_held:
-                        one.shard.assign(tf.reshape(new[i], one.shard.shape))
-
-    def _all_gather(self, positions, new, name):
-        """Assign to variables what the ranks have parts of, those of one type together."""
-        shards = [self.shards[i] for i in positions]
-        full = by_dtype(
-            lambda parts, shapes, divisions, dtype: flat_shards.all_gather(
-                parts, shapes, self._group, f"{name}_{dtype}", divisions
-            ),
-            [tf.cast(new[i], self.shards[i].replicated.dtype) for i in positions],
-            [one.replicated.shape for one in shards],
-            [one.division for one in shards],
-        )
-        for one, value in zip(shards, full):
-            one.replicated.assign(value)
+def _run(steps, data):
+    with transport.global_names():
+        for phase in steps:
+            phase(data)
 
 
 class LossScale:
-    """The scale of the loss in float16; steps that overflow on a rank are skipped by all.
+    """Loss scale of an optimizer. All ranks skip steps with an overflow on any rank.
 
-    Reference: Micikevicius et al., 2018, "Mixed Precision Training", arXiv 1710.03740, §3.2.
+    A `keras.optimizers.LossScaleOptimizer` has a dynamic scale. An overflow halves the scale, and
+    `dynamic_growth_steps` finite steps in a row double it. Other optimizers have a constant scale,
+    `loss_scale_factor` or 1, and never skip a step.
 
     Args:
-        optimizer: a Keras optimizer. A `keras.optimizers.LossScaleOptimizer` keeps the
-            scale, and says how it starts and after how many good steps it grows; with any
-            other one the scale is 1, and no step is skipped.
+        optimizer: Keras optimizer.
+
+    Attributes:
+        is_used: Boolean. Whether the scale is dynamic.
+        skipped_steps: Int64 scalar variable. Number of skipped steps.
+        skipped_in_a_row: Int64 scalar variable. Number of skipped steps since the last update.
+
+    Reference:
+        [Micikevicius et al., 2018, §3.2](https://arxiv.org/abs/1710.03740)
     """
 
     def __init__(self, optimizer):
@@ -254,28 +178,39 @@ class LossScale:
         """Return the scale, a float32 scalar."""
         return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
 
+    def unscale(self, gradients):
+        """Return a list of gradients divided by the scale, if the optimizer has one."""
+        if not self.is_used and self._optimizer.loss_scale_factor is None:
+            return gradients
+        scale = self.value()
+        return [gradient / scale for gradient in gradients]
+
     def run(self, norm, update):
-        """Call `update()` and adapt the scale; skip the update if gradients are inf or nan.
+        """Call `update()` and adapt a dynamic scale. Skip the update if `norm` is not finite.
 
         Args:
-            norm: Norm of all gradients, equal on all ranks.
+            norm: Float scalar tensor. Global gradient norm, equal on all ranks.
             update: Function without arguments that changes the weights.
         """
         if not self.is_used:
             update()
             return
-        scale, good_steps = self._optimizer.dynamic_scale.value, self._optimizer.step_counter.value
         is_finite = tf.math.is_finite(norm)
 
-        def updated():
+        def update_weights():
             update()
             return is_finite
 
-        tf.cond(is_finite, updated, lambda: is_finite)
+        tf.cond(is_finite, update_weights, lambda: is_finite)
+        self._adapt(is_finite)
+
+    def _adapt(self, is_finite):
+        scale = self._optimizer.dynamic_scale.value
+        finite_steps = self._optimizer.step_counter.value
         skipped = tf.cast(~is_finite, "int64")
-        good = (1 - skipped) * (good_steps + 1)
-        grows = good >= self._optimizer.dynamic_growth_steps
+        count = (1 - skipped) * (finite_steps + 1)
+        grows = count >= self._optimizer.dynamic_growth_steps
         scale.assign(tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5) * scale)
-        good_steps.assign(tf.where(grows, tf.zeros_like(good), good))
+        finite_steps.assign(tf.where(grows, tf.zeros_like(count), count))
         self.skipped_steps.assign_add(skipped)
         self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))

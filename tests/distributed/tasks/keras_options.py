@@ -10,7 +10,7 @@ from dtransformer.layers import TransformerEncoder
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint.folders import step_folder
-from dtransformer.trainers.data import own_rows
+from dtransformer.trainers.row_sharding import RowSharding
 from tests.distributed.tasks.keras_fit import CLASS, CLASSES, NO_DROPOUT, VALUE, WIDTH, X
 
 X, CLASS, VALUE = X[:16], CLASS[:16, 0], VALUE[:16, 0, 0]
@@ -91,9 +91,11 @@ def data():
         names = sorted({*names} - {"step_loss"})
         outputs[f"outputs/{name}/logs"] = np.array([history[name] for name in names])
         if job.data_shard()[1] > 1:
-            own = np.asarray(own_rows([X])[0])
+            own = np.asarray(RowSharding(True).local_rows([X])[0])
             share = np.asarray(model.predict(own, batch_size=4, verbose=0, shard=False))
-            np.testing.assert_allclose(share, own_rows([outputs[f"outputs/{name}"]])[0], atol=1e-6)
+            np.testing.assert_allclose(
+                share, RowSharding(True).local_rows([outputs[f"outputs/{name}"]])[0], atol=1e-6
+            )
     return {"history": {}, "evaluation": {}, **outputs}
 
 

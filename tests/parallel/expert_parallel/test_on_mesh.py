@@ -129,7 +129,7 @@ def test_a_layout_that_does_not_fit_is_refused():
     trainer = Trainer(model)
     trainer.compile("sgd", CrossEntropyLoss())
     ids = np.ones((BATCH, LENGTH), "int32")
-    raises(ValueError, ["no experts", "moe_config"], lambda: trainer.train_on_batch(ids, ids))
+    raises(ValueError, ["with experts", "moe_config"], lambda: trainer.train_on_batch(ids, ids))
 
 
 def make(experts):

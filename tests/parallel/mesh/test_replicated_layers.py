@@ -32,7 +32,7 @@ def keras_network(middle):
 def test_warns_once_with_the_bytes_that_are_not_sharded():
     start(model_parallel=2)
     (text,) = warning_texts(keras_network(keras.layers.Dense(4)))  # 144 bytes
-    assert "model_parallel=2 shards 0 of the 528 bytes" in text
+    assert "`model_parallel=2` shards 0 of the 528 bytes" in text
     assert "replicates 528: Dense, Embedding have no sharding rule" in text
     stop()
 

@@ -34,7 +34,7 @@ def test_shared_chunks_are_compiled_once():
     for number in range(6):
         block = f"blocks/block_{number}"
         assert own_report.summed_elements(block) == report.summed_elements(block) > 0
-    functions = trainer._engine.function.__self__
+    functions = trainer._program.engine.function.__self__
     assert len(functions._compiled) == 6 and len(functions._shared) == 1
 
 
@@ -46,4 +46,4 @@ def test_chunks_with_other_settings_are_compiled_apart():
     trainer = Trainer(network)
     trainer.compile("sgd", CrossEntropyLoss())
     trainer.train_on_batch(IDS[:, :-1], IDS[:, 1:])
-    assert len(trainer._engine.function.__self__._shared) == 2
+    assert len(trainer._program.engine.function.__self__._shared) == 2

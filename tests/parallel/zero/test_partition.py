@@ -97,7 +97,7 @@ def test_the_plan_of_whole_weights_is_printed():
     text = " ".join(str(plan(num_shards=2, **WHOLE)).split())
     assert "decoder/kernel 333×101 rank 1 33,633" in text
     assert "encoder/bias 100 each of 2 100 less than 64 KB" in text
-    assert text.endswith("they update 262,244, 148,933: the most is 1.28 times the mean")
+    assert "The ranks update 262,244, 148,933; the maximum is 1.28 × the mean" in text
 
 
 OPTIMIZERS = {
@@ -134,9 +134,9 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
     @tf.function(jit_compile=compiled)
     def update(gradients, values):
         for variable, value in zip(flat, values):
-            variable.hold(value)
+            variable.bind(value)
         sharded.apply(gradients, flat)
-        return [variable.release() for variable in flat]
+        return [variable.unbind() for variable in flat]
 
     halves = [start.reshape(2, 10)[0], start.reshape(2, 10)[0]]
     for gradient in steps:
@@ -165,9 +165,9 @@ def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
     handed.build([held])
     for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
         plain.apply([gradient], [full])
-        held.hold(value)
+        held.bind(value)
         handed.apply([gradient], [held])
-        value = held.release()
+        value = held.unbind()
     np.testing.assert_allclose(value, full.numpy(), rtol=1e-6)
 
 
@@ -271,3 +271,37 @@ def test_a_rank_with_no_weight_that_counts_in_the_norm(kind, clip, traced):
     run = tf.function(run) if traced else run
     assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0
     assert int(optimizer.iterations) == 1
+
+
+def phase_names(steps):
+    return [phase.func.__name__ for phase in steps]
+
+
+def test_one_device_leaves_out_the_phases_of_other_layouts():
+    weight = keras.Variable(np.ones(3, "float32"))
+    step = ShardedOptimizer(keras.optimizers.SGD(0.5), [weight], [None], StepCompiler())
+    assert phase_names(step._gradient_phases) == [
+        "reduce_gradients",
+        "unscale",
+        "measure_gradients",
+        "measure_norm",
+        "clip",
+    ]
+    assert phase_names(step._update_phases) == ["update_weights"]
+
+
+def test_keras_clips_the_sum_of_accumulated_gradients():
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.SGD(0.5, clipnorm=1.0, gradient_accumulation_steps=2)
+    step = ShardedOptimizer(optimizer, [weight], [None], StepCompiler())
+    assert "clip" not in phase_names(step._gradient_phases)
+
+
+def test_tensorflow_has_no_stateless_apply():
+    """If this fails, Keras may be able to replace `ParameterProxy`."""
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([weight])
+    states = [variable.value for variable in optimizer.variables]
+    with pytest.raises(ValueError, match="stateless_apply is not supported with the TensorFlow"):
+        optimizer.stateless_apply(states, [tf.ones(3)], [tf.ones(3)])

@@ -198,7 +198,7 @@ class TestResume:
         (tmp_path / "step-00000006" / "checkpoint.json").unlink()
         trainer = new_trainer()
         trainer.fit(dataset(), verbose=0, callbacks=[saving], resume=True)
-        assert "step-00000006 is damaged, and set aside" in capsys.readouterr().out
+        assert "step-00000006 is damaged and was set aside" in capsys.readouterr().out
         assert steps_of(tmp_path) == [2, 4, 6]
 
     def test_a_checkpoint_that_is_saved_again_can_be_resumed(self, two):
@@ -208,22 +208,22 @@ class TestResume:
         assert Checkpoint(two / "again").manifest["position"] == {"epoch": 1, "batch": 0}
 
     def test_what_cannot_be_resumed(self, two, tmp_path):
-        with pytest.raises(InputError, match="resume=True needs one ModelCheckpoint"):
+        with pytest.raises(InputError, match="needs exactly one ModelCheckpoint"):
             new_trainer().fit(dataset(), resume=True, verbose=0)
         saving = ModelCheckpoint(tmp_path / "other", every_steps=4)
         x, y = np.zeros((24, 4), "float32"), np.zeros((24, 2), "float32")
         new_trainer().fit(dataset(), verbose=0, callbacks=[saving, Stop(4)])
         with pytest.raises(
-            InputError, match="batch 4 of epoch 1, and a ndarray cannot begin there"
+            InputError, match="batch 4 of epoch 1, and a ndarray cannot start there"
         ):
             new_trainer().fit(x, y, batch_size=4, verbose=0, resume=tmp_path / "other")
-        with pytest.raises(InputError, match="stood at batch 4, and an epoch of the data has 3"):
+        with pytest.raises(InputError, match="saved at batch 4, but an epoch of the data has 3"):
             new_trainer().fit(dataset(3), verbose=0, resume=tmp_path / "other")
         trainer = new_trainer()
         trainer.train_on_batch(*next(iter(dataset())))
         trainer.save(tmp_path / "alone")
         trainer = new_trainer()
         before = state(trainer)
-        with pytest.raises(InputError, match="does not tell where its data stood"):
+        with pytest.raises(InputError, match="has no data position"):
             trainer.fit(dataset(), verbose=0, resume=tmp_path / "alone")
         assert_same_state(before, state(trainer))

@@ -1,0 +1,76 @@
+"""Options of `Trainer.compile` and their defaults."""
+
+import dataclasses
+
+import keras
+
+from dtransformer import _compat
+from dtransformer.errors import check_int
+from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
+from dtransformer.trainers.objective import Objective, of_classes
+from dtransformer.trainers.step_compiler import StepCompiler
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """Resolved arguments of `Trainer.compile`.
+
+    Args:
+        objective: The `Objective`, or `None` before `compile`.
+        optimizer: The Keras optimizer, or `None` before `compile`.
+        compiled_metrics: Keras' container of the compiled metrics, or `None` without any.
+        compiler: The `StepCompiler`.
+        log_every: Interval in steps between reading logs from the device.
+        steps_per_execution: Maximum number of steps per call of the training function.
+    """
+
+    objective: Objective | None = None
+    optimizer: keras.optimizers.Optimizer | None = None
+    compiled_metrics: object = None
+    compiler: StepCompiler = dataclasses.field(default_factory=StepCompiler)
+    log_every: int = 1
+    steps_per_execution: int = 1
+
+
+def resolve_losses(network, loss, loss_weights):
+    """Return the `Objective` of a trainer.
+
+    Without a loss it uses the loss and weights of the network's last `compile`, or else
+    `CrossEntropyLoss()` if the network has the method `logits_vocab_size`.
+
+    Args:
+        network: The `keras.Model`.
+        loss, loss_weights: As in `Trainer.compile`.
+    """
+    if loss is None:
+        compiled = _compat.compile_options(network)
+        loss = compiled.get("loss")
+        loss_weights = loss_weights or compiled.get("loss_weights")
+    if loss is None and hasattr(network, "logits_vocab_size"):
+        loss = CrossEntropyLoss()
+    loss = of_classes(loss, network)
+    return Objective(loss, loss_weights, getattr(network, "output_names", None))
+
+
+def resolve_metrics(network, metrics, weighted_metrics):
+    """Return `(metrics, weighted_metrics)`; if both are `None`, those of the network's `compile`."""
+    if metrics is None and weighted_metrics is None:
+        compiled = _compat.compile_options(network)
+        return compiled.get("metrics"), compiled.get("weighted_metrics")
+    return metrics, weighted_metrics
+
+
+def resolve_log_every(log_every):
+    """Return the interval in steps between reads of the logs: by default 1 on CPUs, 10 on GPUs."""
+    if log_every is None:
+        return 10 if takes_gpu_branch() else 1
+    return check_int("log_every", log_every)
+
+
+def scale_loss(network, optimizer):
+    """Return an optimizer with loss scaling if the network computes in `mixed_float16`."""
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if network.dtype_policy.name == "mixed_float16" and not is_scaled:
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer

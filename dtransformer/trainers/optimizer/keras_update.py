@@ -1,0 +1,57 @@
+"""Update of the local units by a Keras optimizer: in one call, or grouped and compiled."""
+
+from functools import partial
+
+import tensorflow as tf
+
+from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
+from dtransformer.trainers.optimizer.states import unit_states
+
+
+def keras_update(optimizer, units, run_eagerly, jit_compile):
+    """Return a function that updates units.
+
+    Keras' optimizers run in shared functions, see `GroupedUpdate`, unless functions run eagerly
+    or a unit cannot be updated without the others. Custom optimizers update all units in one
+    call, because their use of weights and states is unknown.
+
+    Args:
+        optimizer: Built Keras optimizer.
+        units: List of the `UpdateUnit`s that it was built for.
+        run_eagerly: Boolean. Whether to compile nothing.
+        jit_compile: Boolean. Whether XLA compiles shared functions.
+
+    Returns:
+        A function of the units' gradients and of the values of their `ParameterProxy`s, two lists
+        of tensors. It returns the new values of the `ParameterProxy`s.
+
+    Raises:
+        ValueError: If a weight has an `UpdateGroup` and shared functions are not possible.
+    """
+    parameters = [unit.parameter for unit in units]
+    groups = [getattr(unit.weight, "update_group", None) for unit in units]
+    states = None
+    if type(optimizer).__module__.startswith("keras.") and not run_eagerly:
+        states = unit_states(optimizer, len(units))
+    if states is not None and (any(groups) or not tf.config.functions_run_eagerly()):
+        return GroupedUpdate(optimizer, parameters, states, groups, jit_compile)
+    if any(groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update groups of weights. Use a Keras optimizer "
+            "that only keeps states per weight, without ema_overwrite_frequency, "
+            "gradient_accumulation_steps and run_eagerly."
+        )
+    return partial(_update_together, optimizer, parameters)
+
+
+def _update_together(optimizer, parameters, gradients, values):
+    proxies = [parameter for parameter in parameters if isinstance(parameter, ParameterProxy)]
+    for proxy, value in zip(proxies, values, strict=True):
+        proxy.bind(value)
+    if parameters:
+        optimizer.apply(gradients, parameters)
+    else:
+        # Keras counts no step without gradients, as in a pipeline stage of frozen weights.
+        optimizer.iterations.assign_add(1)
+    return [proxy.unbind() for proxy in proxies]

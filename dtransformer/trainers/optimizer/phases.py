@@ -1,0 +1,224 @@
+"""Phases of an optimizer step, from an engine's gradients to new weights.
+
+A phase is a function that changes a `StepData`. The phases are in their order of execution.
+`ShardedOptimizer` lists the phases of a layout once and binds their first arguments.
+"""
+
+import dataclasses
+import math
+import warnings
+
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.collectives import flat_shards, transport
+from dtransformer.parallel.collectives.transport import by_dtype
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+
+
+def with_zeros(weights, gradients, zeros):
+    """Replace missing gradients by zeros. Warn once per data-parallel group.
+
+    Args:
+        weights: List of Keras variables.
+        gradients: List of tensors. `None` for a weight that the loss does not depend on.
+        zeros: Function of a weight's index that returns a gradient of zeros.
+
+    Returns:
+        A list of tensors.
+    """
+    unused = [w.path for w, gradient in zip(weights, gradients) if gradient is None]
+    if unused and not job.data_shard()[0]:
+        warnings.warn(
+            f"The loss does not depend on the weights {', '.join(unused)}. Only weight decay "
+            "changes them. Check that compile received a loss for each output.",
+            stacklevel=2,
+        )
+    return [zeros(i) if gradient is None else gradient for i, gradient in enumerate(gradients)]
+
+
+@dataclasses.dataclass
+class StepData:
+    """Tensors of one optimizer step.
+
+    Args:
+        gradients: List of tensors, one per `PlannedShard`. After `select_units`, one per
+            `UpdateUnit`.
+        values: List of tensors, one per `ParameterProxy`: current values from `select_units`,
+            new values from `update_weights`.
+        square_norms: Float32 tensor [num_shards]. Squared norm of each gradient. After
+            `sum_square_norms`, of the weight shard's gradient over all ranks.
+        norm: Float32 scalar. Norm of all gradients of the network before clipping.
+    """
+
+    gradients: list
+    values: list | tuple = ()
+    square_norms: tf.Tensor | None = None
+    norm: tf.Tensor | None = None
+
+
+class Reduction:
+    """Sum of gradients over the data-parallel group, one collective per bucket and dtype.
+
+    The gradients of an engine are divided by the normalizer of the global batch. Their sum over the
+    group is the gradient of the mean over the global batch.
+
+    Args:
+        shards: List of `PlannedShard`s.
+        buckets: List of lists of positions in `shards`.
+        level: Integer. Level of optimizer sharding.
+
+    Call arguments:
+        gradients: List of tensors, one per planned shard, as an engine returns them.
+
+    Returns:
+        List of tensors. Shards with a division over the group get their flat local shard of the
+        sum (reduce-scatter), other shards the full sum.
+
+    Attributes:
+        gradient_bytes: Integer. Bytes of gradients that this rank stores until the update, or `None`
+            before the first call. From level 2 on, this counts reduced shards.
+    """
+
+    def __init__(self, shards, buckets, level):
+        self.gradient_bytes = None
+        self._shards = shards
+        self._level = level
+        self._group = job.data_parallel_group()
+        dtype = get_parallel_config().gradient_dtype
+        self._dtype = None if dtype == "float32" else dtype
+        self._collectives = []  # (positions, name)
+        if self._group.size > 1:
+            for index, bucket in enumerate(buckets):
+                summed = [i for i in bucket if not shards[i].is_reduced]
+                sharded = [i for i in summed if shards[i].division is not None]
+                replicated = [i for i in summed if shards[i].division is None]
+                self._collectives.append((sharded, f"shards_{index}"))
+                self._collectives.append((replicated, f"gradients_{index}"))
+
+    def __call__(self, gradients):
+        reduced = []
+        for gradient, shard in zip(gradients, self._shards):
+            stored = shard.shard if shard.replicated is None else shard.replicated
+            gradient.set_shape(stored.shape)  # Results of XLA functions have no static shape.
+            if not shard.is_reduced:
+                gradient = tf.cast(gradient, shard.shard.value.dtype)
+            reduced.append(gradient)
+        for positions, name in self._collectives:
+            self._sum(reduced, positions, name)
+        kept = reduced if self._level >= 2 else gradients
+        self.gradient_bytes = sum(math.prod(x.shape) * x.dtype.size for x in kept)
+        return reduced
+
+    def _sum(self, gradients, positions, name):
+        """Replace gradients at some positions, all sharded or all replicated, by their sums."""
+
+        def collective(tensors, divisions, dtype):
+            arguments = (tensors, self._group, f"{name}_{dtype}", self._dtype)
+            if divisions[0] is None:
+                return flat_shards.all_reduce(*arguments)
+            return flat_shards.reduce_scatter(*arguments, divisions)
+
+        divisions = [self._shards[i].division for i in positions]
+        sums = by_dtype(collective, [gradients[i] for i in positions], divisions)
+        for i, total in zip(positions, sums):
+            gradients[i] = total
+
+
+def reduce_gradients(reduction, data):
+    """Sum gradients over the data-parallel group; see `Reduction`."""
+    data.gradients = reduction(data.gradients)
+
+
+def unscale(loss_scale, data):
+    """Divide gradients by the loss scale. Squares of scaled gradients could overflow float32."""
+    data.gradients = loss_scale.unscale(data.gradients)
+
+
+def measure_gradients(shards, data):
+    """Compute the squared norm of each local gradient on the device of its shard."""
+    squares = []
+    for gradient, shard in zip(data.gradients, shards):
+        with tf.device(shard.shard.value.device):
+            squares.append(square_norm(gradient))
+    data.square_norms = tf.stack(squares) if squares else tf.zeros([0])
+
+
+def square_norm(gradient):
+    """Return the squared Euclidean norm of a tensor, a float32 scalar."""
+    return 2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32"))
+
+
+def sum_square_norms(shards, data):
+    """Sum squared norms over the ranks that store other shards of the same gradient."""
+    squares = data.square_norms
+    sharded = [i for i, shard in enumerate(shards) if shard.division is not None]
+    squares = _all_reduce(squares, sharded, job.data_parallel_group(), "square_norms_of_shards")
+    fractions = [shard.mesh_fraction for shard in shards]
+    on_mesh = [i for i, fraction in enumerate(fractions) if fraction is not None]
+    if on_mesh:
+        squares *= tf.constant([1.0 if x is None else x for x in fractions], "float32")
+    data.square_norms = _all_reduce(squares, on_mesh, job.model_parallel_group(), "square_norms")
+
+
+def _all_reduce(vector, positions, group, name):
+    """Return a vector with its elements at some positions summed over a group."""
+    if group.size == 1 or not positions:
+        return vector
+    sums = transport.all_reduce(tf.gather(vector, positions), "Sum", group, name)
+    return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
+
+
+def measure_norm(shards, stages, data):
+    """Compute the norm of all gradients over `stages`, the pipeline's `Group` or `None`."""
+    counted = [i for i, shard in enumerate(shards) if shard.counts_in_norm]
+    total = tf.reduce_sum(tf.gather(data.square_norms, tf.constant(counted, "int32")))
+    if stages is not None:
+        total = transport.all_reduce(total, "Sum", stages, "sum_of_stages")
+    data.norm = tf.sqrt(total)
+
+
+def clip(optimizer, shards, data):
+    """Clip gradients by the optimizer's `clipvalue`, `clipnorm` or `global_clipnorm`.
+
+    `clipnorm` uses the norm of a weight's full gradient.
+    """
+    if optimizer.clipvalue:
+        limit = optimizer.clipvalue
+        data.gradients = [tf.clip_by_value(x, -limit, limit) for x in data.gradients]
+        return
+    limit = optimizer.clipnorm or optimizer.global_clipnorm
+    if not limit or not shards:
+        return
+    if optimizer.clipnorm:
+        weights = [shard.weight_index for shard in shards]
+        squares = tf.math.unsorted_segment_sum(data.square_norms, weights, max(weights) + 1)
+        norms = tf.gather(tf.sqrt(squares), weights)
+        factors = tf.unstack(limit / tf.maximum(norms, limit))
+    else:
+        factors = [limit / tf.maximum(data.norm, limit)] * len(shards)
+    data.gradients = [x * tf.cast(factor, x.dtype) for x, factor in zip(data.gradients, factors)]
+
+
+def select_units(units, data):
+    """Replace the shards' gradients by gradients of the local update units."""
+    data.values = units.proxy_values()
+    data.gradients = units.gradients(data.gradients)
+
+
+# Keras would scale and clip again. With `gradient_accumulation_steps`, Keras clips the sum.
+_SCALING = {"loss_scale_factor": None}
+_CLIPPING = dict.fromkeys(("clipvalue", "clipnorm", "global_clipnorm"))
+
+
+def update_weights(optimizer, update, data):
+    """Update the local units; see `keras_update`."""
+    settings = _SCALING if optimizer.gradient_accumulation_steps else _SCALING | _CLIPPING
+    with _compat.meanwhile(optimizer, **settings):
+        data.values = update(data.gradients, data.values)
+
+
+def store_values(store, data):
+    """Store the new values of `ParameterProxy`s and all-gather replicated weights; see `store`."""
+    store(data.values)

@@ -1,0 +1,200 @@
+"""Engine, optimizer step and compiled steps of a trainer, each built when first needed."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel.initial_broadcast import initial_broadcast
+from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
+from dtransformer.parallel.runtime import job
+from dtransformer.trainers import compile_checks
+from dtransformer.trainers.checkpoint import TrainingState
+from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.data import element_specs
+from dtransformer.trainers.engines import make_engine
+from dtransformer.trainers.engines.base import ForwardStep
+from dtransformer.trainers.layer_states import LayerStates, layer_metrics
+from dtransformer.trainers.optimizer.reduce import bucket_ids
+from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.rank_agreement import check_same_training
+from dtransformer.trainers.reports import check_rules, warn_of_replicated_layers
+from dtransformer.trainers.step import Step
+from dtransformer.trainers.step_logs import StepCheck
+from dtransformer.trainers.step_metrics import StepMetrics
+from dtransformer.trainers.step_runner import Predictor, StepRunner
+
+
+class Program:
+    """What a trainer runs after `compile`: the engine, the optimizer step and compiled steps.
+
+    Args:
+        trainer: The trainer, whose layers are called to find overflows.
+        network: The `keras.Model` that is trained.
+        parallel_config: Parallel config of the trainer.
+        options: `CompileOptions`.
+
+    Attributes:
+        engine: The `Engine`, or `None` before the first batch.
+        optimizer_step: The `ShardedOptimizer`, or `None` before `build_optimizer`.
+        runner: The `StepRunner`, or `None` before `build_steps`.
+        metrics: The `StepMetrics`, or `None` before `compile`.
+        first_batch: Specs of the first batch, or `None` if it is unknown.
+        compiler: The `StepCompiler`.
+    """
+
+    def __init__(self, trainer, network, parallel_config, options):
+        self._network = network
+        self._parallel_config = parallel_config
+        self._options = options
+        self.compiler = options.compiler
+        self._check = StepCheck(None if self.compiler.in_parts else trainer)
+        self._states = LayerStates()
+        self._weights = None
+        self._resumed = None
+        self.engine = None
+        self.optimizer_step = None
+        self.runner = None
+        self.first_batch = None
+        self.metrics = None
+        if options.objective is not None:
+            self.metrics = StepMetrics(
+                options.objective, options.compiled_metrics, self._restore_built_metrics
+            )
+        self._forward = ForwardStep(
+            network, options.objective, options.compiled_metrics is not None, self._states
+        )
+
+    def build_engine(self, first):
+        """Build the engine, and the network with it.
+
+        Args:
+            first: First batch, see `trainers.data.peek`. `None` if it is unknown.
+
+        Returns:
+            The engine.
+
+        Raises:
+            ValueError: If the layout does not support the network, or if the network's weights have
+                changed since the first call.
+        """
+        compile_checks.check_unchanged(self._parallel_config)
+        if first is not None and hasattr(self._network, "named_inputs"):
+            self._network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
+        is_new = self.engine is None
+        if is_new:
+            self.first_batch = element_specs(first)
+            self.engine = make_engine(self._forward, self.compiler.jit_forward)
+        self.engine.build(first)
+        if self._weights is None:
+            self._weights = compile_checks.weights_now(self._network)
+        compile_checks.check_weights_unchanged(self._network, self._weights)
+        if is_new and job.mesh() is not None:
+            check_rules(self._network)
+            warn_of_replicated_layers(self._network)
+        return self.engine
+
+    def build_optimizer(self):
+        """Build the optimizer step, once, for a built network."""
+        if self.optimizer_step is None:
+            weights = self._network.trainable_variables
+            self.optimizer_step = ShardedOptimizer(
+                self._options.optimizer,
+                weights,
+                bucket_ids(self._network, weights),
+                self.compiler,
+                copied_weights(self._network),
+            )
+
+    def build_steps(self, first):
+        """Build everything that training and evaluation need, and broadcast rank 0's weights.
+
+        Args:
+            first: As in `build_engine`.
+
+        Returns:
+            The `StepRunner`.
+        """
+        engine = self.build_engine(first)
+        if self.runner is not None:
+            return self.runner
+        # The build may have created layers that the first check could not find.
+        compile_checks.check_network(self._network)
+        self._states.find(self._network)
+        check_same_training(self._network, self._options.optimizer)
+        initial_broadcast(self._network.variables, [])
+        # Optimizer states such as moving averages start from the weights.
+        self.build_optimizer()
+        if not self.optimizer_step.is_sharded:
+            initial_broadcast([], self._options.optimizer.variables)
+        step = Step(
+            self._forward,
+            engine,
+            self._options.optimizer,
+            self.optimizer_step,
+            self.metrics,
+            self.compiler,
+        )
+        self.runner = StepRunner(
+            step,
+            self._network,
+            self.compiler,
+            self._check,
+            self._options.log_every,
+            self._options.steps_per_execution,
+        )
+        return self.runner
+
+    def predictor(self, first, sharding):
+        """Return the `Predictor` of batches with this `RowSharding`."""
+        return Predictor(self.build_engine(first), self._network, self.compiler, sharding)
+
+    def shown_metrics(self):
+        """Return the metrics of `Trainer.metrics`, in Keras' order."""
+        metrics = [] if self.metrics is None else self.metrics.shown
+        return [*metrics, *layer_metrics(self._network)]
+
+    def log_names(self):
+        """Return the names of the logs that Keras' lists contain, in Keras' order."""
+        names = {*self.metrics.names, *self._states.results()}
+        ordered = []
+        for metric in self.shown_metrics():
+            members = getattr(metric, "metrics", [metric])  # Of Keras' container, or the metric.
+            ordered += [member.name for member in members if member.name in names]
+        return [*ordered, *sorted(names.difference(ordered))]
+
+    def saved_metrics(self):
+        """Return all metrics with states, in the order of checkpoints."""
+        if self.metrics is None:
+            return layer_metrics(self._network)
+        layers = layer_metrics(self._network)
+        return [*self.metrics.means, *layers, *self.metrics.output_losses]
+
+    def training_state(self):
+        """Return the `TrainingState` for checkpoints; build the network and optimizer for it."""
+        if not self._network.built:
+            self._network.build()
+        self.build_optimizer()
+        return TrainingState(
+            network=self._network,
+            optimizer=self._options.optimizer,
+            optimizer_shards=[
+                (unit.weight, unit.bounds, unit.flat_range) for unit in self.optimizer_step.units
+            ],
+            skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
+            metrics=self.saved_metrics(),
+        )
+
+    def resume_metrics(self, restored: Restored | None):
+        """Restore the metric states of an interrupted epoch.
+
+        Metrics that are built later in the epoch are restored then.
+
+        Args:
+            restored: The checkpoint. `None` ends the epoch.
+        """
+        self._resumed = restored
+        self._restore_built_metrics()
+
+    def _restore_built_metrics(self):
+        if self._resumed is not None:
+            with tf.init_scope():
+                restore_metrics(self.training_state(), self._resumed)

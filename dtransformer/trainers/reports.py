@@ -1,0 +1,149 @@
+"""Reports on a trainer's layout: plan, communication, memory, experts and timeline."""
+
+import math
+import warnings
+
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh import axis_rules
+from dtransformer.parallel.mesh.variable import sharding_specs
+from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
+from dtransformer.parallel.pipeline_parallel.stage_weights import own_weights
+from dtransformer.parallel.runtime import job
+from dtransformer.reports.communication import communication_report
+from dtransformer.reports.memory import memory_report
+from dtransformer.reports.plan import WeightPlan
+from dtransformer.trainers.optimizer.shard_plan import partition_of
+
+
+class Reports:
+    """Reports of a trainer; see the methods of `Trainer` with the same names.
+
+    Args:
+        network: The `keras.Model` that is trained.
+        optimizer: The Keras optimizer, or `None` before `compile`.
+        program: The `Program`.
+    """
+
+    def __init__(self, network, optimizer, program):
+        self._network = network
+        self._optimizer = optimizer
+        self._program = program
+
+    def summary(self, **kwargs):
+        if not job.is_chief():
+            return
+        self._network.summary(**kwargs)
+        plan = WeightPlan.of(self._network.variables)
+        print_fn = kwargs.get("print_fn") or print
+        print_fn(
+            f" Ranks: {job.size()} ({job.topology()}); each device holds "
+            f"{plan.elements_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
+        )
+
+    def plan(self):
+        network = self._network
+        if not network.built:
+            raise ValueError(
+                "The network has no weights yet. Build it, or call it on a batch, before `plan`."
+            )
+        check_rules(network)
+        shard = partition_of(network.trainable_variables)
+        has_stages = job.placement().num_stages > 1 and self._program.engine is not None
+        stages = layers_of_stages(network, job.placement()) if has_stages else ()
+        return WeightPlan.of(network.variables, shard if shard.level else None, stages)
+
+    def communication_report(self):
+        graphs = list(self._program.compiler.graphs.values())
+        if self._program.runner is None or not graphs:
+            raise ValueError(
+                "No training step is compiled yet. Call `fit` or `train_on_batch` first."
+            )
+        engine = self._program.engine
+        return communication_report(
+            self._network, engine.collectives(), engine.input_shapes, graphs
+        )
+
+    def memory_report(self, inputs=None):
+        optimizer_step = self._program.optimizer_step
+        if optimizer_step is None or optimizer_step.gradient_bytes is None:
+            raise ValueError("No training step has run yet. Call `fit` or `train_on_batch` first.")
+        engine = self._program.engine
+        shapes = engine.input_shapes
+        num_kept = engine.num_kept
+        if inputs is not None:
+            shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
+            num_kept /= get_parallel_config().micro_batch_num
+        return memory_report(self._network, self._optimizer, optimizer_step, shapes, num_kept)
+
+    def expert_load(self):
+        runner = self._program.runner
+        report = None if runner is None else runner.expert_loads.report()
+        if report is None or not report.layers:
+            raise ValueError(
+                "There is no expert load. Train a network with a `moe_config` of several experts "
+                "for at least one step."
+            )
+        return report
+
+    def timeline(self, path=None):
+        if job.stage()[1] == 1 or self._program.engine is None:
+            raise ValueError(
+                "No step of a pipeline has run yet. Train with `pipeline_stage=2` or more first."
+            )
+        return self._program.engine.timeline(path)
+
+
+def check_rules(network):
+    """Check the configured axis rules against the weights of all stages.
+
+    Raises:
+        ValueError: If `expert_parallel` is set for a network without experts, or if a rule matches
+            no weight (see `axis_rules.check_rules`).
+    """
+    config = get_parallel_config()
+    if not config.parallel_rules and config.expert_parallel == 1:
+        return
+    axes = axis_rules.axes_of(network.variables)
+    if job.stage()[1] > 1:
+        local_axes = sorted(filter(None, axes))
+        axes = set().union(*all_gather_json(local_axes, "axes"))
+    axis_rules.check_rules(axes)
+    if config.expert_parallel > 1 and "expert" not in axes:
+        raise ValueError(
+            f"`expert_parallel={config.expert_parallel}` needs a network with experts, and this one "
+            "has none. Give it a `moe_config` with several experts, or set `expert_parallel` to 1."
+        )
+
+
+def warn_of_replicated_layers(network):
+    """Warn on rank 0 if `model_parallel` does not shard some layers, such as Keras' layers.
+
+    A layer has no sharding rule if its weights of two or more dimensions have no logical axes. The
+    weights of all pipeline stages are counted.
+    """
+    degree = get_parallel_config().model_parallel
+    if degree == 1 or not job.is_chief():
+        return
+    sharded_bytes = 0
+    total_bytes = 0
+    kinds = set()
+    for layer in _compat.flat_layers(network):
+        for variable in own_weights(layer):
+            num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+            total_bytes += num_bytes
+            if "model" in sharding_specs(variable):
+                sharded_bytes += num_bytes
+            elif len(variable.shape) > 1 and not hasattr(variable, "logical_axes"):
+                kinds.add(type(layer).__name__)
+    if kinds:
+        warnings.warn(
+            f"`model_parallel={degree}` shards {sharded_bytes:,} of the {total_bytes:,} bytes of "
+            f"the weights and replicates {total_bytes - sharded_bytes:,}: "
+            f"{', '.join(sorted(kinds))} have no sharding rule. Use layers of dtransformer.layers, "
+            "or `model_parallel=1` and more data ranks.",
+            stacklevel=2,
+        )

@@ -1,0 +1,80 @@
+"""Sharding of a batch's rows over the data shards of the job."""
+
+import dataclasses
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSharding:
+    """Distribution of a batch's rows over data shards.
+
+    Args:
+        is_global: True if every rank has the same batch, so that each data shard computes its
+            slice of the rows. False if a rank's batch contains only its local rows.
+    """
+
+    is_global: bool = False
+
+    @classmethod
+    def of_data(cls, data: object, shard: bool | None = None) -> "RowSharding":
+        """Return the sharding of data that are passed to `fit`.
+
+        Args:
+            data: Data as `Trainer.fit` takes them.
+            shard: As in `Trainer.fit`. `None` means True, except for objects with `as_dataset()`
+                whose `num_shards` is not 1.
+        """
+        if job.data_shard()[1] == 1:
+            return cls(is_global=False)
+        if shard is not None:
+            return cls(is_global=shard)
+        makes_shares = hasattr(data, "as_dataset") and getattr(data, "num_shards", None) != 1
+        return cls(is_global=not makes_shares)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of data shards that share a batch of this rank."""
+        return job.data_shard()[1] if self.is_global else 1
+
+    @property
+    def num_batches_per_step(self) -> int:
+        """Number of different batches that the job computes in a step."""
+        return 1 if self.is_global else job.data_shard()[1]
+
+    def local_rows(self, batch: object) -> object:
+        """Return this data shard's rows of nested tensors [b, ...]."""
+        return rows_of_shard(batch, *job.data_shard()) if self.is_global else batch
+
+    def gather_rows(self, outputs: object) -> object:
+        """Return the outputs of all rows, from nested outputs [local b, ...] of each data shard."""
+        if not self.is_global:
+            return outputs
+        group = job.data_parallel_group()
+        flat = [
+            transport.concatenate(tf.convert_to_tensor(x), group, f"all_rows_{i}")
+            for i, x in enumerate(keras.tree.flatten(outputs))
+        ]
+        return keras.tree.pack_sequence_as(outputs, flat)
+
+
+def rows_of_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
+    """Return the `i`-th of `num_shards` contiguous shards of nested tensors [b, ...].
+
+    Shards differ by at most one row. `None` stays `None`. Batches are in host memory, so that a
+    GPU receives only its rows.
+    """
+
+    def take(x):
+        if x is None:
+            return None
+        rows = number_of_rows(x)
+        with tf.device("CPU:0"):
+            return x[rows * i // num_shards : rows * (i + 1) // num_shards]
+
+    return keras.tree.map_structure(take, batch)

@@ -1,0 +1,71 @@
+"""Promise: ranks agree on the learning rate and on stopping, and weights that differ are an error."""
+
+import pytest
+
+from harness.tolerances import PARITY_LOSS
+from tests.shared_runs import each
+
+TASKS = "tests.distributed.tasks.rank_agreement:"
+QUICK = [TASKS + run for run in ("agreed/dp2@2x1", "refused/dp2@2x1+shard3")]
+LONG = [
+    TASKS + run
+    for run in (
+        *("agreed/mp2@2x1", "agreed/dp2@2x1+shard2", "agreed/dp2@2x1+shard3"),
+        *("refused/dp2@2x1", "refused/mp2@2x1"),
+    )
+]
+SINGLE = TASKS + "agreed/alone@1x1"
+
+
+def runs_of(task):
+    return [run for run in QUICK + LONG if f":{task}/" in run]
+
+
+@each(runs_of("agreed"), LONG, lambda run: [SINGLE])
+def test_all_ranks_adopt_the_learning_rate_of_rank_0(run, ranks_of):
+    (expected,) = ranks_of(SINGLE)
+    for rank in ranks_of(run):
+        for name in ("rates", "all stop"):
+            assert rank[name]["error"] == "", name
+            assert rank[name]["losses"][:3] == pytest.approx(
+                expected[name]["losses"][:3], PARITY_LOSS
+            )
+        # Another rank may be in the next batch when one rank stops within an epoch.
+        extra_steps = rank["rates"]["steps"] - expected["rates"]["steps"]
+        assert extra_steps in (0, 1)
+        assert rank["all stop"]["steps"] == expected["all stop"]["steps"]
+    first, *others = [rank["rates"] for rank in ranks_of(run)]
+    for other in others:
+        assert (other["steps"], other["losses"]) == (first["steps"], first["losses"])
+        assert other["weights"] == pytest.approx(first["weights"], 1e-6)
+
+
+@each(runs_of("agreed"), LONG)
+def test_rank_0_warns_of_differing_rates_and_of_a_single_rank_that_stops(run, ranks_of):
+    first, second = ranks_of(run)
+    rates, stop = first["rates"]["warnings"][0], first["save and stop"]["warnings"][0]
+    assert "The learning rate of rank 1 is 0.1 and that of rank 0 is 0.05." in rates
+    assert "`stop_training` is set on rank 1 but not on rank 0. All ranks stop." in stop
+    assert all("Give every rank the same callbacks" in text for text in (rates, stop))
+    assert first["all stop"]["warnings"] == second["rates"]["warnings"] == []
+
+
+@each(runs_of("agreed"), LONG)
+def test_ranks_save_and_stop_together_after_the_epoch_that_one_of_them_ends(run, ranks_of):
+    for rank in ranks_of(run):
+        for name in ("stop and save", "save and stop"):
+            assert (rank[name]["error"], rank[name]["steps"]) == ("", 4)
+
+
+@each(runs_of("refused"), LONG)
+def test_all_ranks_raise_an_error_that_names_a_rank_with_other_weights(run, ranks_of):
+    for rank in ranks_of(run):
+        error = rank["rate within an epoch"]["error"]
+        assert "rate of rank 1 is 0.02 after epoch 1, and that of rank 0 is 0.1." in error
+        assert "The learning rate of rank 1 is" in rank["schedules"]["error"]
+        if "set weights" in rank:
+            error = rank["set weights"]["error"]
+            assert "The weights of rank 1 have the norm" in error
+            assert "after epoch 2, and those of rank 0 have the norm" in error
+        assert "Rank 1 trains nothing in addition" in rank["trained"]["error"]
+        assert "is a ExponentialDecay" in rank["kinds"]["error"]
