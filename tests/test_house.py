@@ -121,7 +121,7 @@ MAX_LINES = 350
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
 # Tokens of code in the package, without docstrings and comments.
-TOKEN_BUDGET = 314_200
+TOKEN_BUDGET = 313_000
 
 
 # What is imported.
