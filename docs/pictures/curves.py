@@ -10,7 +10,7 @@ import pathlib
 from matplotlib import pyplot
 from style import DEVICE_COLORS, ORANGE, save
 
-AVERAGED_STEPS = 10  # with several runs
+AVERAGED_STEPS = 10  # Used only if a plot has several runs.
 
 
 def read_points(run, kind, field):
