@@ -78,6 +78,8 @@ train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en  ## train o
 	@echo "Translations:"
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'
+	@echo "The run is in $(RUN), and $(RUN)/loss.svg shows its losses."
+	@echo "To translate your own text: $(BIN)/dtransformer translate --run $(RUN) < FILE"
 
 check: .venv/test  ## run the tests that need no TensorFlow: a minute
 	$(PYTEST) --tier check

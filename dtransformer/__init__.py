@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtransformer import onednn
-from dtransformer.quiet import refuse_backend
+from dtransformer.quiet import quiet_tensorflow, refuse_backend
 from dtransformer.registration import register_with_keras
 from dtransformer.version import __version__
 
@@ -19,6 +19,7 @@ if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
     refuse_backend(os.environ["KERAS_BACKEND"])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 onednn.turn_on()
+quiet_tensorflow()
 
 _keras = sys.modules.get("keras")
 if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":

@@ -7,6 +7,7 @@ redirection.
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -56,3 +57,23 @@ def quiet_start() -> Iterator[None]:
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
+
+
+class _QuietTensorFlow:
+    """Import hook that runs the import of TensorFlow inside `quiet_start`."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "tensorflow":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = quiet_start()(execute)
+        return spec
+
+
+def quiet_tensorflow() -> None:
+    """Keep the notes of TensorFlow off the terminal, also if a script imports Keras first."""
+    if "tensorflow" not in sys.modules:
+        sys.meta_path.insert(0, _QuietTensorFlow())

@@ -1,4 +1,4 @@
-"""What all tests share: tiers, a clean parallel config, the place of the real data, ranks' results."""
+"""Shared by all tests: tiers, a clean parallel config, the place of the real data, ranks' results."""
 
 import contextlib
 import gc

@@ -10,6 +10,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 import charts
 import diagrams
+import measured
 
 diagrams.draw_all()
 charts.draw_all()
+measured.draw_all()

@@ -1,6 +1,6 @@
-"""Draw the loss curves of a run into docs/images, in the style of the other pictures.
+"""Draw the loss curves of one or more runs into docs/images, in the style of the other pictures.
 
-python docs/pictures/curves.py runs/gpt tutorial_gpt
+python docs/pictures/curves.py runs/gpt --name tutorial_gpt
 """
 
 import argparse
@@ -8,7 +8,9 @@ import json
 import pathlib
 
 from matplotlib import pyplot
-from style import BLUE, ORANGE, save
+from style import DEVICE_COLORS, ORANGE, save
+
+AVERAGED_STEPS = 10  # Used only if a plot has several runs.
 
 
 def read_points(run, kind, field):
@@ -27,19 +29,40 @@ def read_points(run, kind, field):
     return zip(*points)
 
 
+def average(steps, values, size):
+    """Return the last step and the mean value of each group of `size` points."""
+    starts = range(0, len(steps), size)
+    ends = [steps[start : start + size][-1] for start in starts]
+    groups = [values[start : start + size] for start in starts]
+    return ends, [sum(group) / len(group) for group in groups]
+
+
 def main():
-    """Draw the curves of the run that the command line names."""
+    """Draw the curves of the runs that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=pathlib.Path, help="folder of a run")
-    parser.add_argument("name", help="name of the picture")
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs")
+    parser.add_argument("--name", required=True, help="name of the picture")
+    parser.add_argument("--labels", nargs="+", default=[""], help="one label per run")
     arguments = parser.parse_args()
+    is_single = len(arguments.runs) == 1
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), constrained_layout=True)
-    steps, losses = read_points(arguments.run, "step", "step_loss")
-    axes.plot(steps, losses, color=BLUE, linewidth=1, label="training")
-    steps, losses = read_points(arguments.run, "epoch", "val_loss")
-    axes.plot(
-        steps, losses, color=ORANGE, linewidth=1.5, marker="o", markersize=4, label="held out"
-    )
+    for run, label, color in zip(arguments.runs, arguments.labels, DEVICE_COLORS):
+        prefix = f"{label}: " if label else ""
+        steps, losses = read_points(run, "step", "step_loss")
+        if not is_single:
+            steps, losses = average(steps, losses, AVERAGED_STEPS)
+        axes.plot(steps, losses, color=color, linewidth=1, label=f"{prefix}training")
+        steps, losses = read_points(run, "epoch", "val_loss")
+        axes.plot(
+            steps,
+            losses,
+            color=ORANGE if is_single else color,
+            linewidth=1.5,
+            linestyle="-" if is_single else "--",
+            marker="o",
+            markersize=4,
+            label=f"{prefix}held out",
+        )
     axes.set_ylim(0)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")

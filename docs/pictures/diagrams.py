@@ -1,6 +1,19 @@
-"""Diagrams: the package and the six kinds of parallelism."""
+"""Diagrams: the package, a training step and the six kinds of parallelism."""
 
-from style import BLUE, DEVICE_COLORS, GRAY, INK, MUTED, PALE, arrow, box, canvas, save
+from style import (
+    BLUE,
+    DEVICE_COLORS,
+    GRAY,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PALE,
+    arrow,
+    box,
+    canvas,
+    save,
+)
 
 WIDTH, HEIGHT = 4.2, 2.9
 """Size of a diagram of one kind of parallelism, in inches."""
@@ -9,6 +22,7 @@ WIDTH, HEIGHT = 4.2, 2.9
 def draw_all():
     """Draw every diagram."""
     architecture()
+    training_step()
     data_parallel()
     tensor_parallel()
     sequence_parallel()
@@ -70,6 +84,49 @@ def architecture():
         color=MUTED,
     )
     save(figure, "architecture")
+
+
+def training_step():
+    """Draw the path of a batch through the engine and the optimizer step."""
+    figure, axes = canvas(9.6, 4.6)
+    _part(axes, 0.15, 2.75, 1.55, 0.95, "local batch", "rows of this rank", GRAY)
+    _part(axes, 7.85, 3.45, 1.6, 0.95, "metric sums", "loss, accuracy, tokens", GRAY)
+    _part(axes, 7.85, 2.1, 1.6, 0.95, "gradients", "of the local weights", GRAY)
+    _part(axes, 7.85, 0.5, 1.6, 0.95, "weights", "updated in place", GREEN)
+    _part(axes, 0.15, 0.5, 1.55, 0.95, "logs", "loss, norm, tokens/s", GRAY)
+    engines = [("one device", ""), ("mesh", "sharded operations"), ("pipeline", "model chunks")]
+    steps = [
+        ("reduce", "over data-parallel\nranks, in buckets"),
+        ("clip", "by the global norm;\nskip if not finite"),
+        ("update", "local shards, then\nall-gather"),
+    ]
+    box(axes, 2.1, 2.1, 5.35, 2.3, "", color=PALE)
+    axes.text(2.25, 4.2, "Engine: forward and backward pass", weight="bold", va="center")
+    for column, (name, detail) in enumerate(engines):
+        _part(axes, 2.25 + 1.72 * column, 3.15, 1.6, 0.8, name, detail, BLUE)
+    label = "ForwardStep: outputs, loss, sums and gradients for every engine"
+    box(axes, 2.25, 2.25, 5.04, 0.7, label, color=BLUE, filled=False, size=9)
+    box(axes, 2.1, 0.15, 5.35, 1.65, "", color=PALE)
+    axes.text(2.25, 1.6, "Optimizer step", weight="bold", va="center")
+    for column, (name, detail) in enumerate(steps):
+        _part(axes, 2.25 + 1.72 * column, 0.3, 1.6, 1.05, name, detail, ORANGE)
+    arrow(axes, (1.7, 3.22), (2.1, 3.22))
+    arrow(axes, (7.45, 3.92), (7.85, 3.92))
+    arrow(axes, (7.45, 2.57), (7.85, 2.57))
+    arrow(axes, (8.65, 2.1), (7.45, 1.55), curve=-0.2)
+    arrow(axes, (7.45, 0.97), (7.85, 0.97))
+    arrow(axes, (2.1, 0.97), (1.7, 0.97))
+    save(figure, "step")
+
+
+def _part(axes, x, y, width, height, name, detail, color):
+    """Draw a box with a name and a line of details."""
+    box(axes, x, y, width, height, "", color=color)
+    lift = 0.17 + 0.06 * detail.count("\n") if detail else 0
+    x, y = x + width / 2, y + height / 2
+    style = {"color": "white", "ha": "center", "va": "center"}
+    axes.text(x, y + lift, name, weight="bold", size=11, **style)
+    axes.text(x, y - 0.17, detail, size=8.5, **style)
 
 
 def _title(axes, text):

@@ -8,8 +8,10 @@ from dtransformer.cli.plan import device_of
 from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.planner import Cluster
 from dtransformer.planner.machine import this_device
+from dtransformer.runs.config import load_config
 from dtransformer.runs.depth import config_of_depth
 from dtransformer.runs.preview import new_config
+from dtransformer.runs.unread import check_read
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -18,6 +20,9 @@ def train(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If something in the config or the data is wrong.
     """
+    # Report a wrong config before TensorFlow starts, which takes seconds.
+    check_read(load_config(arguments.config, arguments.set, needs_task=True))
+    importlib.import_module("dtransformer.start")
     if arguments.dry_run:
         preview = importlib.import_module("dtransformer.runs.dry_run")
         return preview.dry_run(

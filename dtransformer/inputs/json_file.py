@@ -1,6 +1,8 @@
 """Reading JSON of limited size and depth, and checking its fields with pydantic."""
 
+import difflib
 import json
+import re
 
 import pydantic
 
@@ -8,35 +10,68 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import MEBIBYTE, FilePath, read_bytes
 from dtransformer.inputs.text import decode, describe_invalid_character
 
+_MAX_NAME = 100
+"""Maximum number of characters of a value that are compared with the names of allowed values."""
+
 # Values are not converted silently: "1" is not an integer, and 1 is not a boolean.
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+# Types of pydantic's errors, and what they require.
 _EXPECTED = {
-    "string_type": "should be a text (put it in quotes)",
-    **dict.fromkeys(("is_instance_of", "dict_type", "model_type"), "should be keys and values"),
+    "string_type": "must be text (put it in quotes)",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "bool_type": "must be true or false",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    **dict.fromkeys(("int_type", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("is_instance_of", "dict_type", "model_type"), "must be keys and values"),
 }
 
 
 def problem(error: pydantic.ValidationError) -> tuple[str, str]:
-    """Describe the first wrong value of a pydantic error.
+    """Return the place of the first wrong value, and a description of the error.
 
     Args:
-        error: The `pydantic.ValidationError`.
+        error: Error raised by pydantic.
 
     Returns:
-        A `(place, text)` tuple: the value's field names joined with dots, or "" for the value
-        itself, and a text such as "should be greater than or equal to 1, got 0".
+        A `(place, description)` tuple. `place` has names joined with dots, and is `""` for the value
+        itself. `description` is a text such as "must be at least 1, got 0".
     """
-    first = error.errors(include_url=False)[0]
+    first, *others = error.errors(include_url=False)
     place = ".".join(shown(part).strip("'") for part in first["loc"])
     if first["type"] == "missing":
         return place, "is missing"
     if first["type"] == "value_error":
         expected = str(first["ctx"]["error"])
+        if ", got " in expected:  # It describes a nested value.
+            return place, expected
     else:
-        message = first["msg"].removeprefix("Input ")
-        expected = _EXPECTED.get(first["type"], message[:1].lower() + message[1:])
-    return place, f"{expected}, got {shown(first['input'])}"
+        # A value of a union has an error for each type.
+        types = [one for one in others if one["loc"][:1] == first["loc"][:1]]
+        texts = [_expected(one) for one in (first, *types)]
+        expected = " or ".join([texts[0], *(text.removeprefix("must be ") for text in texts[1:])])
+    names = re.findall("'([^']+)'", expected)
+    close = difflib.get_close_matches(str(first["input"])[:_MAX_NAME], names, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return place, f"{expected}, got {shown(first['input'])}{hint}"
+
+
+def _expected(error):
+    message = error["msg"].removeprefix("Input ").replace("should ", "must ")
+    text = _EXPECTED.get(error["type"], message[:1].lower() + message[1:])
+    limits = error.get("ctx", {})
+    return text.format(**{name: _as_integer(limit) for name, limit in limits.items()})
+
+
+def _as_integer(limit):
+    is_integer = isinstance(limit, float) and limit.is_integer()
+    return int(limit) if is_integer else limit
 
 
 MAX_BYTES = 16 * MEBIBYTE

@@ -53,9 +53,8 @@ def parse_yaml(text: str, name: FilePath) -> object:
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
     except (yaml.YAMLError, _Unsupported, UnicodeError) as error:
-        raise InputError(
-            f"{name} is invalid or unsupported YAML ({one_line(error, 160)})."
-        ) from None
+        reason = one_line(error, 160).replace('in "<unicode string>", ', "at ")
+        raise InputError(f"{name}: cannot be parsed as YAML ({reason})") from None
 
 
 class _Dumper(yaml.SafeDumper):

@@ -35,7 +35,7 @@ class RunConfig:
 
     def __init__(self, task: str = TRANSLATION):
         if not isinstance(task, str) or task not in SECTIONS:
-            raise InputError(f"task: there is no task {shown(task)}: {nearest(task, SECTIONS)}")
+            raise InputError(f"`task`: unknown task {shown(task)}; {nearest(task, SECTIONS)}")
         self.task = task
         for name, kind in SECTIONS[task].items():
             setattr(self, name, kind())
@@ -84,14 +84,14 @@ def load_config(
     """
     content = read_yaml(path) if path is not None else {}
     if not isinstance(content, dict | None):
-        raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
+        raise InputError(f"{path}: expected sections with keys, got a {type(content).__name__}.")
     options = [(key, value, str(path)) for key, value in _flat(content or {})]
     options += [(*parse_setting(text, "--set", "section.key=value"), "--set") for text in settings]
     sections = {key.partition(".")[0] for key, _, _ in options}
     if needs_task and sections.isdisjoint(("task", "data")):
         raise InputError(
-            f"{path} has {', '.join(sections) or 'no sections'}, but neither task nor data: add "
-            "`task:`, `data:` and `model:`, as in the config that `dtransformer new causal_lm` prints"
+            f"{path}: expected `task`, `data` and `model`, got {', '.join(sections) or 'no sections'}. "
+            "`dtransformer new causal_lm` prints an example."
         )
     config = RunConfig({"task": TRANSLATION, **{key: value for key, value, _ in options}}["task"])
     for key, value, origin in options:
@@ -100,16 +100,18 @@ def load_config(
         elif key not in config.sections():
             if key != "task":
                 set_option(config, key, value, origin)
-        elif value is not None:
-            told = f"section {key} holds {shown(value)}, expected keys and values"
-            raise InputError(f"{origin}: {told}")
+        elif value not in (None, {}):
+            expected = "be `auto` or " if key == "parallel" else ""
+            raise InputError(
+                f"{origin}: section `{key}` must {expected}contain keys and values, got {shown(value)}."
+            )
     return config
 
 
 def _flat(content):
     """Yield the options of a file as ("section.key", value), and sections without keys as they are."""
     for section, values in content.items():
-        if isinstance(values, dict):
+        if isinstance(values, dict) and values:
             yield from ((f"{section}.{key}", value) for key, value in values.items())
         else:
             yield section, values
@@ -142,7 +144,10 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     if outer in known and dataclasses.is_dataclass(own := config.option(outer)):
         return set_option(config, outer, {**dataclasses.asdict(own), inner: value}, origin)
     if key not in known:
-        raise InputError(f"{origin}: unknown key {key[:_MAX_KEY]}; {_nearest(config, key)}")
+        raise InputError(
+            f"{origin}: unknown key `{key[:_MAX_KEY]}` with value {shown(value)}. "
+            f"{_nearest(config, key)}"
+        )
     section, name = key.split(".")
     owner = getattr(config, section)
     field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
@@ -151,24 +156,37 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     try:
         is_degree = section == "parallel" and key != _NO_DEGREE
         if is_degree and type(value) is int and value > _MAX_DEGREE:
-            raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")
+            raise ValueError(f"{name} must be at most {_MAX_DEGREE}, got {value}")
         setattr(owner, field, value)
     except pydantic.ValidationError as error:
-        raise InputError(f"{origin}: {key} {problem(error)[1]}") from None
+        is_nested = error.errors()[0]["type"] == "value_error"
+        colon = ":" if is_nested else ""
+        raise InputError(f"{origin}: `{key}`{colon} {problem(error)[1]}.") from None
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise InputError(f"{origin}: {error if key in str(error) else f'{key}: {error}'}") from None
+        text = str(error).removeprefix(f"{name} ")
+        if key in text:
+            raise InputError(f"{origin}: {text}") from None
+        colon = ":" if text == str(error) else ""
+        raise InputError(f"{origin}: `{key}`{colon} {text}.") from None
 
 
 def _nearest(config, key):
     """Return a hint for an unknown key: a task that has it, a similar key, or all sections."""
     keys, key, sections = config.keys(), key[:_MAX_KEY], config.sections()
-    others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
-    if others:
-        return f"task {config.task} has none, {others[0]} has: is `task: {others[0]}` missing?"
-    known = keys if "." in key else [*sections, *keys]
     names = {name.split(".")[-1]: name for name in reversed(keys)}
+    others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
+    if others and key.split(".")[-1] not in names:
+        return (
+            f"Task {config.task} does not have this key, but task {others[0]} does. Is "
+            f"`task: {others[0]}` missing?"
+        )
+    known = keys if "." in key else [*sections, *keys]
     close = difflib.get_close_matches(key, known, n=1)
     close = close or difflib.get_close_matches(key.split(".")[-1], names, n=1, cutoff=0.55)
     if close:
-        return f"did you mean {names.get(close[0], close[0])}?"
-    return f"sections are {', '.join(sections)}"
+        return f"Did you mean `{names.get(close[0], close[0])}`?"
+    section = key.split(".")[0]
+    if section in sections and "." in key:
+        fields = dataclasses.fields(sections[section])
+        return f"Keys of {section}: {', '.join(key_of(field.name) for field in fields)}"
+    return f"Sections: {', '.join(sections)}"

@@ -39,11 +39,12 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 PLAN = "plan.txt"
 CSV = "metrics.csv"
+LOSS_PLOT = "loss.svg"
 PROFILE = "profile"
 SHARDS = "shards"
 PARTS = frozenset(
     {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN, SHARDS}
-    | {CSV, PROFILE, "wandb"}
+    | {CSV, LOSS_PLOT, PROFILE, "wandb"}
 )
 
 _VERSION = 1

@@ -4,15 +4,14 @@ The comment after a field is its description in docs, `dtransformer new` and `dt
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from dtransformer.inputs.json_file import STRICT, problem
+from dtransformer.inputs.json_file import STRICT
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
-from dtransformer.planner.models import checked
+from dtransformer.runs.nested_options import each_of, made_of
 
 USUAL_VOCABULARY = 8000  # maximum entries of a trained tokenizer
 
@@ -35,34 +34,6 @@ Name = Annotated[str, Field(min_length=1, max_length=100)]
 _options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment": True})
 
 
-def _made_of(kind: type) -> Callable:
-    """Return a function that converts a mapping to a dataclass; other values stay unchanged."""
-
-    def make(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        try:
-            return checked(kind, value)
-        except pydantic.ValidationError as error:
-            raise ValueError(" ".join(problem(error)).strip()) from None
-
-    return make
-
-
-def _each_of(kind: type, name: str) -> BeforeValidator:
-    """Return a validator that makes a tuple of dataclasses; a string sets only the field `name`."""
-    make = _made_of(kind)
-
-    def make_all(value: Any) -> Any:
-        items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-        found = [make({name: one} if isinstance(one, str) else one) for one in items]
-        if value and not all(isinstance(x, kind) and getattr(x, name) for x in found):
-            raise ValueError(f"must be a {name}, or a list of such or of {{{name}: …}}")
-        return tuple(found) if value else ()
-
-    return BeforeValidator(make_all, json_schema_input_type=str | kind | list[str | kind] | None)
-
-
 @_options
 class Source:
     """File of records, or folder of token shards, with its weight in a mixture."""
@@ -73,8 +44,11 @@ class Source:
 
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
+Algorithm = Literal["byte_bpe", "wordpiece"]
+Mixture = Literal["repeat", "once", "first_ends"]
+Turns = Literal["assistant", "last_assistant", "all"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
+Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], each_of(Source, "path")]
 
 
 @_options
@@ -102,7 +76,7 @@ class DocumentData:
     train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
     dev: Sources = ()  # Held-out documents, for val_loss and perplexity
     field: Name = "text"  # Key or column of the text in records
-    documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each text document
+    documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each document
     sentences: bool = False  # Treat lines as sentences, for next_sentence
     length: Count = 512  # Tokens per row
     mask_rate: Rate = 0.15  # Fraction of tokens to predict
@@ -110,7 +84,7 @@ class DocumentData:
     shuffle: bool = True  # Shuffle in every epoch
 
 
-Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
+Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(made_of(MoEConfig))]
 
 
 @_options
@@ -123,7 +97,7 @@ class RecordData:
     length: Count = 512  # Maximum tokens per record, and tokens per row
     longer: Literal["leave_out", "cut"] = "leave_out"  # leave_out or cut longer training records
     packed: bool = False  # Pack several records into a row, without attention between them
-    mixture: Literal["repeat", "once", "first_ends"] = "once"  # Epoch end of mixtures
+    mixture: Mixture = "once"  # Epoch of a mixture: repeat, once or first_ends
     shuffle: bool = True  # Shuffle in every epoch
 
 
@@ -138,9 +112,9 @@ class Seq2SeqData(RecordData):
 class ChatData(RecordData):
     """Conversations, texts or pairs of answers, and their chat template."""
 
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # Turns to learn
+    train_on: Turns = "assistant"  # Turns in the loss: assistant, last_assistant or all
     template: Path | None = None  # Jinja file, or chatml; null uses the tokenizer's template
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today in templates
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today's date
 
 
 @_options
@@ -158,7 +132,7 @@ class TokenizerOptions:
     folder: Path | None = None  # Tokenizer to use; null: model.from's tokenizer, or train one
     vocab_size: Pieces | None = None  # Entries of a trained tokenizer; null: up to 8000
     lower_case: bool = False  # Convert texts to lower case
-    algorithm: Literal["byte_bpe", "wordpiece"] | None = None  # null: by task
+    algorithm: Algorithm | None = None  # wordpiece or byte_bpe; null: depends on the task
 
 
 @_options
@@ -196,7 +170,7 @@ class AdapterOptions:
 
 
 Adapters = Annotated[
-    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(_made_of(AdapterOptions))
+    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(made_of(AdapterOptions))
 ]
 
 
@@ -251,7 +225,7 @@ class GroupOptions:
     weight_decay: NotNegative | None = None  # Replaces training.weight_decay
 
 
-Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], _each_of(GroupOptions, "pattern")]
+Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], each_of(GroupOptions, "pattern")]
 
 
 @_options
@@ -265,7 +239,7 @@ class TrainingOptions:
     learning_rate: NotNegative = 1e-3  # Peak learning rate, after the warm-up
     schedule: Schedule = "inverse_sqrt"  # inverse_sqrt, linear, cosine, constant, wsd or restarts
     warmup_steps: Number = 400  # Steps of linear warm-up from 0
-    decay_steps: Count | None = None  # Length of wsd's decay at the end; null: a tenth of all
+    decay_steps: Count | None = None  # Length of wsd's final decay; null: a tenth of all steps
     restarts: Count = 1  # Number of restarts of the cosine, for schedule restarts
     final_learning_rate: NotNegative = 0.0  # Final rate of linear, cosine, wsd and restarts
     weight_decay: NotNegative = 0.01  # Weight decay; norms and biases do not decay
@@ -276,8 +250,8 @@ class TrainingOptions:
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
     precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
-    jit_compile: Literal["auto", True, False] = "auto"  # Compile with XLA: auto, true or false
-    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per call
+    jit_compile: Literal["auto"] | bool = "auto"  # Compile with XLA: auto, true or false
+    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per compiled call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
     deterministic: bool = False  # Use deterministic operations, slower on GPUs
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, dropout and shuffling
@@ -358,7 +332,7 @@ class LogOptions:
 class ExportOptions:
     """Exports at the end of training."""
 
-    folder: Path | None = None  # Published folder to write, for generate and transformers
+    folder: Path | None = None  # Folder to write, for generate and transformers
     family: Name | None = None  # Family, such as gpt2; null uses the family of model.from
     saved_model: Path | None = None  # TensorFlow SavedModel to write, for serving
     merge_adapters: bool = True  # Merge adapters into the weights; false exports adapters only

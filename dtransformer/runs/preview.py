@@ -41,6 +41,12 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
         if options and name in options:
             own = "\n  ".join(f"{key}: {value}" for key, value in options[name].items())
         lines += [f"  {own}"] if own else []
+    if not options:
+        lines += [
+            "",
+            "# Layout on several devices; auto lets the planner choose.",
+            "# parallel: auto",
+        ]
     return "\n".join(lines) + "\n"
 
 

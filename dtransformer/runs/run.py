@@ -40,6 +40,7 @@ from dtransformer.runs.identity import (
     ADAPTERS,
     CHECKPOINTS,
     CONFIG,
+    LOSS_PLOT,
     METRICS,
     PLAN,
     PROFILE,
@@ -48,6 +49,7 @@ from dtransformer.runs.identity import (
     RunIdentity,
 )
 from dtransformer.runs.loading import start_job
+from dtransformer.runs.loss_plot import write_loss_plot
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.stopped import explained
@@ -55,7 +57,7 @@ from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
-from dtransformer.trainers.callbacks import MetricsFile
+from dtransformer.trainers.callbacks import MetricsFile, ProgressLog
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import best_of
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
@@ -140,10 +142,25 @@ def train(
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
-    command = task.command.format(folder.path)
-    job.print_once(f"The run is in {folder.path}. Use it with: dtransformer {command}")
+    if job.is_chief():
+        print(_describe_result(folder.path, task), flush=True)
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
+
+
+def _describe_result(path, task):
+    """Plot the losses. Return lines with the files of the run and the next command."""
+    places = {
+        "Run folder": path,
+        "Loss plot": path / LOSS_PLOT,
+        "Checkpoint": saved_steps(path / CHECKPOINTS)[-1][1],
+        "Next": f"dtransformer {task.command.format(path)}",
+    }
+    try:
+        write_loss_plot(path / METRICS, path / LOSS_PLOT, f"Loss of {path}")
+    except (OSError, TypeError, ValueError) as error:
+        places["Loss plot"] = f"none, because {METRICS} cannot be plotted ({error})"
+    return "\n".join(f"{name + ':':<11} {place}" for name, place in places.items())
 
 
 def layout_plan(config: RunConfig) -> Plan | None:
@@ -226,7 +243,7 @@ def _prepare(config, folder, resumes):
         print("\n".join(task.told()), flush=True)
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
-    job.print_once(f"Batches: {len(batches['train']):,} an epoch")
+    job.print_once(f"Batches per epoch: {len(batches['train']):,}")
     steps = options.epochs * len(batches["train"])
     trainer = make_trainer(task, min(steps, options.max_steps or steps))
     trainer.summary()
@@ -327,6 +344,8 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         # The old run is removed only after the callbacks above have saved the new one.
         callback_on(lambda: job.is_chief() and folder.remove_replaced(), "on_epoch_end"),
     ]
+    if job.is_chief():
+        sinks.append(ProgressLog(has_metrics=False))
     return callbacks + sinks
 
 

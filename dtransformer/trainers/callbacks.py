@@ -226,10 +226,20 @@ class SacreBleu(keras.callbacks.Callback):
         job.print_once(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
-# Logs that Keras does not have. History and other callbacks get all of them.
+# Logs that Keras does not have. Only History and other callbacks get all of them.
 _LINES_ONLY = "learning_rate", "gradient_norm", "tokens_per_second"
 _HIDDEN = {*_LINES_ONLY, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
 _MAX_METRICS = 6
+
+
+class _Rounded(float):
+    """Float that Keras' progress bar prints without decimals."""
+
+    def __truediv__(self, count):
+        return _Rounded(float(self) / count)
+
+    def __format__(self, spec):
+        return f"{float(self):,.0f}"
 
 
 class ProgressLog(keras.callbacks.ProgbarLogger):
@@ -237,7 +247,15 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
 
     A line has at most six metrics, the loss first. An epoch has about ten lines, or one line
     every 100 steps if it is long. `fit(verbose=2)` prints one line for each epoch.
+
+    Args:
+        has_metrics: Whether the bar shows all metrics. Otherwise it shows only the loss, `val_loss` at
+            the end of an epoch, tokens per second and the remaining time, which fit on one line.
     """
+
+    def __init__(self, has_metrics: bool = True):
+        super().__init__()
+        self._has_metrics = has_metrics
 
     def set_params(self, params: dict) -> None:
         super().set_params(params)
@@ -260,12 +278,19 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         job.has_open_line = False
 
     def _select(self, logs):
-        names = [name for name in logs or () if name not in _HIDDEN]
-        if self.verbose == 1:
-            return {name: logs[name] for name in names}
-        order = dict.fromkeys(["loss", "val_loss", *names, *_LINES_ONLY])
-        present = [name for name in order if name in (logs or ())]
-        return {name: logs[name] for name in present[:_MAX_METRICS]}
+        logs = logs or {}
+        names = ["loss", "val_loss"]
+        if self._has_metrics or self.verbose != 1:
+            names += [name for name in logs if name not in _HIDDEN]
+        if self.verbose != 1:
+            names += _LINES_ONLY
+        present = [name for name in dict.fromkeys(names) if name in logs]
+        if self.verbose != 1:
+            present = present[:_MAX_METRICS]
+        selected = {name: logs[name] for name in present}
+        if self.verbose == 1 and logs.get("tokens_per_second"):
+            selected["tokens/s"] = _Rounded(logs["tokens_per_second"])
+        return selected
 
 
 def with_progress_log(callbacks: list, verbose: int | str) -> list:

@@ -226,8 +226,8 @@ class Trainer(keras.Model):
             batch_size: Number of rows of the global batch.
             epochs: Index of the final epoch, counted from the beginning of the run.
             verbose: As in Keras. Ranks other than 0 print nothing. 1 shows a progress bar with
-                losses and metrics. If standard output is not a terminal, 1 prints lines with at
-                most six metrics instead. 2 prints one such line per epoch.
+                losses, metrics and tokens per second. If standard output is not a terminal, 1 prints
+                lines with at most six metrics instead. 2 prints one such line per epoch.
             resume: `True` resumes from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, or starts from scratch if it has none. A string is the path of a
                 checkpoint, or of a folder of checkpoints. In the middle of an epoch, training

@@ -1,4 +1,4 @@
-"""Draw the losses of several runs into one picture.
+"""Plot the losses of several runs.
 
 python examples/language_model/curves.py runs/gpt runs/experts --out curves.png
 """
@@ -33,10 +33,10 @@ def smooth(steps, losses, size):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "runs", nargs="+", type=pathlib.Path, help="run folders, of dtransformer train"
+        "runs", nargs="+", type=pathlib.Path, help="run folders of dtransformer train"
     )
     parser.add_argument("--out", default="curves.png")
-    parser.add_argument("--smooth", type=int, default=20, help="steps of which the mean is shown")
+    parser.add_argument("--smooth", type=int, default=20, help="number of steps to average")
     args = parser.parse_args()
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

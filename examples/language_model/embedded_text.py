@@ -1,9 +1,9 @@
-"""Write the embedded corpus as English text: paragraphs of sentences about the same thing.
+"""Write the embedded corpus as English paragraphs, each with sentences about one topic.
 
     python examples/language_model/embedded_text.py --out data/lm
 
-It writes train.txt and dev.txt: a sentence a line, and a blank line after each paragraph, as
-`dtransformer prepare --lm` takes them.
+The files train.txt and dev.txt have one sentence per line and a blank line after each paragraph, the
+format of `dtransformer prepare --lm`.
 """
 
 import argparse
@@ -14,16 +14,16 @@ from dtransformer.datasets.embedded import sentence_pairs
 
 
 def paragraphs(sentences, size=8):
-    """Return lists of sentences that have a word in common: the rarest one that each has."""
+    """Return lists of sentences with the same rarest word."""
     words = [[word.strip(".?!") for word in sentence.split()] for sentence in sentences]
-    counts = collections.Counter(word for own in words for word in set(own))
-    waiting, done = collections.defaultdict(list), []
-    for sentence, own in zip(sentences, words, strict=True):
-        about = min(own, key=lambda word: (counts[word], word))
-        waiting[about].append(sentence)
-        if len(waiting[about]) == size:
-            done.append(waiting.pop(about))
-    return done + [rest for rest in waiting.values() if len(rest) > 1]
+    counts = collections.Counter(word for sentence in words for word in set(sentence))
+    waiting, finished = collections.defaultdict(list), []
+    for sentence, sentence_words in zip(sentences, words, strict=True):
+        topic = min(sentence_words, key=lambda word: (counts[word], word))
+        waiting[topic].append(sentence)
+        if len(waiting[topic]) == size:
+            finished.append(waiting.pop(topic))
+    return finished + [rest for rest in waiting.values() if len(rest) > 1]
 
 
 def main():

@@ -1,15 +1,15 @@
-"""Train on a Ray cluster: `horovod.ray` starts the ranks, which join the job as ever.
+"""Train on a Ray cluster, where `horovod.ray` starts the ranks.
 
 python examples/launch/on_ray.py --hosts 4 --ranks-per-host 8
 
-Needs Ray, and Horovod, on all of its hosts. After a failure this program starts the ranks again.
+All hosts need Ray and Horovod. The script restarts the ranks after a failure.
 """
 
 import argparse
 
 
 def train(folder):
-    """Train on each rank; replace it by your own."""
+    """Train on each rank. Replace this function with your training."""
     import keras
     import numpy as np
 
@@ -39,8 +39,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--gpus", action="store_true", help="one for each rank")
-    parser.add_argument("--folder", default="checkpoints", help="which all hosts see")
+    parser.add_argument("--gpus", action="store_true", help="use one GPU per rank")
+    parser.add_argument(
+        "--folder", default="checkpoints", help="folder for checkpoints, shared by all hosts"
+    )
     parser.add_argument("--restarts", type=int, default=3)
     args = parser.parse_args()
 
@@ -48,7 +50,7 @@ def main():
     from horovod.ray import RayExecutor
 
     ray.init(address="auto" if args.hosts > 1 else None)
-    for number in range(args.restarts + 1):
+    for attempt in range(args.restarts + 1):
         executor = RayExecutor(
             RayExecutor.create_settings(timeout_s=120),
             num_hosts=args.hosts,
@@ -60,7 +62,7 @@ def main():
             print(executor.run(train, args=[args.folder])[0])
             break
         except ray.exceptions.RayError:
-            if number == args.restarts:
+            if attempt == args.restarts:
                 raise
         finally:
             executor.shutdown()

@@ -4,11 +4,12 @@
     dtransformer launch -np 2 -- python examples/long_context/train.py --context_parallel 2
     dtransformer launch -np 4 -- python examples/long_context/train.py --context_parallel 4 --mode ring
 
-Each row is a text of random words, and the same text once more: what comes next in the second half can
-only be told by looking half of the sequence back, which is on another rank. Losses are of the second
-half alone. At last it prints what the ranks' memory and communication are for; the run's folder gets
-metrics.jsonl, with how long each step took, and a picture of the losses where matplotlib is there. On
-whatever number of ranks the losses are the same.
+Each row contains a random text twice. To predict the second half, the model must attend to the first
+half, which is on another rank. Only the second half counts in the loss. The losses are the same for
+every number of ranks.
+
+The script prints the memory and the communication of rank 0. It writes metrics.jsonl and, if matplotlib
+is installed, a plot of the losses to the run folder.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import json
 import pathlib
 import sys
 
-import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+import dtransformer  # isort: skip  (before TensorFlow, to enable oneDNN)
 
 import keras
 import numpy as np
@@ -36,34 +37,36 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=HERE / "copies.yaml", type=pathlib.Path)
     parser.add_argument("--run", default="runs/long_context", type=pathlib.Path)
-    parser.add_argument("--length", type=int, help="tokens of a row, instead of the config's")
-    parser.add_argument("--steps", type=int, help="instead of the config's")
-    parser.add_argument("--context_parallel", type=int, default=1, help="shards of the sequence")
+    parser.add_argument("--length", type=int, help="tokens per row (default: from the config)")
+    parser.add_argument("--steps", type=int, help="training steps (default: from the config)")
+    parser.add_argument(
+        "--context_parallel", type=int, default=1, help="number of shards of each sequence"
+    )
     parser.add_argument("--mode", default="auto", help="ulysses, all_gather, ring or auto")
     return parser.parse_args()
 
 
 def batches(steps, rows, length, vocab_size):
-    """Yield tokens, labels and the weights of labels, each [rows, length]."""
+    """Yield tokens, labels and sample weights, each [rows, length]."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         text = rng.integers(1, vocab_size, (rows, length // 2), "int32")
         tokens = np.concatenate([text, text], axis=1)
         labels = np.roll(tokens, -1, axis=1)
-        counts = np.arange(length) >= length // 2
-        counts[-1] = False
-        yield tokens, labels, np.broadcast_to(counts, labels.shape).astype("float32")
+        is_counted = np.arange(length) >= length // 2
+        is_counted[-1] = False
+        yield tokens, labels, np.broadcast_to(is_counted, labels.shape).astype("float32")
 
 
 def draw_losses(run):
-    """Draw the loss of each step into the run's folder."""
+    """Plot the loss of each step as losses.png in the run folder."""
     from matplotlib.figure import Figure
 
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     steps = [line for line in lines if line["kind"] == "step"]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    # The mean of the epoch so far, where the loss of the step is not logged.
+    # `loss` is the mean since the start of the epoch, for logs without `step_loss`.
     losses = [step.get("step_loss", step["loss"]) for step in steps]
     axes.plot([step["step"] for step in steps], losses, lw=0.8)
     axes.set(xlabel="step", ylabel="loss")

@@ -1,4 +1,4 @@
-"""The examples of the WMT14 sample, by its original's data rules to the letter."""
+"""Training examples of the WMT14 sample, with the exact data rules of the original."""
 
 import collections
 import dataclasses
@@ -14,15 +14,15 @@ UNK, PAD, EOT, FIRST_WORD = 0, 1, 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class FaithfulExamples:
-    """The sample's examples, as the original sample makes them.
+    """Examples in the form of the original sample.
 
     Attributes:
-        source: int32 [N, src_len], never padded.
-        target: int32 [N, tgt_len], padded with PAD.
-        label: int32 [N, tgt_len], the target shifted left by one, then EOT. Where the
-            target is padded the label is PAD too, which a loss has to ignore.
-        source_vocabulary: the source's words, and their ids from 3 on.
-        target_vocabulary: the target's words, and their ids.
+        source: Source ids, int32 [N, src_len], never padded.
+        target: Target ids, int32 [N, tgt_len], padded with PAD.
+        label: The target shifted left by one, then EOT, int32 [N, tgt_len]. Labels of padding
+            are PAD, and the loss must ignore them.
+        source_vocabulary: Dict of source words and their ids, which start at 3.
+        target_vocabulary: Dict of target words and their ids.
     """
 
     source: np.ndarray
@@ -35,27 +35,26 @@ class FaithfulExamples:
 def faithful_examples(
     path: str | os.PathLike, src_len: int = 10, tgt_len: int = 10, vocab_size: int = 20000
 ) -> FaithfulExamples:
-    """Make examples by the rules of the original sample.
+    """Create examples with the rules of the original sample.
 
-    Words are what `str.split()` gives, so a no-break space separates words too. Each side
-    has a vocabulary of all its words in order of frequency, words of one frequency in
-    order of their first appearance; ids 0, 1, 2 are UNK, PAD, EOT. Pairs count whose
-    source has more than src_len + 1 words; the target may have any number. The order
-    is the file's. On newstest2014, French to English, this reading gives the published
-    15,736 and 14,399 words and 2,468 pairs.
+    `str.split()` separates words, also at no-break spaces. Each side has a vocabulary of all
+    its words, sorted by frequency and then by first appearance. Ids 0, 1 and 2 are UNK, PAD
+    and EOT. Pairs are used in file order if their source has more than src_len + 1 words.
+    For newstest2014, French to English, this results in the published 15,736 and 14,399
+    words and 2,468 pairs.
 
     Args:
-        path: a file of `source TAB target` lines, such as `wmt14.fr_en.txt`.
-        src_len: number of words of a source; longer ones are truncated to it.
-        tgt_len: number of words of a target, truncated or padded to it.
-        vocab_size: size of the model's vocabulary.
+        path: File of `source TAB target` lines, such as `wmt14.fr_en.txt`.
+        src_len: Integer. Words per source; longer sources are truncated.
+        tgt_len: Integer. Words per target; targets are truncated or padded.
+        vocab_size: Integer. Size of the model's vocabulary.
 
     Returns:
-        The examples. Labels keep PAD where the target is padded, and a loss has
-        to ignore it (`ignore_id=PAD`): the original trained on it.
+        A `FaithfulExamples`. Labels of padding are PAD. Use a loss with `ignore_id=PAD`,
+        although the original trained on these labels.
 
     Raises:
-        InputError: a vocabulary does not fit vocab_size, or no pair is long enough.
+        InputError: If a vocabulary does not fit vocab_size, or no pair is long enough.
     """
     if src_len < 1 or tgt_len < 1:
         raise InputError(f"src_len={src_len} and tgt_len={tgt_len} must be at least 1")
@@ -64,9 +63,9 @@ def faithful_examples(
     for name, vocabulary in zip(("source", "target"), vocabularies):
         if len(vocabulary) + FIRST_WORD > vocab_size:
             raise InputError(
-                f"{path}: the {name} side has {len(vocabulary)} words, which with {FIRST_WORD} "
-                f"special ones do not fit vocab_size={vocab_size}: give at least "
-                f"--vocab_size {len(vocabulary) + FIRST_WORD}"
+                f"{path}: the {name} side has {len(vocabulary)} words and {FIRST_WORD} special "
+                f"tokens, which do not fit vocab_size={vocab_size}. Use --vocab_size "
+                f"{len(vocabulary) + FIRST_WORD} or more."
             )
     sources, targets, labels = [], [], []
     for source, target in zip(*sides):
@@ -79,7 +78,7 @@ def faithful_examples(
         labels.append([*target[1:], EOT])
     if not sources:
         raise InputError(
-            f"{path}: no source has more than {src_len + 1} words: give a smaller --src_len"
+            f"{path}: no source has more than {src_len + 1} words. Use a smaller --src_len."
         )
     arrays = (np.array(rows, "int32") for rows in (sources, targets, labels))
     return FaithfulExamples(*arrays, *vocabularies)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The published sample's run that is saved and recovered: it trains on eight devices, operations
-# cut in four and the batch in two; loses a part of its last checkpoint; and goes on, on another
-# layout, with the loss that it had.
+# Save and recover a run, as in the published sample: train on eight devices (model_parallel=4,
+# data_parallel=2), delete a part of the last checkpoint, and resume on another layout with the
+# same loss.
 #
 #   examples/wmt14/save_and_recover.sh [FOLDER]
 #
-# Two ranks drive four logical devices each. Both have all slices, so that every part can be
-# written twice (--replicas). PYTHON and HOROVODRUN choose other programs.
+# Two ranks use four logical devices each. Both ranks have all slices, so --replicas can write every
+# part twice. Set PYTHON and HOROVODRUN to use other programs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=${1:-runs/wmt14-checkpoints}
@@ -20,8 +20,8 @@ echo "Training two epochs on eight devices, model_parallel=4, data_parallel=2"
   --model_parallel 4 --local_devices 4
 
 last=$(ls -d "$folder"/step-???????? | tail -n 1)
-echo "Losing a part of $last"
+echo "Deleting a part of $last"
 rm "$last/state.data-00001-of-00002"
 
-echo "Going on for two epochs on two devices, model_parallel=2, data_parallel=1"
+echo "Resuming for two epochs on two devices, model_parallel=2, data_parallel=1"
 "$python" "${options[@]}" --epochs 4 --model_parallel 2 --local_devices 2

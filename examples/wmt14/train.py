@@ -1,23 +1,22 @@
-"""Train French to English on newstest2014, the way of the published sample or a modern one.
+"""Train French to English on newstest2014, with the rules of the published sample or modern ones.
 
     python examples/wmt14/train.py --faithful --epochs 4
     dtransformer launch -np 4 -- python examples/wmt14/train.py --model_parallel 2
     dtransformer launch -np 2 -- python examples/wmt14/train.py --encoder_layer 2 --decoder_layer 2 \\
         --pipeline_stage 2 --micro_batch_num 4 --model_parallel 2 --local_devices 2
 
-Two hosts: examples/wmt14/cluster.sh. Saving and going on from checkpoints:
-examples/wmt14/save_and_recover.sh.
+See examples/wmt14/cluster.sh for two hosts and examples/wmt14/save_and_recover.sh for
+checkpoints.
 
-`--faithful` follows the sample's data rules: whitespace words, no start token, fixed
-lengths, no shuffling. The default has subwords, start and end tokens, masks, length
-buckets and shuffling. Everything else is the same: the division of the work is in the
-config alone.
+`--faithful` follows the sample's data rules: words separated by white space, no start token,
+fixed lengths, no shuffling. The default uses subwords, start and end tokens, masks, length
+buckets and shuffling. Only the config sets the parallel layout.
 """
 
 import argparse
 import sys
 
-import dtransformer  # isort: skip  (before TensorFlow, so that oneDNN is on)
+import dtransformer  # isort: skip  (before TensorFlow, to enable oneDNN)
 
 import keras
 import tensorflow as tf
@@ -33,41 +32,49 @@ from dtransformer.trainers.callbacks import LossMonitor
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="data/wmt14/wmt14.fr_en.txt", help="from preprocess.py")
+    parser.add_argument(
+        "--data", default="data/wmt14/wmt14.fr_en.txt", help="output of preprocess.py"
+    )
     parser.add_argument("--faithful", action="store_true", help="the sample's data rules")
-    parser.add_argument("--src_len", type=int, default=10, help="words of a source (faithful)")
-    parser.add_argument("--tgt_len", type=int, default=10, help="words of a target (faithful)")
-    parser.add_argument("--vocab_size", type=int, help="20000 faithful, else 4000 subwords")
+    parser.add_argument("--src_len", type=int, default=10, help="words per source (faithful)")
+    parser.add_argument("--tgt_len", type=int, default=10, help="words per target (faithful)")
+    parser.add_argument(
+        "--vocab_size", type=int, help="default: 20000 words (faithful) or 4000 subwords"
+    )
     parser.add_argument("--d_model", type=int, default=128)
     parser.add_argument("--encoder_layer", type=int, default=1)
     parser.add_argument("--decoder_layer", type=int, default=1)
-    parser.add_argument("--batch_size", type=int, default=32, help="sentences of all ranks")
+    parser.add_argument("--batch_size", type=int, default=32, help="sentences per global batch")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
+    parser.add_argument(  # horovodrun reads --mp as its option --mpi. Use the long form there.
         "--model_parallel", "--mp", type=int, default=1, dest="mp", help="shards of each operation"
     )
-    parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
-    parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")
-    parser.add_argument("--micro_batch_num", type=int, default=1, help="parts of a batch")
-    parser.add_argument("--save_timeline", help="a .json file for what the last step did")
-    parser.add_argument("--checkpoints", help="a folder for checkpoints, one an epoch")
-    parser.add_argument("--save_steps", type=int, help="one after so many steps, too")
-    parser.add_argument("--replicas", action="store_true", help="write files twice where possible")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest, if any")
+    parser.add_argument("--local_devices", type=int, default=1, help="devices per rank")
+    parser.add_argument("--pipeline_stage", type=int, default=1, help="number of pipeline stages")
+    parser.add_argument("--micro_batch_num", type=int, default=1, help="micro-batches per batch")
+    parser.add_argument("--save_timeline", help=".json file for the timeline of the last step")
+    parser.add_argument("--checkpoints", help="folder for one checkpoint per epoch")
+    parser.add_argument("--save_steps", type=int, help="also save every n steps")
+    parser.add_argument(
+        "--replicas", action="store_true", help="write a second copy of files if possible"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the newest checkpoint, if any"
+    )
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
     return args
 
 
 def faithful_data(args):
-    """The sample's fixed-length batches in the file's order; this rank's rows of each."""
+    """Return the sample's fixed-length batches in file order, with the local rows of each."""
     examples = faithful_examples(args.data, args.src_len, args.tgt_len, args.vocab_size)
     inputs = {"source": examples.source, "target": examples.target}
     dataset = tf.data.Dataset.from_tensor_slices((inputs, examples.label))
     dataset = dataset.batch(args.batch_size, drop_remainder=True)
     if dtransformer.is_chief():
-        print(f"{len(examples.source):,} pairs, {len(dataset)} steps an epoch")
+        print(f"{len(examples.source):,} pairs, {len(dataset)} steps per epoch")
     index, count = dtransformer.data_shard()
     rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
     special = {"pad_id": PAD, "start_id": PAD, "end_id": EOT}
@@ -75,7 +82,7 @@ def faithful_data(args):
 
 
 def modern_data(args):
-    """Subwords, in shuffled batches of sentences of about the same length."""
+    """Return shuffled batches of subwords. Sentences of a batch have similar lengths."""
     sources, targets = read_tsv(args.data)
     tokenizer = SubwordTokenizer.train([*sources, *targets], args.vocab_size)
     special = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}

@@ -81,6 +81,7 @@ def test_run_folder_contains_all_files(run):
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.yaml",
+        "loss.svg",
         "metrics.jsonl",
         "model.weights.h5",
         "run.json",

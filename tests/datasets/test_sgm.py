@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtransformer.datasets import read_documents, read_pairs
-from examples.wmt14.preprocess import parsed, read_sgm_pairs
+from examples.wmt14.preprocess import parse_sgm, read_sgm_pairs
 from tests.datasets.refused import refused
 from tests.inputs.bounded import BOUNDED, read_or_refused
 
@@ -49,7 +49,7 @@ def document(segments):
 
 
 def segments_of(path):
-    return [text for text, tag in parsed(path) if tag]
+    return [text for text, tag in parse_sgm(path) if tag]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
@@ -105,7 +105,7 @@ def test_error_for_a_malformed_file_names_the_line(tmp_path, content, expected_e
     path = tmp_path / "x.sgm"
     if content is not None:
         path.write_bytes(content)
-    message = refused(parsed, path)
+    message = refused(parse_sgm, path)
     assert all(word in message for word in expected_error), message
 
 
@@ -152,7 +152,7 @@ def test_error_for_mismatched_files_names_the_first_line(tmp_path, other, line, 
 def test_no_segment_is_lost(tmp_path, parts):
     path, content = tmp_path / "x.sgm", "".join(parts)
     path.write_bytes(content.encode())
-    lines = read_or_refused(parsed, path)
+    lines = read_or_refused(parse_sgm, path)
     if lines is not None:
         segments = [segment for segment, tag in lines if tag]
         assert len(segments) == len(re.findall("<seg", content, re.IGNORECASE))

@@ -116,7 +116,10 @@ def test_layout_alone_is_rejected_with_steps_to_complete_it(tmp_path, capsys):
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
         assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
         printed = capsys.readouterr().err
-        assert "neither task nor data" in printed and "dtransformer new causal_lm" in printed
+        assert (
+            "expected `task`, `data` and `model`" in printed
+            and "dtransformer new causal_lm" in printed
+        )
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
@@ -139,7 +142,7 @@ def test_config_without_task_and_data_is_rejected(text, tmp_path):
     from dtransformer.errors import InputError
 
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(InputError, match="neither task nor data"):
+    with pytest.raises(InputError, match="expected `task`, `data` and `model`"):
         load_config(tmp_path / "mine.yaml", needs_task=True)
     (tmp_path / "mine.yaml").write_text("data: {source: a, target: b}")
     assert load_config(tmp_path / "mine.yaml", needs_task=True).task == "translation"

@@ -104,7 +104,7 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
         assert train(*own, setting, run="runs/prepared") == 2
         assert told in capsys.readouterr().err
     assert train(own[0], "data.dev=dev.jsonl", "data.field=content", run="runs/prepared") == 0
-    assert "Documents (dev): 8 of" in capsys.readouterr().out
+    assert "Documents (dev): 8 with" in capsys.readouterr().out
 
 
 def lines_of(run, kind):

@@ -81,7 +81,7 @@ def alone(task, text):
 def test_the_last_line_is_a_command_that_takes_the_run(name, trained, capsys):
     command = COMMANDS[name].format(f"runs/{name}")
     printed = trained(name, capsys).splitlines()
-    assert f"The run is in runs/{name}. Use it with: dtransformer {command}" in printed
+    assert f"Next:       dtransformer {command}" in printed
 
 
 def test_probabilities_of_a_text_do_not_depend_on_other_texts(trained, monkeypatch, capsys):
@@ -309,7 +309,7 @@ def test_text_option_reads_lines_in_braces(trained, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("classification", "Records (train): 24 of 249 tokens, 2 labels: no 18, yes 6"),
+        ("classification", "Records (train): 24 with 249 tokens, 2 labels: no 18, yes 6"),
         ("token_classification", "2 labels: False 72, True 24"),
         ("regression", "labels from 1.4 to 1.7, 1.546 on average"),
     ],

@@ -66,7 +66,7 @@ def test_a_gpt_from_text_is_exported(place, capsys):
         served.serve(inputs), load_run("runs/gpt").network(inputs), atol=1e-5
     )
     printed = capsys.readouterr().out
-    assert "Documents (train): 96 of" in printed and "epoch: 1, one … " in printed
+    assert "Documents (train): 96 with" in printed and "epoch: 1, one … " in printed
     assert from_pretrained("models/gpt").num_parameters() > 0
     assert main(["evaluate", "--run", "runs/gpt", "--data", "text.txt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -187,7 +187,9 @@ def test_a_dry_run_marks_learned_text_and_writes_nothing(place, capsys):
     printed = capsys.readouterr().out
     assert sorted(place.rglob("*")) == before
     assert "⟦three</s>⟧" in printed or "⟦two</s>⟧" in printed
-    assert re.search(r"Records \(train\): 48 of [\d,]+ tokens, \d+\.\d% learnt", printed)
+    assert re.search(
+        r"Records \(train\): 48 with [\d,]+ tokens, \d+\.\d% of them in the loss", printed
+    )
     assert "It fits" in printed and "rank" not in printed.split("\n")[0]
 
 
@@ -222,7 +224,7 @@ def test_train_accepts_configs_from_new(task, tmp_path):
         ("gpt", "model.adapters={rank: 2}", "Set `model.from` to the folder"),
         ("gpt", "training.groups=nothing", "training.groups: the pattern 'nothing'"),
         ("gpt", "training.groups=['*', '*bias']", "matches groups 1 and 2"),
-        ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, or a list"),
+        ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, a mapping"),
         ("classification", "data.labels=[yes]", "must have at least two labels"),
         (
             "classification",
@@ -232,7 +234,7 @@ def test_train_accepts_configs_from_new(task, tmp_path):
         ("regression", "data.train=labels.jsonl", "must be a finite number"),
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
-        ("preference", "training.beta=0", "training.beta should be greater than 0"),
+        ("preference", "training.beta=0", "`training.beta` must be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
         ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],

@@ -92,10 +92,15 @@ has_open_line = False  # Whether a progress bar stands on the terminal's last li
 
 
 def print_once(text: str, file: object = None) -> None:
-    """Print a text on rank 0, on a line of its own. `file` is passed to `print`."""
+    """Print a text on rank 0. It replaces an unfinished progress bar, which is drawn again below.
+
+    Args:
+        text: Lines to print.
+        file: Passed to `print`.
+    """
     global has_open_line
     if is_chief():
-        print("\n" * has_open_line + text, file=file, flush=True)
+        print("\r\x1b[2K\r" * has_open_line + text, file=file, flush=True)
         has_open_line = False
 
 

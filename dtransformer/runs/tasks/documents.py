@@ -116,7 +116,7 @@ class DocumentTask(Task):
 
     def told(self) -> list[str]:
         return [
-            f"Documents ({name}): {x.num_documents:,} of {x.num_tokens:,} tokens"
+            f"Documents ({name}): {x.num_documents:,} with {x.num_tokens:,} tokens"
             for name, x in self.shards.items()
         ]
 

@@ -120,13 +120,13 @@ class RecordTask(Task):
 
     def told(self) -> list[str]:
         return [
-            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens{self.describe(x)}"
+            f"Records ({name}): {len(x):,} with {x.num_tokens:,} tokens{self.describe(x)}"
             for name, x in self.records.items()
         ]
 
     def describe(self, records: EncodedRecords) -> str:
         """Return text about labels or targets, which ends the printed line about the records."""
-        return f", {records.learnt_share:.1%} learnt"
+        return f", {records.learnt_share:.1%} of them in the loss"
 
     @abc.abstractmethod
     def form(self, *args) -> tuple:
