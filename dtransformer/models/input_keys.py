@@ -1,4 +1,4 @@
-"""The names of a network's inputs: its own, and those that `transformers` has for them."""
+"""Names of a network's inputs, including the names that `transformers` uses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ _MASKS = "attention_mask", "decoder_attention_mask"
 
 @dataclasses.dataclass(frozen=True)
 class InputKeys:
-    """Which inputs a network takes.
+    """Names of the inputs that a network accepts.
 
     Args:
-        needed: names of those without which it computes nothing; where there is one, inputs may be
-            that one alone.
-        optional: names of others.
-        theirs: dict of what `transformers` calls some of them, and their names here.
+        needed: Tuple of the names of required inputs. A network with a single required
+            input also accepts it without a dict.
+        optional: Tuple of the names of optional inputs.
+        theirs: Dict from input names of `transformers` to the names in this library.
     """
 
     needed: tuple[str, ...]
@@ -33,14 +33,15 @@ class InputKeys:
     theirs: Mapping[str, str]
 
     def named(self, inputs: Any, owner: str) -> dict[str, Any]:
-        """Return a dict of the inputs by this library's names; those that are None are left out.
+        """Return the inputs as a dict with this library's names. Drop inputs that are `None`.
 
         Args:
-            inputs: tensors, or their shapes: a dict, or the one that is needed.
-            owner: the network's class, for errors.
+            inputs: Dict of tensors or of their shapes, or the single required input.
+            owner: Class name of the network, for error messages.
 
         Raises:
-            ValueError: there is a name that is not known, one lacks, or a mask has not its ids' shape.
+            ValueError: If a name is unknown or appears twice, a required input is missing, or
+                the shape of a mask differs from the shape of its ids.
         """
         if not isinstance(inputs, Mapping):
             if len(self.needed) > 1 or isinstance(inputs, list):
@@ -74,20 +75,21 @@ class InputKeys:
 
 
 def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:
-    """Return a mask of named inputs, bool [b, s]: where there is a token; None where it lacks.
+    """Return a mask as a bool tensor [b, s], True at tokens, or `None` if it is missing.
 
     Args:
-        inputs: as of `InputKeys.named`.
-        name: the mask's name.
+        inputs: Dict of inputs from `InputKeys.named`.
+        name: Name of the mask.
     """
     mask = inputs.get(name)
     return None if mask is None else tf.cast(mask, "bool")
 
 
 def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
-    """Return what positions may attend to each other: segments [b, s], of which a mask takes some.
+    """Combine segment ids [b, s] with a bool mask [b, s].
 
-    None where neither is given.
+    Positions outside of the mask get segment 0, which is padding. With only one of the two,
+    return that one. With neither, return `None`.
     """
     if segments is None or mask is None:
         return mask if segments is None else segments
@@ -96,7 +98,8 @@ def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor
 
 def _check_mask(name, mask, ids, of):
     own, expected = (getattr(x, "shape", None) for x in (mask, of))
-    if own is None or expected is None:  # of shapes, or without any
+    # Specs and plain values have no shape to compare.
+    if own is None or expected is None:
         return
     own, expected = tf.TensorShape(own), tf.TensorShape(expected)
     if own.rank != 2 or not own.is_compatible_with(expected):

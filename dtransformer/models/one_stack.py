@@ -1,4 +1,4 @@
-"""Networks of one stack of blocks: what they have in common, and heads of tasks in place of theirs."""
+"""Base class of networks with a single stack of blocks, and task heads for them."""
 
 import functools
 
@@ -14,23 +14,24 @@ from dtransformer.models.base import TokenModel
 
 
 class OneStackModel(TokenModel):
-    """A network of tokens with one stack of blocks, `blocks`."""
+    """Token model with a single stack of blocks, the attribute `blocks`."""
 
     @property
     def has_task_head(self) -> bool:
-        """Whether it labels sequences or tokens; see `with_task_head`."""
+        """Whether the head labels sequences or tokens; see `with_task_head`."""
         return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
 
     def labels(
         self, x: tf.Tensor, ids: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool
     ) -> tf.Tensor:
-        """Return what the head of a task makes of the last block's results [b, s, h].
+        """Apply the task head to the last block's outputs [b, s, h].
 
         Args:
-            x: the results.
-            ids: int tensor [b, s] of the tokens.
-            mask: what the blocks were given; positions of segment 0 are padding.
-            training: whether dropout applies.
+            x: Outputs of the last block.
+            ids: Int tensor [b, s] of token ids.
+            mask: Attention mask of the blocks, or `None`. Positions in segment 0 are padding.
+                Positions with the head's `pad_id` are padding as well.
+            training: Boolean. Whether to apply dropout.
         """
         mask = mask.queries if isinstance(mask, Segments) else mask
         pad_id = getattr(self.head, "pad_id", None)
@@ -54,7 +55,8 @@ class OneStackModel(TokenModel):
         config = super().get_config()
         if self.has_task_head:
             config["task_head"] = keras.saving.serialize_keras_object(self.head)
-            config["task_head"].pop("build_config", None)  # the network builds it
+            # The network builds its head.
+            config["task_head"].pop("build_config", None)
         return config
 
     @classmethod
@@ -64,37 +66,38 @@ class OneStackModel(TokenModel):
         network = super().from_config(config)
         if head is not None:
             with_task_head(network, keras.saving.deserialize_keras_object(head))
-        set_on(network, settings)  # which count the layers with those of the head
+        # Settings refer to layers by index, and the head's layers count.
+        set_on(network, settings)
         return network
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in the stack of blocks.
 
         Args:
-            input_shapes: the shape (b, s) of `call`'s inputs.
+            input_shapes: Shape (b, s) of `call`'s inputs, or a dict of shapes.
 
         Returns:
-            A dict of the stack's name and (b, s, h).
+            A dict with the stack's name and its shape (b, s, h).
         """
         ids = self.named_inputs(input_shapes)["tokens"]
         return {"blocks": (*ids, self.arguments["hidden_size"])}
 
 
 def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> OneStackModel:
-    """Replace the head of a network by one that labels sequences or tokens.
+    """Replace a network's head by a head that labels sequences or tokens.
 
-    The old head's weights are gone. Where the new one has a dense layer before its logits, as
-    BERT's, and the network one that was trained to tell sentences, that is taken.
+    The weights of the old head are dropped. If the network was pretrained on next-sentence
+    prediction and the new head has a pooler, as in BERT, the pooler's weights are kept.
 
     Args:
-        network: a `CausalLM` or a `MaskedLM`.
-        head: a `SequenceHead` or a `TokenHead`, not built.
+        network: A `CausalLM` or a `MaskedLM`. It is changed in place.
+        head: `SequenceHead`, `TokenHead` or `PoolingHead` that is not built.
 
     Returns:
         The network.
 
     Raises:
-        ValueError: the network is none of these.
+        ValueError: If `network` is of another class.
 
     Example:
 
