@@ -1,4 +1,4 @@
-"""Adapters in folders of their own, apart from the network: small files, for every layout."""
+"""Save and load adapters without the rest of the network. The files suit every layout."""
 
 import json
 import os
@@ -28,11 +28,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OWN = "dtransformer"
 
 
-_ALONE = {**STRICT, "extra": "forbid"}  # a field besides would be dropped, or be an argument
+_ALONE = {**STRICT, "extra": "forbid"}  # An unknown field could change the meaning of the others.
 
 
 class _Kernel(pydantic.BaseModel):
-    """What the config says of a kernel."""
+    """Config of one adapted kernel."""
 
     model_config = _ALONE
     rank: Annotated[int, Field(gt=0)]
@@ -41,7 +41,7 @@ class _Kernel(pydantic.BaseModel):
 
 
 class _Config(pydantic.BaseModel):
-    """The config of adapters by this library's own names."""
+    """Content of `adapter_config.json` in this library's format."""
 
     model_config = _ALONE
     format: typing.Literal[_OWN]
@@ -54,28 +54,29 @@ def save_lora(
     family: str | None = None,
     overwrite: bool = False,
 ) -> pathlib.Path:
-    """Write the adapters of a network into a folder, without the rest of it.
+    """Save the adapters of a network to a folder, without the network's other weights.
 
-    There are two files: `adapter_model.safetensors` and `adapter_config.json`. All ranks have to
-    call, on any layout; rank 0 writes. Where the folder has other adapters, they are kept: these
-    are written to one beside it, which a warning names.
+    Writes `adapter_model.safetensors` and `adapter_config.json`. Call it on all ranks, in any
+    layout; rank 0 writes. If the folder contains other adapters, a new folder next to it is
+    used, and a warning names it.
 
     Args:
-        network: a network with adapters, from `add_lora`.
-        folder: the folder.
-        family: `"llama"`, `"mistral"`, `"qwen2"`, `"gpt2"` or another one: for files that the
-            package `peft` loads beside the published weights. By default that of
-            `from_pretrained`, where it can hold these adapters; `"dtransformer"` for the names of
-            this library.
-        overwrite: whether other adapters are replaced.
+        network: Network with adapters from `add_lora`.
+        folder: Target folder.
+        family: Model family, such as `"llama"`, `"mistral"`, `"qwen2"` or `"gpt2"`, to write
+            files that the `peft` package loads with the published weights. Defaults to the
+            family of `from_pretrained`, if its format can store these adapters.
+            `"dtransformer"` selects this library's format.
+        overwrite: Boolean. Whether to replace other adapters in the folder.
 
     Returns:
-        The folder that they are in.
+        The `pathlib.Path` of the folder that contains the adapters.
 
     Raises:
-        ValueError: the network has no adapters.
-        InputError: the folder cannot be written; or the family's files cannot hold these adapters,
-            which are saved by this library's names then.
+        ValueError: If the network has no adapters.
+        InputError: If the folder is not writable, or the requested family's format cannot
+            store these adapters. In the second case, they are saved in this library's
+            format.
     """
     check_adapted(network, "save_lora")
     own = {
@@ -111,22 +112,22 @@ def save_lora(
 def load_lora(
     network: TokenModel, folder: str | os.PathLike, freeze_others: bool = True
 ) -> list[str]:
-    """Give a network the adapters of a folder, as `save_lora` or the package `peft` wrote it.
+    """Add the adapters in a folder of `save_lora` or the `peft` package to a network.
 
-    Each rank keeps the shards that it holds. Adapters that are there are replaced by those of the
-    same kernels. Call it before `compile`, on all ranks.
+    Each rank keeps its local shards. Kernels that have equal adapters already get the
+    folder's values. Call it on all ranks, before `compile`.
 
     Args:
-        network: the network that the adapters were trained with, built, of any layout.
-        folder: the folder.
-        freeze_others: whether all weights but those of adapters are frozen.
+        network: Built network that the adapters were trained with, in any layout.
+        folder: Folder with the adapters.
+        freeze_others: Boolean. Whether to freeze all weights except adapters.
 
     Returns:
-        A list of the paths of the kernels, without the network's name.
+        A list of the kernels' paths, without the network's name.
 
     Raises:
-        InputError: a file lacks, is damaged or asks for what is not built; or the adapters are
-            not of this network: of other kernels, ranks or sizes.
+        InputError: If a file is missing, damaged or needs an unsupported feature, or if
+            kernels, ranks or sizes do not match the network.
     """
     folder = pathlib.Path(folder)
     kernels, arrays = together(lambda: _read(network, folder), "lora/read")
@@ -170,7 +171,10 @@ def load_lora(
 
 
 def _read(network, folder):
-    """Return what `adapters_of` does of each kernel, and the factors in float32, as `"PATH.a"`."""
+    """Return the adapters' settings by kernel path, and their float32 factors.
+
+    The factors' keys are the kernel's path plus `.a`, `.b` or `.m`.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise InputError(
@@ -196,4 +200,4 @@ def _read(network, folder):
 
 def _without_padding(factor):
     value = np.asarray(factor.numpy())[tuple(slice(size) for size in factor.true_shape)]
-    return np.ascontiguousarray(value)  # as safetensors writes it
+    return np.ascontiguousarray(value)  # safetensors requires contiguous arrays

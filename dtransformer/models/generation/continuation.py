@@ -1,4 +1,4 @@
-"""Computation for a search: of a translation model, and of a language model, which continues texts."""
+"""Decoding with a cache, for encoder–decoders and for language models."""
 
 import numpy as np
 import tensorflow as tf
@@ -11,35 +11,35 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Generation:
-    """A model's encoder once, then its decoder with a cache, token by token.
+    """Decoding of an encoder–decoder: encodes the source once, then decodes token by token.
 
     Args:
-        model: a `TranslationTransformer`, built.
-        search: a `Sampling` or a `BeamSearch` of it.
+        model: Built `EncoderDecoderModel`.
+        search: `Sampling` or `BeamSearch`.
     """
 
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what translations begin with, the start tokens: int32 [b, 1]."""
+        """Return the start tokens of the targets: int32 [b, 1]."""
         return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
+        """Encode source ids [b, s] and return the decoder's cache with the search's entries."""
         memory, _ = self._model.encode(source)
         blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
         batch_size = static_or_dynamic_shape(source)[0]
         return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""
+        """Return a bool mask [b, s], True at source tokens."""
         return source != self._model.pad_id
 
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
+        """Return the logits [r, V] of the next tokens, and the updated cache."""
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
         logits, blocks = model.decode_step(
@@ -49,33 +49,33 @@ class Generation:
 
 
 class Continuation:
-    """All but the last token of each text at once, then token by token, with a cache.
+    """Decoding of a language model: computes the prompts at once, then decodes token by token.
 
-    The texts [b, s] end in the last column: `NO_TOKEN` comes before those that are shorter. What
-    is in the cache of the p = s - 1 tokens before the last column stays as it is, and is that of
-    all hypotheses of a text.
+    The prompts [b, s] are aligned at the end: `NO_TOKEN` precedes shorter ones. The cache of
+    the p = s - 1 tokens before the last column is fixed, and all hypotheses of a prompt
+    share it.
 
     Args:
-        model: a `CausalLM`, built.
-        search: a `Sampling` or a `BeamSearch`.
+        model: Built `CausalLM`.
+        search: `Sampling` or `BeamSearch`.
     """
 
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the texts themselves, int32 [b, s]."""
+        """Return the prompts, int32 [b, s]."""
         return source
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return where there is a token before the last: bool [b, p]."""
+        """Return a bool mask [b, p], True at tokens before the last column."""
         return source[:, :-1] != NO_TOKEN
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Return the cache of texts [b, s]; see `decoding.Decoding`."""
+        """Return the cache of prompts [b, s]; see `loops.Decoding`."""
         model, search = self._model, self.search
-        # The last token's keys are computed by the first step of the search. It is seen by the
-        # tokens before it where the text is a prefix.
+        # The first step of the search computes the keys of the last token. With a bidirectional
+        # prefix, earlier tokens attend to the last token, so it is part of this pass as well.
         last = None if model.arguments["prefix"] else -1
         is_token = source[:, :last] != NO_TOKEN
         x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
@@ -93,7 +93,7 @@ class Continuation:
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
+        """Return the logits [r, V] of the next tokens, and the updated cache."""
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
         start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
@@ -108,18 +108,22 @@ def _count(mask):
 
 
 def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = None) -> np.ndarray:
-    """Return texts as `Continuation` takes them: int32 [b, s].
+    """Return prompts in the form that `Continuation` expects: aligned at the end.
 
     Args:
-        texts: int array [b, s], padded at the end with `pad_id`; or a list of lists of ids.
-        vocab_size: number of ids.
-        pad_id: None where no id is padding.
-        end_id: id that ends texts, with which others may have padded them; None for none.
+        texts: Int array [b, s], padded at the end with `pad_id`, or a list of lists of ids.
+        vocab_size: Integer. Size of the vocabulary.
+        pad_id: Integer. Id of the padding token, or `None` if there is no padding.
+        end_id: Integer. Id of the end token, which other libraries also use as padding, or
+            `None`.
+
+    Returns:
+        An int32 array [b, s] with `NO_TOKEN` before shorter prompts.
 
     Raises:
-        ValueError: there is no text, one without a token, one with padding before its tokens, or
-            an id that is none of the vocabulary; or some texts of one length begin, or end, with
-            the end token.
+        ValueError: If there is no prompt, a prompt has no token or has padding before a
+            token, or an id is out of the vocabulary. Also if `pad_id` is `None` and only
+            some of several equally long prompts begin or end with the end token.
     """
     rows = [np.asarray(row) for row in texts]
     if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
@@ -147,7 +151,7 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = 
 
 
 def _check_ends(rows, pad_id, end_id):
-    """Refuse texts of one length of which some begin or end with what may be padding."""
+    """Raise an error if some prompts of equal length may be padded with the end token."""
     if pad_id is not None or end_id is None or len({len(row) for row in rows}) != 1:
         return
     for place in (0, -1) if len(rows[0]) > 1 else ():

@@ -1,4 +1,4 @@
-"""Base of every `generate`: one compiled function for each set of options."""
+"""Implementation of `generate`: one compiled function per set of options."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,16 @@ _NUM_SEEDS = 2**31
 
 
 class Generator:
-    """Finds what comes next, by a network, for any options.
+    """Callable that generates token ids with a network.
 
     Args:
-        network: a `keras.Model` that has `vocab_size`, `pad_id` and `end_id`.
-        decode: a function of the network and a search that returns a `Decoding`, such as
-            `Generation`.
-        never: ids that are never next, unless they end texts; None is no id.
-        loops_on_mesh: see `loops.compiled`. Where rules look back at texts each token is a call
-            in any case.
+        network: `keras.Model` with `vocab_size`, `pad_id` and `end_id`.
+        decode: Callable `decode(network, search)` that returns a `Decoding`, such as the
+            class `Generation`.
+        never: Tuple of ids that are never generated, unless they end a text. `None` entries
+            are skipped.
+        loops_on_mesh: Boolean; see `loops.compiled`. Rules that depend on previous tokens
+            always call a function per token on a mesh.
     """
 
     def __init__(
@@ -47,21 +48,21 @@ class Generator:
         options: GenerationOptions,
         on_tokens: OnTokens | None = None,
     ) -> tf.Tensor:
-        """Return what is found for source ids.
+        """Generate results for source ids.
 
         Args:
-            source: int32 tensor [b, s], as the `Decoding` takes it.
-            max_length: most tokens of a result.
-            options: the options; there are n = `num_return_sequences` results of each source.
-            on_tokens: called as `on_tokens(number, ids)` with the number of a result and its next
-                ids, as soon as they are found; not where there are beams.
+            source: Int32 tensor [b, s] in the form that the `Decoding` expects.
+            max_length: Integer. Maximum number of tokens per result.
+            options: `GenerationOptions`, with n = `num_return_sequences` results per source.
+            on_tokens: Callable `on_tokens(index, ids)` that receives the index of a result and
+                its next ids as soon as they are decoded. Not supported with beams.
 
         Returns:
-            An int32 tensor [b·n, t ≤ max_length], the results of a source one after the other,
-            padded.
+            An int32 tensor [b·n, t] with t ≤ `max_length`, padded. The results of a source are
+            consecutive rows.
 
         Raises:
-            ValueError: an id is not in the vocabulary, or there is `on_tokens` with beams.
+            ValueError: If an id is out of the vocabulary, or `on_tokens` is combined with beams.
         """
         ids = SpecialIds.of(self._network, options.stop_ids, self._never)
         for name in ID_LISTS:
@@ -80,11 +81,12 @@ class Generator:
         return _without_padding(tf.reshape(found, [-1, max_length]), ids)
 
     def forget_functions(self) -> None:
-        """Compile all anew: the network has got other weights, or lost some."""
+        """Drop all compiled functions. Call it after weights were added or removed."""
         self._functions.clear()
 
     def _function(self, ids, options, streams):
-        options = dataclasses.replace(options, seed=0)  # it is given when the function is called
+        # The seed is an argument of the compiled function, not part of its key.
+        options = dataclasses.replace(options, seed=0)
         key = options, streams
         if key not in self._functions:
 
@@ -105,9 +107,9 @@ class Generator:
 
 
 class _TokenStream:
-    """Tells a callback what each text has got, until its end.
+    """Callback that passes new tokens of unfinished results to the user's callback.
 
-    Compiled functions call it, whatever the callback of a call is.
+    Compiled functions refer to this object, so they can be reused with other callbacks.
     """
 
     def __init__(self):
@@ -115,7 +117,7 @@ class _TokenStream:
 
     @contextlib.contextmanager
     def told_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
-        """Tell a callback, whose error is raised as it is; all of TensorFlow's would be one."""
+        """Use a callback inside of the context. Its errors are raised instead of TensorFlow's."""
         self._on_tokens, self._end_ids, self._ended, self._error = on_tokens, end_ids, set(), None
         try:
             yield
@@ -127,7 +129,7 @@ class _TokenStream:
             self._on_tokens = None
 
     def __call__(self, tokens: np.ndarray) -> None:
-        """Take the last tokens [b] of all texts."""
+        """Pass the next tokens [b] of all results to the user's callback."""
         try:
             for number, token in enumerate(tokens.tolist()):
                 if number not in self._ended:
@@ -140,7 +142,7 @@ class _TokenStream:
 
 
 def _without_padding(found, ids):
-    """Return results [r, max_length] without the columns that are padding alone."""
+    """Return results [r, max_length] without trailing columns that are only padding."""
     if not ids.end_ids:
         return found
     columns = np.nonzero(np.any(np.asarray(found) != ids.pad_id, axis=0))[0]

@@ -1,7 +1,7 @@
-"""Rules that change the logits of the next tokens: pure functions of tensors.
+"""Rules that change next-token logits: pure functions of tensors.
 
-Shapes: r texts, V entries of the vocabulary, t tokens of a text, of which those that are not there
-are `NO_TOKEN`. What a rule forbids has the logit `NEVER`.
+Shapes: r texts, V vocabulary entries, t tokens per text. `NO_TOKEN` fills missing
+positions. Forbidden tokens get the logit `NEVER`.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ import tensorflow as tf
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-NEVER = -1e9  # the logit, or log-probability, of what is not chosen
+NEVER = -1e9  # logit or log-probability of a forbidden token
 NO_TOKEN = -1
 
 
 def without_ids(logits: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
-    """Return logits [r, V] by which some ids are never next."""
+    """Return logits [r, V] with the given ids forbidden."""
     if not ids:
         return logits
     return tf.where(is_one_of(tf.range(logits.shape[-1]), ids), NEVER, logits)
 
 
 def is_one_of(tokens: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
-    """Return which of tokens [...] are some ids: bool [...]."""
+    """Return a bool tensor of the shape of `tokens`, True where the token is in `ids`."""
     found = tf.zeros_like(tokens, "bool")
     for one in ids:
         found |= tokens == one
@@ -37,14 +37,20 @@ def looking_back(
     found: tf.Tensor,
     position: tf.Tensor,
 ) -> tf.Tensor:
-    """Return logits, or log-probabilities, [r, V] by the rules that depend on the texts so far.
+    """Apply the rules that depend on previous tokens.
+
+    These are `repetition_penalty` and `no_repeat_ngram_size`.
 
     Args:
-        logits: float tensor [r, V] of the tokens at a position.
-        options: which rules.
-        texts: int32 tensor [r, s] that results come after; None where no rule looks back.
-        found: int32 tensor [r, max_length], the results up to the position.
-        position: int32 scalar.
+        logits: Float tensor [r, V] of logits or log-probabilities.
+        options: `GenerationOptions`.
+        texts: Int32 tensor [r, s] of tokens before the results. `None` if no rule needs it.
+        found: Int32 tensor [r, max_length] of the results. Entries from `position` on are
+            ignored.
+        position: Int32 scalar. Number of tokens in the results so far.
+
+    Returns:
+        A float tensor [r, V].
     """
     if not options.looks_back:
         return logits
@@ -65,14 +71,17 @@ def by_position(
     position: tf.Tensor,
     max_length: int | tf.Tensor,
 ) -> tf.Tensor:
-    """Return logits, or log-probabilities, [r, V] by the rules of what comes first, last and never.
+    """Apply the rules for forbidden, first and last tokens and for the minimum length.
 
     Args:
-        logits: float tensor [r, V] of the tokens at a position.
-        options: which rules.
-        end_ids: ids that end texts.
-        position: int32 scalar, from 0.
-        max_length: most tokens of a result.
+        logits: Float tensor [r, V] of logits or log-probabilities.
+        options: `GenerationOptions`.
+        end_ids: Ids that end a text.
+        position: Int32 scalar. Index of the next token in the result, from 0.
+        max_length: Integer or int scalar. Maximum number of tokens per result.
+
+    Returns:
+        A float tensor [r, V].
     """
 
     def where(is_so, changed):
@@ -91,10 +100,10 @@ def by_position(
 
 
 def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> tf.Tensor:
-    """Return logits [r, V] by which the tokens of the texts [r, t] are less likely.
+    """Return logits [r, V] with lower values for tokens in the texts [r, t].
 
-    Reference: Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1; as `transformers` has it, so
-    that it is a penalty for negative logits, too.
+    Positive logits are divided by `penalty`, negative ones multiplied, as in `transformers`
+    (Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1).
     """
     is_there = _marked(texts, texts != NO_TOKEN, logits.shape[-1])
     return tf.where(is_there, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
@@ -103,19 +112,23 @@ def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> t
 def no_repeated_ngrams(
     logits: tf.Tensor, texts: tf.Tensor, size: int, length: int | tf.Tensor
 ) -> tf.Tensor:
-    """Return logits [r, V] by which no `size` tokens follow each other twice in a text.
+    """Forbid every token that would repeat an n-gram of its text.
 
-    Reference: Paulus et al., 2017, arXiv 1705.04304, §2.5.
+    Reference:
+        [Paulus et al., 2017, §2.5](https://arxiv.org/abs/1705.04304)
 
     Args:
-        logits: float tensor [r, V].
-        texts: int32 tensor [r, t]; the next token is to come at the column `length`.
-        size: number n of tokens, at least 1.
-        length: int scalar.
+        logits: Float tensor [r, V].
+        texts: Int32 tensor [r, t]. Columns from `length` on are `NO_TOKEN`.
+        size: Integer of at least 1. Number n of tokens.
+        length: Int scalar. Column of the next token.
+
+    Returns:
+        A float tensor [r, V].
     """
     num_texts, num_columns = static_or_dynamic_shape(texts)
     padded = tf.pad(texts, [[0, 0], [size - 1, size - 1]], constant_values=NO_TOKEN)
-    # Of the n-grams that begin in each column: whether the last n - 1 tokens begin it, too.
+    # For the n-gram that begins in each column: whether its first n - 1 tokens are the text's last.
     begun = tf.ones([num_texts, num_columns], "bool")
     for place in range(size - 1):
         last = padded[:, length + place][:, None]
@@ -127,7 +140,10 @@ def no_repeated_ngrams(
 
 
 def top_k(logits: tf.Tensor, number: int) -> tf.Tensor:
-    """Return logits [r, V] of the k largest only, and of those that equal the k-th."""
+    """Keep the `number` largest logits of each row, and those equal to the smallest of them.
+
+    A `number` of 0 keeps all.
+    """
     if not 0 < number < logits.shape[-1]:
         return logits
     smallest = tf.math.top_k(logits, number).values[:, -1:]
@@ -135,10 +151,12 @@ def top_k(logits: tf.Tensor, number: int) -> tf.Tensor:
 
 
 def top_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Return logits [r, V] of the fewest tokens that together have a share of the probability.
+    """Keep the fewest tokens whose probabilities sum to at least `share` (nucleus sampling).
 
-    The most likely one is always among them. Reference: Holtzman et al., 2019, "The curious case
-    of neural text degeneration", arXiv 1904.09751, §3.1.
+    At least the most likely token remains. A `share` of 1 keeps all.
+
+    Reference:
+        [Holtzman et al., 2019, §3.1](https://arxiv.org/abs/1904.09751)
     """
     if share >= 1:
         return logits
@@ -150,9 +168,10 @@ def top_p(logits: tf.Tensor, share: float) -> tf.Tensor:
 
 
 def min_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Return logits [r, V] of tokens at least as likely as a share of the most likely one.
+    """Keep the tokens with at least `share` times the probability of the most likely token.
 
-    Reference: Nguyen et al., 2024, "Turning up the heat: min-p sampling", arXiv 2407.01082, §3.
+    Reference:
+        [Nguyen et al., 2024, §3](https://arxiv.org/abs/2407.01082)
     """
     if share == 0:
         return logits
@@ -162,7 +181,7 @@ def min_p(logits: tf.Tensor, share: float) -> tf.Tensor:
 
 
 def _marked(tokens, counts, vocab_size):
-    """Return which ids are among the tokens [r, t] that count: bool [r, V]."""
+    """Return a bool tensor [r, V], True for ids among the `tokens` [r, t] where `counts`."""
     num_texts, num_columns = static_or_dynamic_shape(tokens)
     rows = tf.repeat(tf.range(num_texts), num_columns)
     columns = tf.reshape(tf.where(counts, tokens, vocab_size), [-1])

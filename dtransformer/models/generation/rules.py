@@ -1,4 +1,4 @@
-"""The rules of generation that come with published weights: `generation_config.json`, by field."""
+"""Generation settings of published weights, from `generation_config.json`."""
 
 import os
 import warnings
@@ -17,20 +17,22 @@ NAMED = {*_OPTIONS, *_NEUTRAL}
 
 
 def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
-    """Return what a network's `generate` does by itself, and what its file asks for besides.
+    """Sort the fields of `generation_config.json` into supported and unsupported settings.
 
     Args:
-        fields: those of `generation_config.json`.
-        path: where they come from, for messages.
-        has_source: whether the network is an encoder–decoder.
-        vocab_size: number of ids.
+        fields: Dict of the file's content.
+        path: Path of the file, for messages.
+        has_source: Boolean. Whether the network is an encoder–decoder.
+        vocab_size: Integer. Size of the vocabulary.
 
     Returns:
-        A dict of options of `GenerationOptions`, of `"min_length"`, with what comes before results,
-        and of `"asks"`: a text, and by field what is not taken and the option that does it, or None.
+        A dict of `GenerationOptions` fields that `generate` uses by default, with two
+        possible other keys. `"min_length"` is the minimum length including the prompt.
+        `"asks"` is a list of the path and a dict from unsupported fields to
+        `[value, option]`, where `option` is the option with the same effect, or `None`.
 
     Raises:
-        InputError: a field that is taken has another type, or an id is outside of the vocabulary.
+        InputError: If a supported field has a wrong type, or an id is out of the vocabulary.
     """
     rules, asks = {}, {}
 
@@ -64,7 +66,7 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
 
 
 def fields_of(rules: Mapping) -> dict:
-    """Return the fields of `generation_config.json` that say rules: the opposite of `rules_of`."""
+    """Return the fields of `generation_config.json` for rules. The inverse of `rules_of`."""
     names = {own: name for name, own in _IDS.items()}
     _, asks = rules.get("asks", ("", {}))
     found = {names.get(own, own): value for own, value in rules.items() if own != "asks"}
@@ -74,19 +76,23 @@ def fields_of(rules: Mapping) -> dict:
 
 
 def end_ids(network, tokenizer: object) -> list[int]:
-    """Return all known ids that end a text: the tokenizer's and the network's, without repetitions."""
+    """Return the ids that end a text, without duplicates.
+
+    They come from the tokenizer's `stop_ids`, the network's generation rules and its
+    `end_id`, in this order.
+    """
     rules = getattr(network, "generation_rules", {}).get("stop_ids", ())
     ids = dict.fromkeys([*getattr(tokenizer, "stop_ids", ()), *rules, network.end_id])
     return [token_id for token_id in ids if token_id is not None]
 
 
 def _are_single(words):
-    """Return whether words that are not to come are single tokens, as a list of lists has them."""
+    """Return whether `words` is a list of lists with one token each."""
     return isinstance(words, list) and all(isinstance(x, list) and len(x) == 1 for x in words)
 
 
 def _asks(name, value, fields):
-    """Return whether a field that is not taken asks for something."""
+    """Return whether an unsupported field has a value that would change the generation."""
     if name in _DRAWING and not fields.get("do_sample"):
         return False
     if name in _BEAMS and fields.get("num_beams", 1) in (None, 1):
@@ -96,18 +102,22 @@ def _asks(name, value, fields):
 
 
 def options_of(network, given: Mapping, before: int) -> GenerationOptions:
-    """Return the options of a `generate`: those that are given, and the rules of the network.
+    """Merge the options of a `generate` call with the network's generation rules.
 
-    A warning names, once, what the network's file asks for and nobody does.
+    Explicit options take precedence. The first call warns about the unsupported fields of
+    the network's `generation_config.json` that no option replaces.
 
     Args:
-        network: a network, which may have `generation_rules`.
-        given: options by their names.
-        before: number of tokens before each result.
+        network: Network, possibly with `generation_rules`.
+        given: Dict of the explicit options.
+        before: Integer. Number of tokens before each result.
+
+    Returns:
+        A `GenerationOptions`.
 
     Raises:
-        TypeError: there is no such option.
-        ValueError: an option is out of range.
+        TypeError: If an option is unknown.
+        ValueError: If an option is out of range.
     """
     rules = dict(network.generation_rules)
     path, asks = rules.pop("asks", ("", {}))

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: a language model, its tokenizer and how to search; texts by length."""
+"""Generate texts from texts, with a model, a tokenizer and search options."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,11 +12,14 @@ from dtransformer.models.generation.rules import end_ids
 
 
 def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of rows that go together: of about the same length, for little padding.
+    """Group rows of similar length, so that batches need little padding.
 
     Args:
-        rows: the ids of texts; those without any are left out.
-        batch_size: most rows of a batch.
+        rows: Lists of token ids. Empty rows are skipped.
+        batch_size: Integer. Maximum number of rows per batch.
+
+    Yields:
+        Lists of row indices, from the shortest rows to the longest.
     """
     by_length = sorted(
         (number for number, row in enumerate(rows) if len(row)),
@@ -27,7 +30,7 @@ def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterato
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
-    """Return the ids of texts as an int32 array [b, s], padded at the end."""
+    """Return lists of ids as an int32 array [b, s], padded at the end with `pad_id`."""
     batch = np.full((len(rows), max(map(len, rows))), pad_id, "int32")
     for row, ids in zip(batch, rows, strict=True):
         row[: len(ids)] = ids
@@ -35,33 +38,36 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
 
 
 def as_lists(ids) -> list[list[int]]:
-    """Return what a tokenizer's `encode` gives, lists or a ragged tensor, as lists."""
+    """Return the ids from a tokenizer's `encode`, lists or a ragged tensor, as lists."""
     return ids.to_list() if hasattr(ids, "to_list") else [list(row) for row in ids]
 
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character's bytes
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete byte sequence
 
 
 class TextGenerator:
-    """Continue texts, or give texts for sources.
+    """Callable that continues prompts, or generates targets from source texts.
 
     Args:
-        model: a `CausalLM`; or an encoder–decoder, whose texts do not go on with the prompts.
-        tokenizer: an object with `encode(texts)`, ids as lists or a ragged tensor, and
-            `decode(ids)`, such as of `load_tokenizer`. Where it has `encode_prompts`, that is taken
-            for prompts; else those of a `CausalLM` begin with its start token, where it has one.
-        max_new_tokens: most tokens of a text; None for what an encoder–decoder takes by itself.
-        batch_size: number of prompts continued at once.
-        max_source_length: most tokens of a source, of which longer ones are cut off; or of a
-            `CausalLM`'s prompt, of which the last ones are left. None for no limit.
-        on_truncation: called as `on_truncation(number, length, max_source_length)` for each source
-            that is cut off; `number` counts from 0.
-        **options: Options of `GenerationOptions`. `stop_ids` defaults to all known end ids of the
-            tokenizer, the model and its generation rules.
+        model: A `CausalLM`, or an encoder–decoder, which generates a separate target text.
+        tokenizer: Object with `encode(texts)`, which returns lists of ids or a ragged
+            tensor, and `decode(ids)`; see `load_tokenizer`. Its method `encode_prompts`, if
+            any, encodes the prompts. Otherwise, prompts of a `CausalLM` begin with the
+            model's start token, if it has one.
+        max_new_tokens: Integer. Maximum number of tokens per result. `None` selects the
+            default of an encoder–decoder's `generate`.
+        batch_size: Integer. Number of prompts per batch.
+        max_source_length: Integer. Maximum number of tokens per source or prompt. Longer
+            sources are cut at the end, and longer prompts of a `CausalLM` at the start.
+            `None` disables the limit.
+        on_truncation: Callable `on_truncation(index, length, max_source_length)`, called for
+            each source that is cut, with its index from 0 and its number of tokens.
+        **options: Fields of `GenerationOptions`. `stop_ids` defaults to all known end ids of
+            the tokenizer, the model and its generation rules.
 
     Raises:
-        TypeError: there is no such option.
-        ValueError: an option is out of range.
+        TypeError: If an option is unknown.
+        ValueError: If an option is out of range.
 
     Example:
 
@@ -97,27 +103,28 @@ class TextGenerator:
 
     @property
     def num_results(self) -> int:
-        """The number of texts that come of each prompt."""
+        """Number of texts generated per prompt."""
         return self._search.num_return_sequences
 
     def __call__(
         self, prompts: list[str], on_text: Callable[[int, str], None] | None = None
     ) -> list[str]:
-        """Return texts for a list of prompts.
+        """Generate texts for a list of prompts.
 
         Args:
-            prompts: list of str.
-            on_text: called as `on_text(number, text)` with each result's next part as soon as it is
-                found; not where there are beams.
+            prompts: List of strings.
+            on_text: Callable `on_text(index, text)` for streaming. It receives the index of a
+                result and its next part. Not supported with beams.
 
         Returns:
-            A list of str: of each prompt, in the same order, n = `num_return_sequences` texts, what
-            comes after it without it; "" for a source without a token.
+            A list of strings with n = `num_return_sequences` consecutive texts per prompt, in
+            the order of the prompts. Continuations exclude the prompt. A source without tokens
+            gives `""`.
 
         Raises:
-            TypeError: the prompts are a text.
-            ValueError: a prompt has no token, or is too long for the model; or there is `on_text`
-                with beams.
+            TypeError: If `prompts` is a string.
+            ValueError: If a prompt has no token or is too long for the model, or `on_text` is
+                combined with beams.
         """
         if isinstance(prompts, str):
             raise TypeError(f"prompts must be a list of texts, got the text {shown(prompts)}")
@@ -167,18 +174,18 @@ class TextGenerator:
         return [row[-(most or 0) :] if self._continues else row[:most] for row in rows]
 
     def _prompts(self, rows):
-        """Return prompts as the model's `generate` takes them."""
+        """Return prompts in the form that the model's `generate` expects."""
         return rows if self._continues else padded(rows, self.model.pad_id)
 
     def _context(self, prompt):
-        """Return the ids of a prompt after its last end: how a text begins may depend on them."""
+        """Return the prompt's ids after its last end token. Decoding a text may depend on them."""
         if not self._continues:
             return []
         ends = [place for place, one in enumerate(prompt) if one in self._end_ids]
         return prompt[ends[-1] + 1 :] if ends else prompt
 
     def _until_end(self, ids):
-        """Return ids up to the first end, which is included if the user chose it."""
+        """Return the ids up to the first end id. Keep the end id if the user chose it."""
         for index, token_id in enumerate(ids):
             if token_id in self._end_ids:
                 return ids[: index + (token_id not in self._silent_ids)]
@@ -186,12 +193,12 @@ class TextGenerator:
 
 
 class _Parts:
-    """The text of a continuation, whose ids come one after the other.
+    """Incremental decoder of a continuation.
 
     Args:
-        tokenizer: the tokenizer.
-        context: ids of the text before it: some tokenizers have a space before a word only where
-            another comes first.
+        tokenizer: Tokenizer with `decode`.
+        context: Ids before the continuation. Some tokenizers decode a leading space only
+            after another word.
     """
 
     def __init__(self, tokenizer, context):
@@ -200,20 +207,20 @@ class _Parts:
         self._ids, self._told = [], ""
 
     def text(self, ids):
-        """Return the text of all ids after the context."""
+        """Return the text of `ids` after the context."""
         (whole,) = self._tokenizer.decode([self._context + ids])
         if whole.startswith(self._before):
             return whole[len(self._before) :]
         return self._tokenizer.decode([ids])[0]
 
     def add(self, ids):
-        """Return what other ids add to the text; "" where a character has only begun."""
+        """Add ids and return the new text, or "" if the last character is incomplete."""
         self._ids += ids
         text = self.text(self._ids)
         return "" if text.endswith(_UNFINISHED) else self.rest(text)
 
     def rest(self, text):
-        """Return what of a text was not told yet, and tell it."""
+        """Return the part of `text` that was not returned before, and mark it as returned."""
         if not text.startswith(self._told):
             return ""
         new, self._told = text[len(self._told) :], text
