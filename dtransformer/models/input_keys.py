@@ -88,8 +88,8 @@ def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor
 def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
     """Combine segment ids [b, s] with a bool mask [b, s].
 
-    Positions outside of the mask get segment 0, which is padding. With only one of the two,
-    return that one. With neither, return `None`.
+    Positions outside of the mask get segment 0, which is padding. If only one of them is
+    given, it is returned. Without both, the result is `None`.
     """
     if segments is None or mask is None:
         return mask if segments is None else segments

@@ -18,7 +18,7 @@ class OneStackModel(TokenModel):
 
     @property
     def has_task_head(self) -> bool:
-        """Whether the head labels sequences or tokens; see `with_task_head`."""
+        """True if the head labels sequences or tokens; see `with_task_head`."""
         return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
 
     def labels(

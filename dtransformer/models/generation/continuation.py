@@ -49,7 +49,7 @@ class Generation:
 
 
 class Continuation:
-    """Decoding of a language model: computes the prompts at once, then decodes token by token.
+    """Decoding of a language model: computes the prompts first, then decodes token by token.
 
     The prompts [b, s] are aligned at the end: `NO_TOKEN` precedes shorter ones. The cache of
     the p = s - 1 tokens before the last column is fixed, and all hypotheses of a prompt

@@ -128,7 +128,7 @@ def no_repeated_ngrams(
     """
     num_texts, num_columns = static_or_dynamic_shape(texts)
     padded = tf.pad(texts, [[0, 0], [size - 1, size - 1]], constant_values=NO_TOKEN)
-    # For the n-gram that begins in each column: whether its first n - 1 tokens are the text's last.
+    # `begun` is True in the columns where an n-gram starts with the text's last n - 1 tokens.
     begun = tf.ones([num_texts, num_columns], "bool")
     for place in range(size - 1):
         last = padded[:, length + place][:, None]

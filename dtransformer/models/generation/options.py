@@ -97,7 +97,7 @@ class GenerationOptions:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a rule depends on the previous tokens of a text."""
+        """True if a rule depends on the previous tokens of a text."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 
     def _check_together(self):

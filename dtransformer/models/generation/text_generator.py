@@ -61,7 +61,7 @@ class TextGenerator:
             sources are cut at the end, and longer prompts of a `CausalLM` at the start.
             `None` disables the limit.
         on_truncation: Callable `on_truncation(index, length, max_source_length)`, called for
-            each source that is cut, with its index from 0 and its number of tokens.
+            each source that is cut, with its index from 0 and its token count.
         **options: Fields of `GenerationOptions`. `stop_ids` defaults to all known end ids of
             the tokenizer, the model and its generation rules.
 

@@ -1,8 +1,11 @@
-"""A folder of published weights: its config, and the files that hold its tensors.
+"""Access to the config and tensors in a folder of published weights.
 
-One of sentence-transformers has `modules.json`, a list of modules: the Transformer, in the folder
-itself, its pooling, and, where vectors have length 1, `Normalize`. Reference: Reimers and Gurevych,
-2019, "Sentence-BERT", arXiv 1908.10084.
+A folder of sentence-transformers also has `modules.json` with a list of modules: the
+Transformer, which is in the folder itself, its pooling and, for vectors of length 1,
+`Normalize`.
+
+Reference:
+    [Reimers and Gurevych, 2019, Sentence-BERT](https://arxiv.org/abs/1908.10084)
 """
 
 import json
@@ -22,18 +25,19 @@ GENERATION = "generation_config.json"
 
 
 class PretrainedFolder:
-    """A folder with `config.json`, and `model.safetensors` or an index of several such files.
+    """Folder with `config.json`, and `model.safetensors` or an index of several such files.
 
     Args:
-        path: the folder.
+        path: Path of the folder.
 
     Attributes:
-        path: a `pathlib.Path`.
-        config: dict of the config's fields.
-        shapes: dict of the tensors' names and shapes.
+        path: `pathlib.Path` of the folder.
+        config: Dict of the config's fields.
+        shapes: Dict from tensor names to shapes. A quantized tensor and its scales are one
+            entry.
 
     Raises:
-        InputError: there is no such folder, or what is in it is damaged.
+        InputError: If the folder is missing or its files are damaged.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -49,14 +53,14 @@ class PretrainedFolder:
         self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
 
     def __getitem__(self, name: str) -> np.ndarray | QuantizedTensor:
-        """Return a tensor, whose slices are read where they are used."""
+        """Return a tensor. Its values are read from disk when they are used."""
         return self._quantized[name] if name in self._quantized else self._stored(name)
 
     def _stored(self, name):
         return self._files[name][name]
 
     def _open(self):
-        """Return a dict of the tensors' names and the files that hold them."""
+        """Return a dict from tensor names to the `SafetensorsFile` that contains them."""
         if (self.path / INDEX).exists():
             places = read_object(self.path / INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(_is_name(x) for x in places.values()):
@@ -94,14 +98,17 @@ _MODES = {
 
 
 def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
-    """Return the head that the modules of a folder are, not built; None where it lists none.
+    """Return the pooling head that a folder's modules describe, not built.
 
     Args:
-        folder: the folder.
-        dtype: the head's type, as of layers.
+        folder: Path of the folder.
+        dtype: Data type or policy of the head.
+
+    Returns:
+        A `PoolingHead`, or `None` if the folder has no `modules.json`.
 
     Raises:
-        InputError: a module, or a way of pooling, is none that is built.
+        InputError: If a module or pooling mode is not supported.
     """
     if not (folder / MODULES).exists():
         return None
@@ -129,7 +136,13 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
 
 
 def write_modules(folder: pathlib.Path, head: PoolingHead, hidden_size: int) -> None:
-    """Write what makes a folder of an encoder one of sentence-transformers."""
+    """Write the module files that make an encoder's folder loadable by sentence-transformers.
+
+    Args:
+        folder: Path of the folder.
+        head: `PoolingHead` of the network.
+        hidden_size: Integer. Size of the vectors.
+    """
     pooling = {name: mode == head.pooling for name, mode in _MODES.items()}
     listed = [("", "Transformer"), (_POOLING, "Pooling")]
     listed += [(_NORMALIZE, "Normalize")] * head.normalize

@@ -1,6 +1,6 @@
-"""Networks from folders of published weights, on any layout.
+"""Load networks from folders of published weights, in any layout.
 
-Fields of a config that no network is made of say nothing, or are refused.
+Config fields that no network uses are ignored, reported in a warning or rejected.
 """
 
 import os
@@ -29,10 +29,10 @@ KNOWN = SILENT | _TRAINING | _REFUSED | _GENERATION
 
 
 class ReadFields(dict):
-    """The fields of a config, which remembers those that were asked for.
+    """Config dict that records which fields were read.
 
     Attributes:
-        read: their names, the last one at the end, keys of a dict.
+        read: Dict whose keys are the names of the fields that were read, in order.
     """
 
     def __init__(self, fields: dict):
@@ -44,20 +44,22 @@ class ReadFields(dict):
         return super().__getitem__(name)
 
     def get(self, name, default=None):
-        """Return a field, or a default where it lacks."""
+        """Return a field, or a default if it is missing."""
         self.read[name] = None
         return super().get(name, default)
 
 
 def check_others(config: ReadFields, path: os.PathLike) -> None:
-    """Refuse, or name in a warning, what a network was not made of and may have to be.
+    """Check the config fields that were not used to create the network.
+
+    Issues warnings for fields that only affect training and for unknown fields.
 
     Args:
-        config: the fields, after the network's arguments were read.
-        path: of the file, for messages.
+        config: `ReadFields` after the network's arguments were read from it.
+        path: Path of the config, for messages.
 
     Raises:
-        InputError: there is a field by which weights are others.
+        InputError: If an unused field changes the meaning of the weights.
     """
     known = {"quantization_config"} if form_of(dict(config)) else set()
     left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
@@ -73,24 +75,25 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
-    """Return the network of a folder as `transformers` saves it, with its weights.
+    """Create a network from a folder in the format of `transformers`, with its weights.
 
-    The folder has a `config.json`, and weights in one or several `.safetensors` files. Each rank
-    reads the shards that it holds, one tensor after the other. The config's `model_type` tells the
-    family, one of `dtransformer.models.pretrained.families.FAMILIES`: decoders are a `CausalLM`,
-    encoders a `MaskedLM`, and both together an `EncoderDecoderLM`.
+    The folder contains `config.json` and one or several `.safetensors` files. Each rank reads
+    its local shards, one tensor at a time. The config's `model_type` selects the family from
+    `dtransformer.models.pretrained.families.FAMILIES`. Decoders become a `CausalLM`, encoders
+    a `MaskedLM`, and encoder–decoders an `EncoderDecoderLM`.
 
     Args:
-        folder: its path.
-        **arguments: arguments of the network that replace those of the config, such as
-            `dropout_rate`, `dtype` or `lambda_func`.
+        folder: Path of the folder.
+        **arguments: Network arguments that override the config, such as `dropout_rate`,
+            `dtype` or `lambda_func`.
 
     Returns:
         A built network.
 
     Raises:
-        InputError: there is no such folder, its family is not known, its config lacks a field or
-            asks for what is not built, or its tensors are not those of the config; lists them.
+        InputError: If the folder is missing, its family is unknown, its config lacks a field
+            or needs an unsupported feature, or its tensors do not match the config. The
+            message lists the tensors.
 
     Example:
 
@@ -116,7 +119,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")
-    if network.variable_dtype == "float32":  # weights of 16 bits are never saved with more
+    # A network with 16-bit weights is always saved in their type.
+    if network.variable_dtype == "float32":
         network.stored_dtypes = stored.dtypes()
     network.origin = content.config["model_type"], str(folder)
     network.generation_rules = rules
@@ -124,10 +128,11 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
 
 def architecture_of(folder: str | os.PathLike) -> Architecture:
-    """Return the sizes of the network of a folder, of which its `config.json` alone is read.
+    """Return the `Architecture` of the network in a folder, from its `config.json` alone.
 
     Raises:
-        InputError: there is no such file, its family is not known, or it asks for what is not built.
+        InputError: If the file is missing, its family is unknown, or it needs an unsupported
+            feature.
     """
     path = pathlib.Path(folder) / CONFIG
     config = read_object(path)
@@ -138,7 +143,7 @@ def architecture_of(folder: str | os.PathLike) -> Architecture:
 
 
 def _generation_rules(content, family):
-    """Return the rules of generation of a folder; of older ones the config has them."""
+    """Return the generation rules of a folder. In older folders `config.json` contains them."""
     if not hasattr(family.network, "generate"):
         return {}
     path, fields = content.path / GENERATION, content.config
@@ -155,8 +160,12 @@ def _generation_rules(content, family):
 def family_of(config: dict, path: os.PathLike) -> Family:
     """Return the `Family` of a published config.
 
+    Args:
+        config: Content of `config.json`.
+        path: Path of the config, for messages.
+
     Raises:
-        InputError: it is not known.
+        InputError: If the config's `model_type` is not in `FAMILIES`.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -167,10 +176,15 @@ def family_of(config: dict, path: os.PathLike) -> Family:
 
 
 def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
-    """Return the arguments of a network that a published config asks for.
+    """Return the network arguments for a published config.
+
+    Args:
+        family: `Family` of the config.
+        config: Content of `config.json`.
+        path: Path of the config, for messages.
 
     Raises:
-        InputError: a field is lacking, or asks for what is not built.
+        InputError: If a field is missing or has an unsupported value.
     """
     config = ReadFields(config)
     if "EncoderModel" in f"{config.get('architectures')}":
@@ -205,7 +219,7 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
 
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):
-    """Return the id of padding; None where it is none of the vocabulary, or has a meaning too."""
+    """Return the padding id, or `None` if it is out of the vocabulary or also another token."""
     others = (start_id, end_id) if family.own_padding else ()
     is_padding = pad_id is not None and 0 <= pad_id < vocab_size
     return pad_id if is_padding and pad_id not in others else None

@@ -1,6 +1,6 @@
-"""Adapters by the names of the package `peft`, beside published weights: pure functions of arrays.
+"""Convert adapters to and from the format of the `peft` package, as pure functions of arrays.
 
-A factor is there a matrix as PyTorch's `Linear` has it, outputs first.
+`peft` stores each factor as a matrix [outputs, inputs], like PyTorch's `Linear`.
 """
 
 import os
@@ -17,7 +17,7 @@ from dtransformer.parallel.ops.low_rank import KINDS
 
 _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
-# Factors by this library's letters, with the magnitudes of DoRA.
+# Factor letters in this library -> names in `peft`. `m` is the magnitude of DoRA.
 _NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
 _FIELDS, _NONE = FIELDS["adapters"], (None, False, {}, [])
 _PLAIN = {**_FIELDS["plain"], **dict.fromkeys(_FIELDS["unset"], _NONE)}
@@ -27,18 +27,22 @@ KNOWN = {*_FIELDS["taken"], *_FIELDS["silent"], *_PLAIN}
 def written(
     network: TokenModel, family: str, kernels: dict[str, dict], factors: dict[str, np.ndarray]
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the config and the tensors of adapters.
+    """Convert adapters to the config and tensors of the `peft` package.
 
     Args:
-        network: the network.
-        family: one of `FAMILIES`.
-        kernels: `"rank"`, `"alpha"` and `"kind"` by the kernels' paths.
-        factors: `"PATH.a"` [*inputs, r], `"PATH.b"` [r, *outputs] and, of kind `"dora"`, `"PATH.m"`
-            [*outputs].
+        network: Network with the adapters.
+        family: String. Key of `FAMILIES`.
+        kernels: Dict from kernel paths to dicts of `"rank"`, `"alpha"` and `"kind"`.
+        factors: Dict of float arrays: `"PATH.a"` [*inputs, r], `"PATH.b"` [r, *outputs] and,
+            for kind `"dora"`, `"PATH.m"` [*outputs].
+
+    Returns:
+        A `(config, tensors)` tuple: the content of `adapter_config.json` and a dict of
+        arrays.
 
     Raises:
-        InputError: the family is not known, several kernels are in one tensor of it, or adapters are
-            of two kinds.
+        InputError: If the family is unknown, its files store an adapted kernel together with
+            others in one tensor, or the adapters are of different kinds.
     """
     places = next((paths for name, paths in _fitting(network) if name == family), None)
     if places is None:
@@ -84,16 +88,27 @@ def written(
 def read(
     network: TokenModel, config: dict, tensors: dict[str, np.ndarray], folder: os.PathLike
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return `"rank"`, `"alpha"` and `"kind"` by the kernels' paths, and the factors: see `written`.
+    """Convert the config and tensors of the `peft` package to adapters.
+
+    Args:
+        network: Network to load the adapters into.
+        config: Content of `adapter_config.json`.
+        tensors: Dict of float arrays from the adapter's file.
+        folder: Folder of the adapters, for messages.
+
+    Returns:
+        A `(kernels, factors)` tuple; see `written` for both.
 
     Raises:
-        InputError: the config asks for what is not built, or a tensor is none of the network's.
+        InputError: If the config needs an unsupported feature, or a tensor does not match
+            the network.
     """
     _check_fields(config, folder)
     names = {
         name.removeprefix(_PREFIX).removesuffix(".weight"): name
         for name in tensors
-        if not name.endswith(".base_layer.weight")  # of a head: a copy of the frozen one
+        # peft also stores a copy of an adapted head's frozen weight.
+        if not name.endswith(".base_layer.weight")
     }
     kind = "dora" if config.get("use_dora") else "lora"
     endings = tuple(f".{_NAMES[letter]}" for letter in KINDS[kind])
@@ -132,7 +147,7 @@ def read(
 
 
 def _check_fields(config, folder):
-    """Refuse what is not built, and warn of what only training would do."""
+    """Raise an error for unsupported fields, and warn about fields that only affect training."""
     if config["peft_type"] != "LORA":
         raise InputError(f"{folder}: peft_type is {config['peft_type']!r}, expected 'LORA'")
     for name, value in config.items():
@@ -154,7 +169,7 @@ def _check_fields(config, folder):
 
 
 def _rank_and_alpha(config, module, folder):
-    """Return rank and α of a module, by the first pattern that its name matches, as `peft` does."""
+    """Return a module's rank and α, from the first pattern that matches its name, as in `peft`."""
     found = []
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         value, own = config.get(name), config.get(patterns) or {}
@@ -176,7 +191,7 @@ def _rank_and_alpha(config, module, folder):
 
 
 def _places(network, modules, folder):
-    """Return the path of the kernel of each module, and the `StoredTensor` that holds it."""
+    """Return a dict from module names to tuples of the kernel's path and its `StoredTensor`."""
     lacking = modules
     for _, paths in _fitting(network):
         found = {module: (path, tensor) for path, (module, tensor) in paths.items()}
@@ -191,7 +206,7 @@ def _places(network, modules, folder):
 
 
 def _fitting(network):
-    """Give families whose form a network may have, its own first, and the modules of each."""
+    """Yield compatible families and their modules, first the family that the network came from."""
     own, shapes = (network.origin or [None])[0], network.weight_shapes()
     for name in sorted(FAMILIES, key=lambda name: name != own):
         if isinstance(network, FAMILIES[name].network):
@@ -200,9 +215,10 @@ def _fitting(network):
 
 
 def _modules(network, family, shapes):
-    """Return a family's modules, and their tensors, by the paths of the kernels that have one alone.
+    """Return the family's modules for kernels that have a tensor to themselves.
 
-    None where the network's kernels are not those of the family.
+    The result maps kernel paths to tuples of the module's name and the `StoredTensor`. It is
+    `None` if the network's kernels do not match the family.
     """
     try:
         tensors = FAMILIES[family].tensors(network.arguments)

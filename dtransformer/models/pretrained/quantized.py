@@ -1,7 +1,10 @@
-"""Kernels of published files in MXFP4 and FP8: few bits an element, and a scale for each block.
+"""Dequantize published kernels in MXFP4 and FP8, which have one scale per block.
 
-References: Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0", §5.3, §5.4
-and §6.3; DeepSeek-AI, 2024, "DeepSeek-V3", arXiv 2412.19437, §3.3, for blocks of 128 × 128 in FP8.
+Reference:
+    - Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0",
+      §5.3, §5.4 and §6.3
+    - [DeepSeek-AI, 2024, DeepSeek-V3, §3.3](https://arxiv.org/abs/2412.19437), for FP8
+      with blocks of 128 × 128
 """
 
 import dataclasses
@@ -12,23 +15,24 @@ import numpy as np
 
 from dtransformer.errors import InputError
 
-# The 16 elements of the type E2M1, of which the highest bit is the sign.
+# The 16 values of the type E2M1. The highest bit is the sign.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-_NOT_A_NUMBER, _BIAS = 255, 127  # of scales of the type E8M0
-_SIZE = 128  # of a block's sides in FP8
+_NOT_A_NUMBER, _BIAS = 255, 127  # scales have the type E8M0
+_SIZE = 128  # side length of an FP8 block
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the kernel of blocks of 32 inputs, which have one scale 2^(s - 127): bfloat16.
+    """Dequantize an MXFP4 kernel, with a scale 2^(s - 127) per block of 32 inputs.
 
     Args:
-        blocks: uint8 [outputs, blocks, 16], two elements each, the lower half first.
-        scales: uint8 [outputs, blocks].
+        blocks: Uint8 array [outputs, blocks, 16]. Each byte has two elements, the lower half
+            first.
+        scales: Uint8 array [outputs, blocks] of exponents s.
 
     Returns:
-        An array [inputs, outputs]. All values are exact in bfloat16; those of a scale that is no
-        number are NaN, those of the two largest ones may be infinite.
+        A bfloat16 array [inputs, outputs]. All values are exact. Blocks with the scale 255
+        are NaN, and the two largest scales may give infinities.
     """
     values = _E2M1[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
     with np.errstate(over="ignore"):
@@ -38,19 +42,27 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def mxfp4_kernels(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the kernels [experts, inputs, outputs] of several; see `mxfp4_values`."""
+    """Dequantize the kernels of several experts to [experts, inputs, outputs].
+
+    Args:
+        blocks: Uint8 array [experts, outputs, blocks, 16]; see `mxfp4_values`.
+        scales: Uint8 array [experts, outputs, blocks].
+    """
     result = np.empty((len(blocks), blocks.shape[2] * 32, blocks.shape[1]), ml_dtypes.bfloat16)
-    for number, own in enumerate(zip(blocks, scales)):  # one at a time, as memory is short
+    for number, own in enumerate(zip(blocks, scales)):  # one expert at a time, to save memory
         result[number] = mxfp4_values(*own)
     return result
 
 
 def fp8_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values, float32, of a matrix of which each block of 128 × 128 has a scale.
+    """Dequantize a matrix with one scale per block of 128 × 128 elements.
 
     Args:
-        elements: [outputs, inputs] of any type.
-        scales: float32 [⌈outputs / 128⌉, ⌈inputs / 128⌉].
+        elements: Array [outputs, inputs] of any type.
+        scales: Float32 array [⌈outputs / 128⌉, ⌈inputs / 128⌉].
+
+    Returns:
+        A float32 array [outputs, inputs].
     """
     values = elements.astype(np.float32)
     for row, of_row in enumerate(scales):
@@ -69,8 +81,8 @@ def _fp8_shape(elements, scales):
     return elements if is_one else None
 
 
-# `quant_method` of a config -> endings of the names of elements and scales, a function of their shapes
-# that returns the tensor's, and one of their arrays that returns its values.
+# `quant_method` in a config -> suffixes of the names of elements and scales, a function from their
+# shapes to the tensor's shape, and a function from their arrays to its values.
 _FORMS = {
     "mxfp4": ("_blocks", "_scales", _mxfp4_shape, mxfp4_kernels),
     "fp8": ("", "_scale_inv", _fp8_shape, fp8_values),
@@ -79,13 +91,13 @@ _FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor whose values are computed where they are asked for.
+    """Tensor whose values are dequantized when they are accessed.
 
     Args:
-        parts: the names of its elements and its scales.
-        shape: its shape.
-        stored: a function of a name that returns the array.
-        values: a function of both arrays, or of the same entries of them.
+        parts: Tuple of the names of its elements and scales.
+        shape: Shape of the tensor.
+        stored: Function from a name to the stored array.
+        values: Function from both arrays, or equal slices of them, to values.
     """
 
     parts: tuple[str, str]
@@ -94,12 +106,12 @@ class QuantizedTensor:
     values: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the values of some entries of the first dimension: of some experts, or all."""
+        """Return the values for a slice of the first dimension, such as some experts."""
         return self.values(*(self.stored(name)[part] for name in self.parts))
 
 
 def form_of(config: Mapping) -> tuple | None:
-    """Return the form of `_FORMS` that a published config says its tensors have; None for none."""
+    """Return the entry of `_FORMS` for a published config, or `None` if it is not supported."""
     about = config.get("quantization_config")
     if not isinstance(about, dict) or about.get("weight_block_size") not in (None, [_SIZE] * 2):
         return None
@@ -109,15 +121,18 @@ def form_of(config: Mapping) -> tuple | None:
 def quantized_tensors(
     config: Mapping, shapes: Mapping[str, tuple], stored: Callable[[str], np.ndarray]
 ) -> dict[str, QuantizedTensor]:
-    """Return the tensors of a folder that have scales, by their names.
+    """Return the quantized tensors of a folder.
 
     Args:
-        config: the folder's.
-        shapes: dict of the names of all tensors and their shapes.
-        stored: a function of a name that returns the array.
+        config: Config of the folder.
+        shapes: Dict from the names of all stored tensors to their shapes.
+        stored: Function from a name to the stored array.
+
+    Returns:
+        A dict from names to `QuantizedTensor`s.
 
     Raises:
-        InputError: a tensor's scales are of another shape.
+        InputError: If the shapes of a tensor and its scales do not match.
     """
     found, form = {}, form_of(config)
     if form is None:

@@ -1,4 +1,4 @@
-"""Networks into folders that `transformers` loads."""
+"""Save networks to folders that `transformers` loads."""
 
 import json
 import os
@@ -31,8 +31,9 @@ from dtransformer.parallel.collectives.objects import (
 from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.runtime import job
 
-_HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read in place of WEIGHTS
-# What belongs to a network besides its weights: `transformers` reads all of it.
+# `transformers` would load these files instead of `WEIGHTS`.
+_HIDE = ("model*.safetensors", "model*.safetensors.index.json")
+# Files of the tokenizer and of generation that `transformers` reads next to the weights.
 _TOKENIZER = (
     *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*", "*sentence_*.json"),
@@ -48,29 +49,31 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: str | None = None,
 ) -> pathlib.Path:
-    """Write a network into a folder that `transformers`, and `from_pretrained`, load.
+    """Save a network to a folder that `transformers` and `from_pretrained` load.
 
-    All ranks have to call, on any layout; rank 0 writes, and needs memory for all weights. The
-    files of the tokenizer go along. Where the folder has another model's files, they are kept: the
-    network is written to one beside it, which a warning names.
+    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights. The
+    tokenizer's files are copied as well. If the folder contains another model, a new folder
+    next to it is used, and a warning names it.
 
     Args:
-        network: a built network.
-        folder: the folder.
-        family: its name, one of `FAMILIES` in `dtransformer.models.pretrained.families`, such as
-            `"llama"`; by default the one that the network was loaded as by `from_pretrained`.
-        overwrite: whether the files of another model are replaced.
-        tokenizer: an object whose `save(folder)` writes its files, such as of `load_tokenizer`; by
-            default the files of the folder that the network was loaded from are copied.
-        dtype: Type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`. By default each
-            tensor has the type that it was loaded from, unless the weights themselves have 16 bits.
+        network: Built network.
+        folder: Target folder.
+        family: String. Key of `FAMILIES` in `dtransformer.models.pretrained.families`, such
+            as `"llama"`. Defaults to the family that `from_pretrained` loaded.
+        overwrite: Boolean. Whether to replace another model's files.
+        tokenizer: Object whose `save(folder)` writes the tokenizer's files; see
+            `load_tokenizer`. By default the files are copied from the folder that the
+            network was loaded from.
+        dtype: Data type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`.
+            By default each tensor has the type that it was loaded from, unless the
+            network's variables have 16 bits.
 
     Returns:
-        The folder that it is in.
+        The `pathlib.Path` of the folder that contains the model.
 
     Raises:
-        InputError: the network is none of the family's, or has adapters, or the folder cannot be
-            written.
+        InputError: If the family cannot represent the network, the network has adapters, or
+            the folder is not writable.
     """
 
     def checked():
@@ -92,7 +95,7 @@ def save_pretrained(
         main = dtype or next(iter(stored.values()), None)
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
         tensors = {}
-        for tensor in tensors_of(kind, network):  # without a vocabulary's padding
+        for tensor in tensors_of(kind, network):  # excludes the padding of vocabularies
             array = tensor.join([full(path) for path in tensor.weights])
             own = stored.get(tensor.weights[0], main)
             tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
@@ -124,7 +127,10 @@ def save_pretrained(
 def saved_by_chief(
     folder: str | os.PathLike, write: Callable, overwrite: bool, replaces: Sequence[str] = ()
 ) -> pathlib.Path:
-    """Return on every rank the folder that rank 0 has written to; arguments as of `write_into`."""
+    """Write a folder on rank 0 and return its path on every rank.
+
+    See `write_into` for the arguments.
+    """
     save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
     with job.doing("saving"):
         landed = together(save, "pretrained/write")
@@ -132,7 +138,7 @@ def saved_by_chief(
 
 
 def _values_on_chief(network):
-    """Return the full weights of all stages by their paths on rank 0; all ranks call."""
+    """Return a dict of the full weights of all stages on rank 0. Call it on all ranks."""
     variables = {own_path(variable): variable for variable in network.variables}
     group, has = job.pipeline_group(), all_gather_json(list(variables), "pretrained/paths")
     found = {}
@@ -148,7 +154,7 @@ def _values_on_chief(network):
 
 
 def _add_tokenizer(network, tokenizer, fresh):
-    """Write a tokenizer's files; the weights are not lost where it cannot be."""
+    """Write the tokenizer's files. A failure is only a warning, so that the weights are saved."""
     try:
         if tokenizer is not None:
             tokenizer.save(fresh)
@@ -167,10 +173,14 @@ def _add_tokenizer(network, tokenizer, fresh):
 
 
 def config_of(network: TokenModel, name: str | None = None) -> dict:
-    """Return the config of a network as one of a family, without the type of its tensors.
+    """Return the content of `config.json` for a network, without its `dtype`.
+
+    Args:
+        network: The network.
+        name: String. Key of `FAMILIES`. Defaults to the family that the network came from.
 
     Raises:
-        InputError: If the network cannot be saved as one of the family. The message has the reason.
+        InputError: If the family cannot represent the network. The message has the reason.
     """
     if name is None and network.origin is not None:
         name = network.origin[0]

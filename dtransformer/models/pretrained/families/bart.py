@@ -1,9 +1,13 @@
-"""BART and Marian, and with norms of the sublayers' inputs mBART, Pegasus and M2M-100 with NLLB.
+"""BART and Marian; mBART, Pegasus and M2M-100 with NLLB, whose norms precede the sublayers.
 
-References: Lewis et al., 2020, "BART", arXiv 1910.13461; Junczys-Dowmunt et al., 2018, "Marian",
-arXiv 1804.00344, whose published models are of Tiedemann and Thottingal, 2020, "OPUS-MT"; Liu et
-al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.08777; Fan et al.,
-2020, "M2M-100", arXiv 2010.11125; NLLB Team, 2022, arXiv 2207.04672.
+Reference:
+    - [Lewis et al., 2020, BART](https://arxiv.org/abs/1910.13461)
+    - [Junczys-Dowmunt et al., 2018, Marian](https://arxiv.org/abs/1804.00344), published
+      models by Tiedemann and Thottingal, 2020, "OPUS-MT"
+    - [Liu et al., 2020, mBART](https://arxiv.org/abs/2001.08210)
+    - [Zhang et al., 2019, PEGASUS](https://arxiv.org/abs/1912.08777)
+    - [Fan et al., 2020, M2M-100](https://arxiv.org/abs/2010.11125)
+    - [NLLB Team, 2022](https://arxiv.org/abs/2207.04672)
 """
 
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
@@ -20,7 +24,7 @@ from dtransformer.models.pretrained.families.parts import (
 BASE = usual_arguments(
     EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
 )
-# Their names of attention in blocks, and ours.
+# Names of attention layers in blocks of `transformers` -> paths here, by side.
 _ATTENTIONS = {
     "encoder": {"self_attn": "attention"},
     "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
@@ -32,7 +36,7 @@ COPIES = "lm_head.weight", *_EMBEDDINGS
 
 
 def _stack(side):
-    """Return the fields of `Family` that blocks of a side have of their own."""
+    """Return the `Family` fields that differ in one side's blocks."""
     attention, norms = {}, {}
     for theirs, ours in _ATTENTIONS[side].items():
         attention |= paths.attention(f"{theirs}.{{}}_proj", *"qkv", "out", ours=ours)
@@ -46,7 +50,7 @@ def _stack(side):
 
 
 def _settled(arguments, names):
-    """Files of models without a head have no bias of it, either."""
+    """Drop the head's bias if the file has none, as in files of models without a head."""
     return {**arguments, "head_bias": _BIAS in names}
 
 
@@ -85,7 +89,7 @@ def _family(
         ),
         fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
         refused={
-            # The norms' places follow from the family there.
+            # The family fixes the places of norms in `transformers`.
             **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
             "is_encoder_decoder": True,
             "is_decoder": False,
@@ -120,7 +124,7 @@ def _family(
     )
 
 
-# Of BART's positions, the offset is so whatever the padding's id is.
+# BART's position offset does not depend on the padding id.
 _LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True}
 _PRE = {"post_layernorm_residual": False}
 _PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
@@ -153,5 +157,6 @@ M2M_100 = _family(
     is_scaled=True,
     attention_dropout=0.1,
     ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-    ignored=("embed_positions.weight", "embed_positions.weights"),  # also in `transformers`
+    # `transformers` ignores them as well.
+    ignored=("embed_positions.weight", "embed_positions.weights"),
 )

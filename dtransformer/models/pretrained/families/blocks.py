@@ -1,4 +1,4 @@
-"""Fields of published configs that differ from block to block: windows and rotary positions."""
+"""Config keys that differ between blocks: windows, rotary positions and experts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,43 +9,48 @@ from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.pretrained.families.parts import differs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_OF_PATTERN = "experts", "attention_norm"  # what is no argument of a network
+_OF_PATTERN = "experts", "attention_norm"  # keys of a block pattern that are not network arguments
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
 
 
 def every(number: int) -> Callable:
-    """Return a rule by which block i is full where i + 1 is a multiple of a number; others slide."""
+    """Return a rule that makes every `number`-th block full and lets the others slide."""
     return lambda config, i: SLIDING if (i + 1) % number else FULL
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What configs of a family say of each block's attention.
+    """Mapping between config keys and the attention of each block.
 
     Args:
-        base: base of rotary positions where nothing is said.
-        fraction: share of features that turn where nothing is said.
-        is_partial: whether configs may say another one.
-        kind_of: a function of a config and a block's number that returns `FULL` or `SLIDING`, where
-            there are no `layer_types`; None where no block slides.
-        window: the window where nothing is said; None for none.
-        window_field: the field of it.
-        window_of: a function of that field that returns our window, and one that is its opposite.
-        has_types: whether configs have `layer_types`.
-        switch: name of a field that says whether any block slides; None for none.
-        by_kind: whether `rope_parameters` are by kind. Older configs have fields then:
-        older: names of these, of the bases of each kind.
-        sliding_base: base of blocks that slide, where nothing is said and they have their own.
-        dense: a function of a config and a block's number that returns whether it has a feed-forward
-            layer where others have experts, and one of the list of that by block that returns the
-            fields which say it; None where all blocks are alike.
-        is_first_plain: whether the first block has no norm of attention's input.
-        fields: names of fields of older configs that say the base and the fraction.
-        are_full_turned: whether blocks that do not slide have rotary positions where others slide.
-        turns: name of a field that lists whether each block has rotary positions, and how often
-            they are left out where it lacks; None for everywhere.
-        scaling: fields of `rope_scaling` where nothing is said of rotary positions.
-        has_alpha: whether a scaling `"dynamic"` with a field `alpha` is our `"ntk"` of this factor.
+        base: Default base of rotary positions.
+        fraction: Default fraction of features that rotary positions rotate.
+        is_partial: Boolean. Whether configs may set another fraction.
+        kind_of: Function from a config and a block index to `FULL` or `SLIDING`, used if the
+            config has no `layer_types`. `None` if no block of the family slides.
+        window: Default window in configs, or `None`.
+        window_field: Config key of the window.
+        window_of: Tuple of a function from the config's window to the argument, and its
+            inverse.
+        has_types: Boolean. Whether saved configs have `layer_types`.
+        switch: Config key that enables sliding blocks, or `None`.
+        by_kind: Boolean. Whether `rope_parameters` has one entry per kind of block.
+        older: Dict from kinds to the keys of their base in configs without
+            `rope_parameters`.
+        sliding_base: Default base in sliding blocks, if it differs.
+        dense: Tuple of two functions: from a config and a block index to whether the block
+            has a feed-forward layer instead of experts, and from the list of these booleans
+            to config fields. `None` if all blocks are
+            equal.
+        is_first_plain: Boolean. Whether the first block has no attention norm.
+        fields: Tuple of the keys of base and fraction in older configs.
+        are_full_turned: Boolean. Whether full blocks have rotary positions if others slide.
+        turns: Tuple of a config key with the list of blocks that have rotary positions, a
+            key with the interval of blocks without them, and its default. `None` if all
+            blocks have rotary positions.
+        scaling: Default of `rope_scaling` in a config without rotary keys.
+        has_alpha: Boolean. Whether scaling of type `"dynamic"` with `alpha` is this
+            library's `"ntk"` with that factor.
     """
 
     base: float = 10000.0
@@ -70,7 +75,11 @@ class Blocks:
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`."""
+        """Return the arguments from a config; see `Part`.
+
+        Raises:
+            InputError: If `layer_types` has an unsupported kind or a wrong length.
+        """
         number, kinds = config["num_hidden_layers"], self._kinds(config)
         turns = self._turns(config)
         of_kind = {kind: self._of_kind(config, kind) for kind in dict.fromkeys(kinds)}
@@ -99,7 +108,7 @@ class Blocks:
         return list(given or by_rule)
 
     def _of_kind(self, config, kind):
-        """Return the arguments of blocks of a kind."""
+        """Return the arguments of a full or sliding block."""
         window = None
         if self.kind_of is not None:
             window = config.get(self.window_field, self.window)
@@ -111,7 +120,11 @@ class Blocks:
         return found | {"window": self.window_of[0](window)}
 
     def _rotary(self, config, kind):
-        """Return the arguments of rotary positions, which configs hold in one of three forms."""
+        """Return the rotary arguments of a kind of block.
+
+        Configs store them in one of three forms: `rope_parameters` per kind, `rope_parameters`
+        for all kinds, or separate keys with `rope_scaling`.
+        """
         given, is_local = config.get("rope_parameters") or {}, self.by_kind and kind == SLIDING
         if FULL in given or SLIDING in given:
             own = dict(given.get(kind) or {})
@@ -128,7 +141,8 @@ class Blocks:
         fraction = own.pop("partial_rotary_factor", None) or config.get(self.fields[1])
         own = {key: value for key, value in own.items() if value is not None}
         if self.has_alpha and name == "dynamic" and own.get("alpha"):
-            name, own = "ntk", {"factor": own["alpha"]}  # others of its fields say nothing then
+            # The other fields have no effect then.
+            name, own = "ntk", {"factor": own["alpha"]}
         return {
             "rotary_base": float(base),
             "rotary_fraction": float(fraction or self.fraction),
@@ -136,7 +150,10 @@ class Blocks:
         }
 
     def _turns(self, config):
-        """Return of each block whether it has rotary positions; None where all have."""
+        """Return a list with 1 for blocks that have rotary positions and 0 for others.
+
+        The result is `None` if all blocks have them.
+        """
         if self.turns is None:
             return None
         field, interval, usual = self.turns
@@ -144,10 +161,10 @@ class Blocks:
         return config.get(field) or [int((i + 1) % period != 0) for i in range(number)]
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the blocks have what no config of the family says.
+            InputError: If no config of the family can represent the blocks.
         """
         blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
         windows = {block["window"] for block in blocks} - {None}
@@ -195,11 +212,11 @@ class Blocks:
         return {**found, "rope_theta": own["rope_theta"], "rope_parameters": own}
 
     def _parameters(self, block):
-        """Return `rope_parameters` of a block's arguments."""
+        """Return `rope_parameters` for a block's arguments."""
         base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
         if scaling["type"] == "ntk" and self.has_alpha:
             scaling = {"type": "dynamic", "alpha": scaling["factor"], "factor": 1.0}
-        elif scaling["type"] == "ntk":  # configs say it by the base
+        elif scaling["type"] == "ntk":  # configs express it with the base
             head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
             turning = int(head_dim * block["rotary_fraction"])
             base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
@@ -209,7 +226,7 @@ class Blocks:
 
 
 def all_slide(config: Mapping, number: int) -> str:
-    """Return the kind of every block of a family whose blocks slide where there is a window."""
+    """Return `SLIDING`, for families whose blocks all slide if the config has a window."""
     return SLIDING
 
 
@@ -218,9 +235,10 @@ def _kind(block):
 
 
 def factored(blocks: list[dict]) -> dict:
-    """Return the arguments of blocks: what all have, and the pattern of what differs."""
+    """Return the blocks' common arguments, and a `block_pattern` of the differing ones."""
     same = {name for name in blocks[0] if all(one[name] == blocks[0][name] for one in blocks)}
-    same -= {name for name in same & {*_OF_PATTERN} if not blocks[0][name]}  # in no block
+    # Pattern keys that are False in all blocks must stay in the pattern.
+    same -= {name for name in same & {*_OF_PATTERN} if not blocks[0][name]}
     pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
     if len(same) == len(blocks[0]):
         pattern = None

@@ -1,7 +1,9 @@
-"""DeepSeek-V2 and V3: attention through latents, and many small experts.
+"""DeepSeek-V2 and V3: multi-head latent attention and many small experts.
 
-References: DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434, and "DeepSeek-V3", arXiv 2412.19437;
-what they do not say, by their published code.
+Reference:
+    - [DeepSeek-AI, 2024, DeepSeek-V2](https://arxiv.org/abs/2405.04434)
+    - [DeepSeek-AI, 2024, DeepSeek-V3](https://arxiv.org/abs/2412.19437)
+    - The published code, for details that the papers omit
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from dtransformer.models.pretrained.families.family import Family, llama_parts_w
 
 
 class _Latents:
-    """The fields of latents, and of the factor of queries, which grows for longer texts."""
+    """Mapping of latent sizes and of the query factor, which grows with rotary scaling."""
 
     arguments = "latent", "head_dim", "query_scale", "num_kv_heads"
     _fields = {"kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank", "value_dim": "v_head_dim"}
@@ -31,12 +33,13 @@ class _Latents:
     _heads = "num_attention_heads", "num_key_value_heads"
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`.
+        """Return the arguments from a config; see `Part`.
 
         Raises:
-            InputError: heads share keys and values, which those of latents do not.
+            InputError: If several heads share keys and values.
         """
-        for name in ("head_dim", "qk_head_dim"):  # which follow from others
+        # Mark both keys as read: their values follow from other keys.
+        for name in ("head_dim", "qk_head_dim"):
             config.get(name)
         heads, shared = (config.get(name) for name in self._heads)
         if shared not in (None, heads):
@@ -55,10 +58,10 @@ class _Latents:
         }
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the network has no latents, or another factor of queries.
+            InputError: If the network has no latents, or an unsupported query factor.
         """
         latent, size = Latent.of(arguments["latent"]), arguments["head_dim"]
         if latent is None:
@@ -76,20 +79,20 @@ class _Latents:
 
 
 def _magnitude(scaling):
-    """Return what queries are multiplied with for longer texts, by fields of rotary positions."""
+    """Return the factor of queries that the rotary scaling of a config implies."""
     given = scaling.get("mscale_all_dim")
     return yarn_magnitude(scaling["factor"], given) ** 2 if given else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfMethod(Experts):
-    """The fields of V2's experts: of groups of them one method alone chooses."""
+    """Mapping of DeepSeek-V2's experts. Only one routing method selects groups of experts."""
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`.
+        """Return the arguments from a config; see `Part`.
 
         Raises:
-            InputError: the method is not known.
+            InputError: If the routing method is unknown.
         """
         found, method = super().read(config)["moe_config"], config.get("topk_method") or _METHODS[0]
         if method not in _METHODS:
@@ -99,7 +102,7 @@ class _OfMethod(Experts):
         return {"moe_config": found}
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
+        """Return the config fields from network arguments; see `Part`."""
         fields = super().written(arguments)
         return {**fields, "topk_method": _METHODS[fields["topk_group"] < fields["n_group"]]}
 

@@ -1,8 +1,10 @@
 """BERT, RoBERTa, DistilBERT and ModernBERT.
 
-References: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
-1907.11692; Sanh et al., 2019, "DistilBERT", arXiv 1910.01108; Warner et al., 2024, "ModernBERT", arXiv
-2412.13663.
+Reference:
+    - [Devlin et al., 2019, BERT](https://arxiv.org/abs/1810.04805)
+    - [Liu et al., 2019, RoBERTa](https://arxiv.org/abs/1907.11692)
+    - [Sanh et al., 2019, DistilBERT](https://arxiv.org/abs/1910.01108)
+    - [Warner et al., 2024, ModernBERT](https://arxiv.org/abs/2412.13663)
 """
 
 from collections.abc import Mapping
@@ -21,22 +23,22 @@ _ENCODER = {
 
 
 class _NextSentence:
-    """The class of a config: whether there is a head that tells if a sentence follows another."""
+    """Mapping of the architecture in a config and the head for next-sentence prediction."""
 
     arguments = ("next_sentence",)
     _class = "BertForPreTraining"
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`."""
+        """Return the arguments from a config; see `Part`."""
         return {"next_sentence": self._class in (config.get("architectures") or ())}
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
+        """Return the config fields from network arguments; see `Part`."""
         return {"architectures": [self._class]} if arguments["next_sentence"] else {}
 
 
 def _bert(architecture, parts, prefix, head, **others):
-    """Return a family of BERT's blocks: with parts of its own, and names of its head's layers."""
+    """Return a family with BERT's blocks, with additional parts and the head's weight names."""
     embeddings = f"{prefix}.embeddings."
     return Family(
         architecture,
@@ -64,7 +66,7 @@ def _bert(architecture, parts, prefix, head, **others):
             f"{embeddings}token_type_embeddings.weight": "token_types/table",
         },
         top={f"{embeddings}LayerNorm": "embedding_norm", **head},
-        # Norms had other names when Google's files were made. The head may have its own bias.
+        # Google's original files use other names for norms. The head may have a separate bias.
         renamed={
             "LayerNorm.gamma": "LayerNorm.weight",
             "LayerNorm.beta": "LayerNorm.bias",
@@ -82,7 +84,7 @@ _REFUSED = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
-# Models that find masked tokens may have what tells next sentences, too.
+# Masked language models may have weights for next-sentence prediction, which are skipped.
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
 BERT = _bert(
     "BertForMaskedLM",
@@ -110,7 +112,7 @@ ROBERTA = _bert(
         "lm_head.layer_norm": "head/norm",
         "lm_head.decoder": "head/logits",
     },
-    refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
+    refused={**_REFUSED, "hidden_act": "gelu"},  # the head always uses "gelu"
     vectors={"lm_head.bias": "head/logits/bias"},
     copies=("lm_head.decoder.weight",),
     untied_copies={"lm_head.decoder.bias": "lm_head.bias"},
@@ -153,7 +155,7 @@ DISTILBERT = Family(
 
 
 def _full_each(config, number):
-    """Return the kind of a block: by default each third is full, the first one among them."""
+    """Return the kind of a block. By default every third block is full, from the first one on."""
     return SLIDING if number % (config.get("global_attn_every_n_layers") or 3) else FULL
 
 
@@ -175,7 +177,8 @@ MODERNBERT = Family(
             kind_of=_full_each,
             window=128,
             window_field="local_attention",
-            # Theirs is what is seen on both sides together, ours on one, with the position itself.
+            # ModernBERT counts both sides of the window together. This library counts one side,
+            # including the position itself.
             window_of=(lambda both: both // 2 + 1, lambda one: 2 * (one - 1)),
             has_types=True,
             by_kind=True,

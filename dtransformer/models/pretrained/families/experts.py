@@ -1,7 +1,8 @@
-"""Fields of published configs that say experts, and the families that are Llama's blocks with them.
+"""Config keys of experts, and the families Mixtral and Qwen3-MoE.
 
-References: Jiang et al., 2024, "Mixtral of experts", arXiv 2401.04088; Yang et al., 2025, "Qwen3
-technical report", arXiv 2505.09388.
+Reference:
+    - [Jiang et al., 2024, Mixtral of experts](https://arxiv.org/abs/2401.04088)
+    - [Yang et al., 2025, Qwen3](https://arxiv.org/abs/2505.09388)
 """
 
 import dataclasses
@@ -15,20 +16,21 @@ from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
 from dtransformer.models.pretrained.families.parts import differs, epsilon, kv_heads
 from dtransformer.parallel.config.config import MoEConfig
 
-# No token is dropped, and the load is balanced sequence by sequence.
+# Published models drop no token. The load is balanced within each sequence.
 _ALWAYS = {"dropless": True, "expert_group_size": 4096}
 _COEFFICIENT = "router_aux_loss_coef"
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What configs of a family say of its experts.
+    """Mapping between config keys and `MoEConfig`.
 
     Args:
-        fields: fields of `MoEConfig`, and theirs with what a config means that does not say it.
-        aux_loss: weight of the load-balancing loss where nothing is said; None where none is.
-        fixed: other fields of `MoEConfig`.
-        renamed: older names of their fields.
+        fields: Dict from fields of `MoEConfig` to tuples of a config key and its default.
+        aux_loss: Default weight of the load-balancing loss, or `None` if the family has
+            none.
+        fixed: Dict of other fields of `MoEConfig`.
+        renamed: Dict from config keys to their names in older configs.
     """
 
     fields: Mapping[str, tuple]
@@ -38,13 +40,13 @@ class Experts:
     arguments: tuple[str, ...] = ("moe_config",)
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`."""
+        """Return the arguments from a config; see `Part`."""
         found = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
         for own, (field, usual) in self.fields.items():
             value = config.get(field)
             value = config.get(self.renamed.get(field)) if value is None else value
             found[own] = usual if value is None else value
-        # That is what the loss depends on there.
+        # `transformers` adds the loss only with `output_router_logits`.
         if self.aux_loss is not None:
             factor = config.get(_COEFFICIENT)
             factor = self.aux_loss if factor is None else factor
@@ -52,10 +54,10 @@ class Experts:
         return {"moe_config": MoEConfig(**found)}
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the network has no experts, or others than the family.
+            InputError: If the network has no experts, or unsupported ones.
         """
         moe = experts_of(arguments)
         if moe is None:
@@ -65,7 +67,7 @@ class Experts:
         for name, value in vars(plain).items():
             if getattr(moe, name) != value and (name not in own or name == "dropless"):
                 raise differs(f"experts with {name}", repr(getattr(moe, name)), repr(value))
-        usual = arguments["ffn_hidden_size"]  # which is what None means
+        usual = arguments["ffn_hidden_size"]  # the meaning of `None`
         moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or usual)
         found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
         if self.aux_loss is None:
@@ -75,7 +77,7 @@ class Experts:
 
 
 def _mlp_only(config, number):
-    """Return whether a block of Qwen3's has no experts."""
+    """Return whether a Qwen3-MoE block has no experts."""
     step = config.get("decoder_sparse_step") or 1
     return number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
 
@@ -86,10 +88,10 @@ def _mlp_only_layers(are_dense):
 
 
 def first_dense(usual: int) -> tuple:
-    """Return the rule by which the first blocks have no experts, as `Blocks.dense`.
+    """Return functions for a family whose first blocks have no experts; see `Blocks.dense`.
 
     Args:
-        usual: how many, where nothing is said.
+        usual: Default number of these blocks.
     """
     field = "first_k_dense_replace"
 
@@ -107,12 +109,12 @@ def first_dense(usual: int) -> tuple:
 
 
 def deepseek_experts(*usual, kind: type[Experts] = Experts, **fixed) -> Experts:
-    """Return the fields of experts by DeepSeek's names, of which no loss is a part.
+    """Return an `Experts` part with DeepSeek's config keys and no load-balancing loss.
 
     Args:
-        *usual: what a config means that does not say them, in their order.
-        kind: the class.
-        **fixed: other fields of `MoEConfig`.
+        *usual: Defaults of the keys, in the order of `_DEEPSEEK`.
+        kind: Class of the result.
+        **fixed: Other fields of `MoEConfig`.
     """
     fields = {own: (field, x) for (own, field), x in zip(_DEEPSEEK.items(), usual)}
     return kind(fields, aux_loss=None, fixed=fixed)
@@ -131,7 +133,7 @@ _DEEPSEEK = {
 
 
 def next_tokens(arguments: Mapping) -> tuple[str, ...]:
-    """Return what names begin with of what predicts several tokens, behind the last block."""
+    """Return prefixes of the multi-token prediction weights, which follow the last block."""
     return (f"model.layers.{arguments['num_layers']}.",)
 
 
@@ -149,7 +151,7 @@ MIXTRAL = Family(
             }
         ),
     ),
-    # There it multiplies what experts see, too.
+    # `transformers` also multiplies the experts' inputs by this noise.
     refused={"router_jitter_noise": 0.0},
     ids=USUAL_IDS,
     router="block_sparse_moe.gate",

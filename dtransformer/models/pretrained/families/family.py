@@ -1,6 +1,6 @@
-"""Families of published models as rows of a table: what each says and stores in its own way.
+"""Declarative description of a model family of `transformers`.
 
-What a row does not say is Llama's.
+Every default of `Family` describes Llama. Other families state only the differences.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from dtransformer.models.pretrained.families.parts import (
 from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-# What changes no result, or is written for all families alike.
+# Arguments that change no result, or that are saved in the same way for all families.
 _FREE = {
     *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "implementation"),
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
@@ -36,12 +36,14 @@ _FREE = {
 
 
 def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
-    """Return what configs cannot say otherwise, where no part of theirs does: a network's defaults.
+    """Return a network's default arguments, as the fixed arguments of a family.
+
+    Config keys of the family may override them.
 
     Args:
-        network: its class.
-        *without: names of arguments that may be any.
-        **others: arguments that are others than by default.
+        network: Class of the network.
+        *without: Names of arguments that may have any value.
+        **others: Arguments whose values differ from the network's defaults.
     """
     given = inspect.signature(network.__init__).parameters.values()
     usual = {x.name: x.default for x in given if x.default is not x.empty}
@@ -77,62 +79,78 @@ LLAMA_PARTS = (
 
 
 def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
-    """Return Llama's parts without those of some arguments, of which configs say nothing."""
+    """Return Llama's parts, without parts that set any of the given arguments."""
     return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
 
 
 _TABLES = {"model.embed_tokens.weight": "embedding/table"}
 _TOP = {"model.norm": "blocks/final_norm", "lm_head": "head"}
-# Special tokens of texts: our arguments -> fields of published configs.
+# Network arguments of special tokens -> config keys.
 TEXT_IDS = {"pad_id": "pad_token_id", "start_id": "bos_token_id", "end_id": "eos_token_id"}
 DECODER_IDS = {**TEXT_IDS, "start_id": "decoder_start_token_id"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of published models.
+    """Model family of `transformers`: its config keys, weight names and supported features.
+
+    Dicts of weight names map names in `transformers` to paths in this library.
 
     Args:
-        architecture: the class in `transformers`, with the head that it was trained with.
-        parts: `Part`s that replace Llama's of the same arguments, or come besides.
-        fixed: arguments that are always so.
-        refused: fields, and the only values that are built.
-        ids: what fields of special tokens mean that a config lacks.
-        attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
-            those of feed-forward layers, and of what is beside experts. The norms' and `dense` may be
-            functions of the arguments.
-        stacked: those of tensors that have all experts, kernels as [experts, inputs, outputs]; where
-            there are two weights, their outputs take turns.
-        block_vectors: those of other vectors of a block, whole.
-        router: what the router's kernel is called.
-        router_bias: the whole name of its bias.
-        is_grouped: whether queries, keys and values of one tensor are by groups of heads.
-        is_transposed: whether products are stored as PyTorch's `Linear` has them.
-        is_interleaved: whether neighbouring features turn together: theirs are put in our order.
-        block, path: what names of a block's tensors, and our paths, begin with; `{}` is its number.
-        stacks: arguments that are numbers of blocks, and fields of this class that such blocks have of
-            their own.
-        tables, top, vectors, rows: names of the tensors outside of blocks, and ours: tables, norms and
-            products, and others by their whole names, as [features] or as [1, features].
-        base: what `fixed` is besides.
-        usual_parts: the parts that `parts` come besides.
-        network: the class of the networks.
-        special_ids: dict of arguments that are ids of tokens, and the fields that hold them.
-        own_padding: whether padding that is the start or end token, too, is none.
-        prefix: what names may begin with, or not; `tensors` has them without it.
-        heads: what names begin with that have no prefix in any case.
-        copies: Names of tensors that repeat the first of `tables`: a tied head, or a table of
-            embeddings for one side.
-        untied_copies: Tensors of untied models that repeat another one, and its name. `transformers`
-            reads each of them.
-        position_tables: Ends of names of tables of sinusoidal positions, which are no weights here.
-        written_positions: Names of such tables that saved files have.
-        ignored: endings of names that hold no weights of the network.
-        renamed: dict of endings of names in older files, and what they are now.
-        left_out: a function of the arguments that returns what names begin with of tensors that are
-            left out, with a notice.
-        settled: a function of the arguments and of the names of a file's tensors that returns the
-            arguments: it settles what the config leaves open.
+        architecture: Name of the class in `transformers`, including the pretraining head.
+        parts: Tuple of `Part`s. They are added to `usual_parts` and replace its parts
+            for the same arguments.
+        fixed: Dict of network arguments that are the same for the whole family.
+        refused: Dict from config keys to their only supported value.
+        ids: Dict from config keys of special tokens to their defaults.
+        attention: Dict from names of attention products in a block to tuples of paths. A
+            tuple of several paths is a fused tensor.
+        dense: Like `attention`, for feed-forward layers and shared experts. It may be a
+            function of the network's arguments that returns the dict.
+        experts: Dict from names of expert kernels in a block to paths. `{}` is the expert
+            index.
+        norms: Dict from names of norms in a block to paths, or a function of the network's
+            arguments that returns it.
+        stacked: Dict from names of tensors with all experts, [experts, inputs, outputs], to
+            tuples of paths. The outputs of two weights are interleaved.
+        block_vectors: Dict from full names of other vectors in a block to paths.
+        router: Name of the router's kernel, without `.weight`.
+        router_bias: Full name of the router's bias.
+        is_grouped: Boolean. Whether a fused tensor of queries, keys and values stores one
+            group of heads after another.
+        is_transposed: Boolean. Whether kernels are [outputs, inputs], like PyTorch's
+            `Linear`.
+        is_interleaved: Boolean. Whether rotary positions rotate pairs of neighboring
+            features. Loading reorders them to the order of this library.
+        block, path: Prefixes of a block's weight names, in `transformers` and here. `{}` is
+            the block index.
+        stacks: Dict from arguments with a number of blocks to dicts of `Family` fields that
+            differ in these blocks.
+        tables: Dict from names of embedding tables to paths.
+        top: Dict from names of norms and products outside of blocks to paths.
+        vectors: Dict from full names of other vectors [features] to paths.
+        rows: Dict from full names of other vectors [1, features] to paths.
+        base: Dict of network arguments. `fixed` overrides it.
+        usual_parts: Tuple of default `Part`s.
+        network: Class of the networks.
+        special_ids: Dict from network arguments that are token ids to config keys.
+        own_padding: Boolean. Whether to ignore a padding id that is also the start or end
+            token.
+        prefix: Optional prefix of weight names in files. `tensors` omits it.
+        heads: Tuple of prefixes of names that never have `prefix`.
+        copies: Tuple of names of tensors that repeat the first of `tables`: a tied head, or
+            one side's embedding table.
+        untied_copies: Dict from names of tensors that repeat another tensor in untied models
+            to the name of that tensor. `transformers` reads both.
+        position_tables: Tuple of suffixes of names of sinusoidal position tables. They are
+            not weights in this library.
+        written_positions: Tuple of names of such tables in saved files.
+        ignored: Tuple of suffixes of names that are not weights of the network.
+        renamed: Dict from suffixes of names in older files to the current suffixes.
+        left_out: Function from the network's arguments to a tuple of prefixes of tensor
+            names that are skipped with a warning.
+        settled: Function from the network's arguments and the tensor names in a file to the
+            final arguments, for facts that the config does not contain.
     """
 
     architecture: str
@@ -175,17 +193,17 @@ class Family:
     settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def all_parts(self) -> list[Part]:
-        """Return the family's parts, and those of Llama's that they do not replace."""
+        """Return the parts of the family, including the default parts that it does not replace."""
         own = {name for part in self.parts for name in part.arguments}
         return [*(x for x in self.usual_parts if not own & set(x.arguments)), *self.parts]
 
     def arguments(self, config: Mapping) -> dict:
-        """Return the arguments of a network of a config.
+        """Return the network arguments for a config.
 
         Raises:
-            InputError: the config asks for what is not built.
+            InputError: If the config needs an unsupported feature.
         """
-        # `transformers` lets decoders attend both ways by the former.
+        # `is_causal` lets decoders in `transformers` attend in both directions.
         refused = {"is_causal": True} if hasattr(self.network, "generate") else {}
         for field, value in {**refused, **self.refused}.items():
             given = config.get(field)
@@ -199,10 +217,10 @@ class Family:
         return found
 
     def config(self, arguments: Mapping) -> dict:
-        """Return the config of a network of some arguments.
+        """Return the config for a network's arguments.
 
         Raises:
-            InputError: the network has what no config of the family says.
+            InputError: If no config of the family can represent the network.
         """
         parts = self.all_parts()
         said = {name for part in parts for name in part.arguments} | _FREE
@@ -216,7 +234,7 @@ class Family:
         return found
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
-        """Return the tensors of a file of a network of some arguments, without the prefix."""
+        """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
         shapes = weight_shapes.of_network(self.network, arguments)
         found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
         vectors = {**self.vectors, **self.rows}
@@ -237,13 +255,13 @@ class Family:
 
     @property
     def base_prefix(self) -> str:
-        """The first part of names, such as `"bert."`. Files of the class without a head lack it."""
+        """First part of weight names, such as `"bert."`. Files of classes without a head omit it."""
         return next(iter(self.tables)).partition(".")[0] + "."
 
     def stored_names(self, names: Collection[str]) -> dict[str, str]:
-        """Return the names of a file's tensors by the names that `tensors` uses.
+        """Return a dict from the names that `tensors` uses to the names in a file.
 
-        If a file has a bias twice, the head's own is taken, as in `transformers`.
+        If a file has a bias twice, the head's copy is used, as in `transformers`.
         """
         found = {self.own_name(name): name for name in sorted(names)}
         table, prefix = next(iter(self.tables)), self.base_prefix
@@ -252,7 +270,7 @@ class Family:
         return {prefix + name: stored for name, stored in found.items()}
 
     def own_name(self, name: str) -> str:
-        """Return what a tensor of a file is called by `tensors`."""
+        """Return the name that `tensors` uses for a tensor in a file."""
         name = name.removeprefix(self.prefix)
         for older, newer in self.renamed.items():
             if name.endswith(older):
@@ -260,15 +278,15 @@ class Family:
         return name
 
     def file_name(self, name: str) -> str:
-        """Return what a tensor of `tensors` is called in the files that are written."""
+        """Return the name in saved files for a tensor of `tensors`."""
         return name if name.startswith(self.heads) else self.prefix + name
 
     def is_spare(self, name: str) -> bool:
-        """Return whether a file may have a tensor of that name besides the network's."""
+        """Return whether a file may contain a tensor that is not a weight of the network."""
         return name in self.copies or name.endswith(self.ignored + self.position_tables)
 
     def _numbered_block(self, number, shapes, arguments):
-        """Return the tensors of a block by its number."""
+        """Return the tensors of the block with an index."""
         theirs, ours = self.block.format(number), self.path.format(number)
         own = {x.removeprefix(ours): s for x, s in shapes.items() if x.startswith(ours)}
         return [
@@ -281,7 +299,7 @@ class Family:
         ]
 
     def _block(self, shapes, arguments):
-        """Return the tensors of a block's weights, by their paths within it."""
+        """Return the tensors of a block, named relative to the block."""
         has_experts, found = "feed_forward/router/kernel" in shapes, []
         norms, dense = (x(arguments) if callable(x) else x for x in (self.norms, self.dense))
         for name, ours in norms.items():
@@ -318,22 +336,22 @@ class Family:
 def linear(
     name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
 ) -> StoredTensor:
-    """Return a kernel as PyTorch's `Linear` has it: [outputs, inputs]; or that of an expert."""
+    """Return a `StoredTensor` for a kernel [outputs, inputs], possibly of a single expert."""
     return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
 
 
 def bias(name: str, *weights: str) -> StoredTensor:
-    """Return a tensor [features]: a bias, or what a norm multiplies with."""
+    """Return a `StoredTensor` for a vector [features]: a bias, or the scale of a norm."""
     return StoredTensor(name, weights, num_inputs=0)
 
 
 def table(name: str, weight: str) -> StoredTensor:
-    """Return a table of embeddings: [entries, features]."""
+    """Return a `StoredTensor` for an embedding table [entries, features]."""
     return StoredTensor(name, (weight,))
 
 
 def _stacked(name, ours, shapes):
-    """Return the tensors of all experts: a kernel, and a bias where there is one."""
+    """Return the tensors with the kernels, and biases if any, of all experts."""
     found = []
     for kind, ending, inputs in (("kernel", "", 2), ("bias", "_bias", 1)):
         paths = tuple(f"{path}_{kind}" for path in ours)
@@ -348,13 +366,13 @@ def _stacked(name, ours, shapes):
 
 
 def _vectors(name, ours, shapes):
-    """Return the tensors of a norm that is there, with a shift or without."""
+    """Return the tensors of a norm: its scale and its shift, as far as the network has them."""
     parts = {"weight": "gamma", "bias": "beta"}.items()
     return [bias(f"{name}.{x}", f"{ours}/{y}") for x, y in parts if f"{ours}/{y}" in shapes]
 
 
 def _meant(arguments, name):
-    """Return an argument, or what None means of it."""
+    """Return an argument. Explicit values that equal the meaning of `None` become `None`."""
     value = arguments[name]
     if name == "qkv_bias" and value is None:
         return arguments["use_bias"]
@@ -366,7 +384,10 @@ def _meant(arguments, name):
 
 
 def _order(path, features, arguments):
-    """Return our order of a product's features: of the pairs that turn first all first ones."""
+    """Return the feature order of a product with interleaved rotary pairs, or `None`.
+
+    This library stores the first features of all pairs, then the second features.
+    """
     latent = Latent.of(arguments.get("latent"))
     if latent is not None:
         first = features - latent.rotary_dim

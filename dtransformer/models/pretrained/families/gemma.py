@@ -1,7 +1,9 @@
 """Gemma 1 to 3.
 
-References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 2408.00118; 2025,
-"Gemma 3 technical report", arXiv 2503.19786.
+Reference:
+    - [Gemma Team, 2024, Gemma](https://arxiv.org/abs/2403.08295)
+    - [Gemma Team, 2024, Gemma 2](https://arxiv.org/abs/2408.00118)
+    - [Gemma Team, 2025, Gemma 3](https://arxiv.org/abs/2503.19786)
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -35,12 +37,12 @@ _CAPS = (
 
 
 def _period(config, number):
-    """Return the kind of a block: by default each sixth is full."""
+    """Return the kind of a block. By default every sixth block is full."""
     period = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern") or 6
     return every(period)(config, number)
 
 
-# Its first configs say "gelu", and mean the approximation by tanh.
+# The first Gemma configs contain "gelu" but mean the tanh approximation.
 _ACTIVATION = hidden_act("hidden_act", "gelu_pytorch_tanh", gelu="gelu_pytorch_tanh")
 GEMMA = Family(
     "GemmaForCausalLM",

@@ -1,7 +1,8 @@
-"""GPT-2 and OPT, decoders with learned positions.
+"""GPT-2 and OPT: decoders with learned positions.
 
-References: Radford et al., 2019, "Language models are unsupervised multitask learners"; Zhang et al.,
-2022, "OPT", arXiv 2205.01068.
+Reference:
+    - Radford et al., 2019, "Language models are unsupervised multitask learners"
+    - [Zhang et al., 2022, OPT](https://arxiv.org/abs/2205.01068)
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -35,7 +36,7 @@ GPT2 = Family(
     block="h.{}.",
     attention={"attn.c_attn": paths.QUERY_KEY_VALUE, "attn.c_proj": paths.OUTPUT},
     dense={"mlp.c_fc": paths.MAPPING, "mlp.c_proj": paths.PROJECTION},
-    is_transposed=False,  # GPT-2 has kernels as [inputs, outputs]
+    is_transposed=False,  # GPT-2 stores kernels as [inputs, outputs]
     norms={"ln_1": "attention_norm", "ln_2": "feed_forward_norm"},
     tables={"wte.weight": "embedding/table", "wpe.weight": "positions/table"},
     top={"ln_f": "blocks/final_norm", "lm_head": "head"},

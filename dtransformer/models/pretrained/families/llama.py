@@ -1,12 +1,17 @@
-"""Llama 1 to 3, and decoders that differ from it by a few fields.
+"""Llama 1 to 3, and decoders that differ from it in a few config keys.
 
-References: Touvron et al., 2023, "LLaMA", arXiv 2302.13971; Grattafiori et al., 2024, "The Llama 3
-herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.06825; Yang et al.,
-2024, "Qwen2 technical report", arXiv 2407.10671, and 2025, "Qwen3 technical report", arXiv
-2505.09388; Abdin et al., 2024, "Phi-3", arXiv 2404.14219; Lozhkov et al., 2024, "StarCoder 2", arXiv
-2402.19173; Bellagente et al., 2024, "Stable LM 2", arXiv 2402.17834; Parmar et al., 2024, "Nemotron-4",
-arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5,
-Ministral 3 and HunYuan by their published code.
+Reference:
+    - [Touvron et al., 2023, LLaMA](https://arxiv.org/abs/2302.13971)
+    - [Grattafiori et al., 2024, Llama 3](https://arxiv.org/abs/2407.21783)
+    - [Jiang et al., 2023, Mistral 7B](https://arxiv.org/abs/2310.06825)
+    - [Yang et al., 2024, Qwen2](https://arxiv.org/abs/2407.10671)
+    - [Yang et al., 2025, Qwen3](https://arxiv.org/abs/2505.09388)
+    - [Abdin et al., 2024, Phi-3](https://arxiv.org/abs/2404.14219)
+    - [Lozhkov et al., 2024, StarCoder 2](https://arxiv.org/abs/2402.19173)
+    - [Bellagente et al., 2024, Stable LM 2](https://arxiv.org/abs/2402.17834)
+    - [Parmar et al., 2024, Nemotron-4](https://arxiv.org/abs/2402.16819)
+    - Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5, Ministral 3 and HunYuan:
+      their published code
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -29,13 +34,13 @@ _PLAIN = {"attention_bias": False, "mlp_bias": False}
 
 
 def _last_slide(config, number):
-    """Return the kind of a block: those after the first `max_window_layers` may slide."""
+    """Return the kind of a block. Blocks after the first `max_window_layers` may slide."""
     is_last = number >= config.get("max_window_layers", 28)
     return SLIDING if config.get("use_sliding_window") and is_last else FULL
 
 
 def _slides_without_rotary(config, number):
-    """Return the kind of a block of SmolLM3's: those without rotary positions may slide."""
+    """Return the kind of a SmolLM3 block. Blocks without rotary positions may slide."""
     period, slides = config.get("no_rope_layer_interval") or 4, config.get("use_sliding_window")
     turns = config.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(number + 1)]
     return SLIDING if slides and not turns[number] else FULL
@@ -58,7 +63,7 @@ _MINISTRAL = {
 LLAMA = Family("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS)
 MISTRAL = Family(
     "MistralForCausalLM",
-    # A config that says nothing of it means 4096, as that of the first Mistral.
+    # A missing key means 4096, as in the first Mistral.
     parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
     ids=USUAL_IDS,
 )

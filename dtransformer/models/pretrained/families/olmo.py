@@ -1,7 +1,12 @@
-"""OLMo 2 and 3, OLMoE, and EXAONE 4, whose norms are of outputs, too.
+"""OLMo 2 and 3, OLMoE and EXAONE 4.
 
-References: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656; Muennighoff et al., 2024, "OLMoE",
-arXiv 2409.02060; LG AI Research, 2025, "EXAONE 4.0", arXiv 2507.11407; OLMo 3 by its published code.
+OLMo 2 and 3 and EXAONE 4 normalize the outputs of sublayers.
+
+Reference:
+    - [OLMo Team, 2025, OLMo 2](https://arxiv.org/abs/2501.00656)
+    - [Muennighoff et al., 2024, OLMoE](https://arxiv.org/abs/2409.02060)
+    - [LG AI Research, 2025, EXAONE 4.0](https://arxiv.org/abs/2507.11407)
+    - OLMo 3: its published code
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -66,7 +71,11 @@ OLMOE = Family(
 
 
 def _slides(config, number):
-    """Return the kind of a block of EXAONE 4's; letters are those of a period, the last one is full."""
+    """Return the kind of a block of EXAONE 4.
+
+    `sliding_window_pattern` is a period, or one letter per block of a period: `L` slides. The
+    last block is full then.
+    """
     period = config.get("sliding_window_pattern", 4)
     if config.get("sliding_window", 4096) is None or not period:
         return FULL

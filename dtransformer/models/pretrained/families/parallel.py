@@ -1,9 +1,11 @@
-"""GPT-NeoX, Phi, Falcon and Command R: attention and feed-forward layer of one input.
+"""GPT-NeoX, Phi, Falcon and Command R: parallel attention and feed-forward layers.
 
-References: Black et al., 2022, "GPT-NeoX-20B", arXiv 2204.06745, §2.1, and Biderman et al., 2023,
-"Pythia", arXiv 2304.01373; Li et al., 2023, "Textbooks are all you need II", arXiv 2309.05463;
-Almazrouei et al., 2023, "The Falcon series", arXiv 2311.16867; Command R and R7B by their published
-code.
+Reference:
+    - [Black et al., 2022, GPT-NeoX-20B, §2.1](https://arxiv.org/abs/2204.06745)
+    - [Biderman et al., 2023, Pythia](https://arxiv.org/abs/2304.01373)
+    - [Li et al., 2023, phi-1.5](https://arxiv.org/abs/2309.05463)
+    - [Almazrouei et al., 2023, Falcon](https://arxiv.org/abs/2311.16867)
+    - Command R and R7B: their published code
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import TIED, Field, differs, epsilon, hidden_act
 
-# Layers of the first decoders: all have biases.
+# Arguments of GPT-2 and its direct successors.
 CLASSIC = {"norm": "layer_norm", "gated": False, "use_bias": True, "qkv_bias": True}
 _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
 _DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
@@ -22,11 +24,11 @@ _ONE_NORM = "parallel_one_norm"
 
 
 def parallel_residual(usual: bool, placement: str) -> Field:
-    """Return the field of whether attention and feed-forward layer have one input.
+    """Return the `Field` of parallel attention and feed-forward layers.
 
     Args:
-        usual: where nothing is said.
-        placement: the name of their norms' placement, of `block_forms.PLACEMENTS`.
+        usual: Default of a config without the key.
+        placement: Norm placement of parallel blocks, from `block_forms.PLACEMENTS`.
     """
     ours = lambda value: placement if value else None
     theirs = {placement: True, None: False, "pre": False}.get
@@ -75,7 +77,7 @@ PHI = Family(
 
 
 def _slides(config, number):
-    """Return the kind of a block of Command R7B's: each fourth is full, and has no positions."""
+    """Return the kind of a block of Command R7B. By default every fourth block is full."""
     if config.get("sliding_window", 4096) is None:
         raise InputError("sliding_window=null, blocks without positions, is not built for Cohere 2")
     return every(config.get("sliding_window_pattern") or 4)(config, number)
@@ -105,12 +107,12 @@ COHERE2 = Family(
 
 
 class _FalconHeads:
-    """The fields of Falcon's heads and norms: one head of keys and values, or groups of heads."""
+    """Mapping of Falcon's key and value heads and norms."""
 
     arguments = "num_kv_heads", "norm_placement"
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`."""
+        """Return the arguments from a config; see `Part`."""
         heads, is_one = config.get("num_kv_heads"), config.get("multi_query", True)
         has_two = config.get("num_ln_in_parallel_attn") != 1
         if not config.get("new_decoder_architecture"):
@@ -121,10 +123,10 @@ class _FalconHeads:
         }
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the blocks are not parallel.
+            InputError: If the blocks are not parallel.
         """
         placement = arguments["norm_placement"]
         norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
@@ -159,7 +161,7 @@ FALCON = Family(
     ),
     usual_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
     fixed={"norm": "layer_norm", "gated": False, "attention_dropout_rate": 0.0},
-    # Dropout is of the sum of both there, and that of attention of ALiBi alone.
+    # Falcon applies dropout to the sum of both layers, and attention dropout only with ALiBi.
     refused={
         "alibi": False,
         "parallel_attn": True,

@@ -1,4 +1,4 @@
-"""Parts of published configs: which fields say which arguments of a network, both ways, as data."""
+"""Two-way mappings between config keys of `transformers` and network arguments, as data."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.models.base import first_given
 
 _REQUIRED = object()
-# Names of activations in published configs -> ours.
+# Names of activations in configs of `transformers` -> names here.
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -23,36 +23,38 @@ _ACTIVATIONS = {
 
 
 class Part(typing.Protocol):
-    """Some fields of a config, and the arguments that they say.
+    """Mapping between some config keys and some network arguments.
 
     Attributes:
-        arguments: names of the arguments.
+        arguments: Tuple of the names of the arguments.
     """
 
     arguments: tuple[str, ...]
 
     def read(self, config: Mapping) -> dict:
-        """Return the arguments of a config."""
+        """Return network arguments from a config."""
 
     def written(self, arguments: Mapping) -> dict:
-        """Return the fields of a network's arguments: the opposite of `read`."""
+        """Return config fields from network arguments. The inverse of `read`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field that says one argument.
+    """Mapping between one config key and one network argument.
 
     Args:
-        argument: our name.
-        field: theirs.
-        usual: what a config means that does not say it, or a function of the config that returns it;
-            an error by default.
-        ours, theirs: functions of a value there, and here, that return the other one.
-        same: names of arguments that have the same value.
-        takes_null: whether null is a value of its own, and not the usual one.
-        own: a function of a network's arguments that returns what None means there; null by default.
-        also: names of fields that say the same, where they are there.
-        needs_also: whether they have to be there.
+        argument: Name of the network argument.
+        field: Config key of `transformers`.
+        usual: Value for a config without the key, or a function of the config that returns
+            it. Without it, the key is required.
+        ours, theirs: Functions from the config's value to the argument's value, and back.
+        same: Tuple of names of other arguments with the same value.
+        takes_null: Boolean. Whether null in a config is a value. Otherwise null means
+            `usual`.
+        own: Function from the network's arguments to the meaning of an argument that is
+            `None`. Defaults to null.
+        also: Tuple of other config keys that must have the same value.
+        needs_also: Boolean. Whether the keys in `also` are required.
     """
 
     argument: str
@@ -68,14 +70,14 @@ class Field:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of the argument and of those of the same value."""
+        """Names of the arguments that the field sets."""
         return (self.argument, *self.same)
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`; a field that lacks, or is null, is the usual one.
+        """Return the arguments from a config; see `Part`. A missing key or null means `usual`.
 
         Raises:
-            InputError: fields that have to be the same differ.
+            InputError: If keys that must have equal values differ.
         """
         value = config[self.field] if self.usual is _REQUIRED else config.get(self.field)
         is_said = value is not None or (self.takes_null and self.field in config)
@@ -90,10 +92,10 @@ class Field:
         return dict.fromkeys(self.arguments, self.ours(value))
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: arguments that have to be the same differ.
+            InputError: If arguments that must have equal values differ.
         """
         given = {name: arguments[name] for name in self.arguments}
         values = {
@@ -109,10 +111,10 @@ class Field:
 
 
 def activation(name: str) -> str:
-    """Return our name of a published config's activation.
+    """Return the Keras name of an activation in a published config.
 
     Raises:
-        InputError: it has none.
+        InputError: If the activation is unknown.
     """
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise InputError(f"the activation {shown(name)} is none of {', '.join(_ACTIVATIONS)}")
@@ -120,10 +122,10 @@ def activation(name: str) -> str:
 
 
 def published_activation(name: str) -> str:
-    """Return what published configs call an activation.
+    """Return the name of an activation in published configs.
 
     Raises:
-        InputError: it has no name there.
+        InputError: If `transformers` has no name for the activation.
     """
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     if name not in theirs:
@@ -132,24 +134,24 @@ def published_activation(name: str) -> str:
 
 
 def hidden_act(field: str = "hidden_act", usual: str = "silu", **means: str) -> Field:
-    """Return the field of the feed-forward layers' activation.
+    """Return the `Field` of the feed-forward activation.
 
     Args:
-        field: its name.
-        usual: what a config means that does not say it.
-        **means: names that mean others.
+        field: Config key.
+        usual: Default activation of a config without the key.
+        **means: Names in configs that stand for other activations.
     """
     ours = lambda name: activation(means.get(name, name))
     return Field("hidden_act", field, usual, ours, published_activation)
 
 
 def differs(name: str, own: object, theirs: object) -> InputError:
-    """Return the error for a network that no config of its family says.
+    """Return the error for a network that the configs of a family cannot represent.
 
     Args:
-        name: the argument's.
-        own: what the network has; a set or list of them.
-        theirs: what the family has.
+        name: Name of the argument.
+        own: Value in the network, or a set or list of values.
+        theirs: Value that the family supports.
     """
     own = ", ".join(map(str, own)) if isinstance(own, set | list) else own
     return InputError(
@@ -159,7 +161,14 @@ def differs(name: str, own: object, theirs: object) -> InputError:
 
 
 def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
-    """Return a field of a few values, which a dict of theirs and ours has."""
+    """Return a `Field` with a fixed set of values.
+
+    Args:
+        argument: Name of the network argument.
+        field: Config key.
+        usual: Default value in configs.
+        values: Dict from values in configs to values of the argument.
+    """
 
     def ours(value):
         if value not in [*values]:
@@ -177,12 +186,13 @@ def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
 
 @dataclasses.dataclass(frozen=True)
 class AfterPadding:
-    """Positions that are counted from the padding's id on.
+    """Mapping of learned positions that start after the padding id, as in RoBERTa.
 
     Args:
-        length: the number of positions that a config means that has none.
-        usual: the id that a config means that has none; an error by default.
-        counts: whether the length in configs has the positions before, too.
+        length: Integer. Default number of positions.
+        usual: Integer. Default padding id. Without it, the key is required.
+        counts: Boolean. Whether the length in configs includes the positions before the
+            first used one.
     """
 
     length: int
@@ -191,10 +201,10 @@ class AfterPadding:
     arguments: tuple[str, ...] = ("position_offset", "max_length")
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`.
+        """Return the arguments from a config; see `Part`.
 
         Raises:
-            InputError: there is no padding.
+            InputError: If the config has no padding id.
         """
         pad_id = first_given(config.get("pad_token_id"), self.usual)
         if pad_id is None:
@@ -203,10 +213,10 @@ class AfterPadding:
         return {"position_offset": pad_id + 1, "max_length": length - (pad_id + 1) * self.counts}
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: positions are counted from elsewhere.
+            InputError: If the positions do not start after the padding id.
         """
         offset, pad_id = arguments["position_offset"], arguments["pad_id"]
         if pad_id is None or offset != pad_id + 1:
@@ -222,13 +232,13 @@ def reciprocal(value: float) -> float:
 def epsilon(
     usual: float, field: str = "rms_norm_eps", same: tuple[str, ...] = (), own: float = 1e-6
 ) -> Field:
-    """Return the field of what norms add to the variance.
+    """Return the `Field` of the constant that norms add to the variance.
 
     Args:
-        usual: what a config means that does not say it.
-        field: its name.
-        same: other arguments that it says, such as `qk_norm_epsilon`.
-        own: what None means in a network.
+        usual: Default of a config without the key.
+        field: Config key.
+        same: Other arguments that the key sets, such as `qk_norm_epsilon`.
+        own: Value that `None` means in a network.
     """
     given = lambda value: own if value is None else value
     return Field("norm_epsilon", field, usual, theirs=given, same=same)
@@ -239,12 +249,18 @@ TIED = Field("tied_head", "tie_word_embeddings", True)
 
 
 def _if_lacking(field, usual, follows):
-    """Return `Field.usual` of one that means a number where it lacks, and follows where it is null."""
+    """Return the `Field.usual` of a key with different meanings if missing and if null.
+
+    A missing key means `usual`, if it is set, otherwise the same as null: `follows(config)`.
+    """
     return lambda config: usual if usual and field not in config else follows(config)
 
 
 def kv_heads(usual: int | None = None) -> Field:
-    """Return the field of grouped heads; what it is where it lacks, or as many as heads."""
+    """Return the `Field` of the number of key and value heads.
+
+    A missing key means `usual`, by default the number of query heads. Null means the latter.
+    """
     return Field(
         "num_kv_heads",
         "num_key_value_heads",
@@ -254,7 +270,7 @@ def kv_heads(usual: int | None = None) -> Field:
 
 
 def head_dim(usual: int | None = None) -> Field:
-    """Return the field of heads' sizes; what it is where it lacks, or h / n."""
+    """Return the `Field` of the head size. A missing key means `usual`, by default h / n."""
     return Field(
         "head_dim",
         "head_dim",
@@ -264,12 +280,12 @@ def head_dim(usual: int | None = None) -> Field:
 
 
 def query_scale(field: str, usual: float, is_square: bool = False) -> Field:
-    """Return the field of the factor of queries, which None is 1/√d of in a network.
+    """Return the `Field` of the factor of queries. `None` means 1/√d in a network.
 
     Args:
-        field: their name.
-        usual: what a config means that does not say it.
-        is_square: whether the field has a whole number n, and the factor is 1/√n.
+        field: Config key.
+        usual: Default of a config without the key.
+        is_square: Boolean. Whether the config contains an integer n that stands for 1/√n.
     """
 
     def usual_scale(arguments):

@@ -1,6 +1,8 @@
-"""T5, its first version and 1.1, and mT5.
+"""T5, T5 1.1 and mT5.
 
-References: Raffel et al., 2019, arXiv 1910.10683; Xue et al., 2020, "mT5", arXiv 2010.11934.
+Reference:
+    - [Raffel et al., 2019, T5](https://arxiv.org/abs/1910.10683)
+    - [Xue et al., 2020, mT5](https://arxiv.org/abs/2010.11934)
 """
 
 import dataclasses
@@ -25,30 +27,30 @@ _HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class _FeedForward:
-    """The field of the activation, and of whether it is a gate's."""
+    """Mapping of the activation and of whether the feed-forward layer is gated."""
 
     usual: str = "relu"
     arguments: tuple[str, ...] = ("gated", "hidden_act")
 
     def read(self, config: Mapping) -> dict:
-        """See `Part`.
+        """Return the arguments from a config; see `Part`.
 
         Raises:
-            InputError: there is no such layer.
+            InputError: If the layer is unknown.
         """
         given = first_given(config.get("feed_forward_proj"), self.usual)
         *gate, name = given.split("-")
         if gate not in ([], ["gated"]):
             raise InputError(f"feed_forward_proj is {shown(given)}, which is not known")
         if gate and name == "gelu":
-            name = "gelu_new"  # as the first files of 1.1 mean it
+            name = "gelu_new"  # The first T5 1.1 configs mean the tanh approximation.
         return {"gated": bool(gate), "hidden_act": activation(name)}
 
     def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the gate has no name.
+            InputError: If configs have no name for the gate.
         """
         name = published_activation(arguments["hidden_act"])
         if arguments["gated"] and name == "gelu":
@@ -62,7 +64,12 @@ class _FeedForward:
 
 
 def _stack(side, *attentions):
-    """Return the fields of `Family` that blocks of a side have, of attentions' names and ours."""
+    """Return the `Family` fields that differ in one side's blocks.
+
+    Args:
+        side: `"encoder"` or `"decoder"`.
+        *attentions: Tuples of an attention's name in `transformers` and its path here.
+    """
     last, attention, norms = len(attentions), {}, {}
 
     def dense(arguments):
@@ -83,7 +90,7 @@ def _stack(side, *attentions):
 
 
 def _settled(arguments: dict, names: Collection[str]) -> dict:
-    """Version 1.1 has a head of its own, though newer configs of it say that it is tied."""
+    """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
     is_own = not arguments["scales_output"] and _HEAD in names
     return {**arguments, "tied_head": arguments["tied_head"] and not is_own}
 
@@ -155,7 +162,7 @@ T5 = Family(
     ignored=("EncDecAttention.relative_attention_bias.weight",),
     settled=_settled,
 )
-# It is version 1.1 from its beginning: gated, and nothing is scaled before the head.
+# mT5 follows T5 1.1: gated, with unscaled decoder outputs.
 MT5 = dataclasses.replace(
     T5, architecture="MT5ForConditionalGeneration", parts=(*_PARTS, _FeedForward("gated-gelu"))
 )

@@ -1,4 +1,4 @@
-"""Classes of `transformers` that label sequences or tokens: their heads here, and their tensors."""
+"""Heads of `transformers` classes that label sequences or tokens."""
 
 import dataclasses
 import pathlib
@@ -18,28 +18,28 @@ from dtransformer.models.pretrained.families.parts import Field, choice
 from dtransformer.models.pretrained.folder import pooling_of
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-_MOST_LABELS = 2**20  # that are named
+_MOST_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# Families whose class without a head is written, for vectors of texts.
+# Families whose class without a head, which returns text vectors, can be saved.
 WITH_VECTORS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
     *("llama", "mistral", "qwen2", "qwen3"),
 )
-_HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
+_HEADS = "head/", "sentence_head/"  # prefixes of the heads' weight paths
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskHead:
-    """The head of one class of a family.
+    """Head of one `transformers` class of a family.
 
     Args:
-        layer: the class of the layer.
-        dense: dict of their layers and ours.
-        arguments: those of the layer, besides the number of labels and dropout.
-        fields: the fields of a config that say other arguments of the layer.
-        dropouts: fields of the rate of dropout, of which the first that is given counts; none for no
-            dropout.
-        usual_dropout: the rate where none is given.
+        layer: Class of the head layer.
+        dense: Dict from names of the head's parts in `transformers` to paths in the layer.
+        arguments: Dict of the layer's arguments, except the number of labels and dropout.
+        fields: Tuple of `Field`s for other arguments of the layer.
+        dropouts: Tuple of config keys of the dropout rate. The first one in a config counts.
+            An empty tuple disables dropout.
+        usual_dropout: Default dropout rate.
     """
 
     layer: Callable
@@ -52,13 +52,13 @@ class TaskHead:
     def head(
         self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
     ) -> LabelHead:
-        """Return the head of a network for some labels, not built.
+        """Return a head that is not built.
 
         Args:
-            labels: their names.
-            network: of which it has the type.
-            rate: of dropout.
-            config: fields of a published config, perhaps none.
+            labels: Names of the labels.
+            network: Network for the head, which has the same data type.
+            rate: Float. Dropout rate.
+            config: Published config, possibly empty.
         """
         own = {name: x for field in self.fields for name, x in field.read(config).items()}
         own |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
@@ -69,7 +69,7 @@ class TaskHead:
         return head
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
-        """Return the tensors of a file that are a head's."""
+        """Return the `StoredTensor`s of a head."""
         shapes = weight_shapes.of_layer(head, (None, None, 1))
         names = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
         names |= {"bias": ("bias", bias), "beta": ("bias", bias)}
@@ -82,7 +82,7 @@ class TaskHead:
 
 
 def _heads(sequence, tokens="classifier", **options):
-    """Return the heads of a family's sequences, and of its tokens, and their options."""
+    """Return the sequence and token heads of a family. `options` apply to the token head."""
     return {
         SEQUENCE: TaskHead(SequenceHead, **sequence),
         TOKENS: TaskHead(TokenHead, {tokens: "classifier"}, **options),
@@ -97,7 +97,8 @@ def _first(pooler, classifier, activation="tanh"):
 
 
 _ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
-# Of decoders: the last token that is no padding, without dropout; `score` of tokens has a bias.
+# Decoders classify the last token before the padding, without dropout. `score` has a bias only
+# for token classification.
 _LAST = {
     "dense": {"score": "classifier"},
     "arguments": {"pooling": "last", "use_bias": False},
@@ -114,13 +115,13 @@ _MODERNBERT = {
 }
 _POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
 _OF_KIND = {
-    # Of these tokens have no class there.
+    # `transformers` has no token classification for these families.
     **{
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
         for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
     },
     **{kind: _heads(_LAST, dropouts=_RATES) for kind in ("gpt2", "gpt_neox", "falcon")},
-    # And these have none.
+    # `transformers` has no task heads for these families.
     **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
     **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
     "bert": _heads(_first("bert.pooler.dense", "classifier")),
@@ -145,23 +146,31 @@ _OF_KIND = {
 
 
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
-    """Return the heads of a family by what the names of their classes end with.
+    """Return the task heads of a family, by the suffix of their class names.
 
     Args:
-        kind: its `model_type`, a key of `FAMILIES`.
+        kind: `model_type` of the family, a key of `FAMILIES`.
     """
     return _OF_KIND.get(kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {})
 
 
 def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
-    """Give a network that is not built the head of its folder, where that is a task's.
+    """Add the task head of a folder, if it has one, to a network that is not built.
 
-    Labels are those of the config's class. A folder of sentence-transformers specifies the pooling.
-    A class without the head of the network, such as `BertModel`, gives vectors: the mean of an
-    encoder's positions, or a decoder's last one.
+    Labels come from the config. A folder of sentence-transformers specifies the pooling. A
+    class without the pretraining head, such as `BertModel`, returns vectors: the mean over
+    positions for encoders, the last position for decoders.
+
+    Args:
+        network: Network that is not built.
+        config: Content of `config.json`.
+        folder: Path of the folder.
+
+    Returns:
+        The network.
 
     Raises:
-        InputError: If the family has no such class here.
+        InputError: If the head's class is not supported.
     """
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not isinstance(names[0], str):
@@ -186,23 +195,28 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
 
 
 def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
-    """Return a head as the family of a network has it; None where that is not known.
+    """Return a new head in the form of the network's family.
 
     Args:
-        network: a network as `from_pretrained` returns it, or any other one.
+        network: Network, from `from_pretrained` or not.
         ending: `SEQUENCE` or `TOKENS`.
-        labels: names of the labels.
+        labels: Names of the labels.
+
+    Returns:
+        A head that is not built, or `None` if the network's family is unknown or has no such
+        head.
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
-    usual = {"pad_token_id": getattr(network, "end_id", None)}  # where there is no other one
+    # Texts end with the end token if the vocabulary has no padding.
+    usual = {"pad_token_id": getattr(network, "end_id", None)}
     return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
-    """Return the names of a config's labels in their order; two where it says nothing.
+    """Return the label names of a config in order. A config without labels has two.
 
     Raises:
-        InputError: it names none.
+        InputError: If `id2label` is not a dict from indices to names.
     """
     names, number = config.get("id2label"), config.get("num_labels", 2)
     if not names:
@@ -213,15 +227,19 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
 
 
 def usual_labels(number: int) -> list[str]:
-    """Return what labels are called that have no names."""
+    """Return the default names of labels: `"LABEL_0"`, `"LABEL_1"` and so on."""
     return [f"LABEL_{place}" for place in range(number)]
 
 
 def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
-    """Return the tensors of a file of a network of a family, which may have a task's head.
+    """Return the `StoredTensor`s in a file of a network, including its task head.
+
+    Args:
+        kind: `model_type` of the family, a key of `FAMILIES`.
+        network: The network.
 
     Raises:
-        InputError: the family has no class with such a head.
+        InputError: If the family has no class with the network's head.
     """
     tensors = FAMILIES[kind].tensors(network.arguments)
     if not getattr(network, "has_task_head", False):
@@ -232,16 +250,20 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
-    """Return the fields of a published config that say a network's head: of a task, or none.
+    """Return the config fields of a network's task head; empty without a task head.
+
+    Args:
+        kind: `model_type` of the family, a key of `FAMILIES`.
+        network: The network.
 
     Raises:
-        InputError: the family has no class with such a head.
+        InputError: If the family has no class with the network's head.
     """
     if not getattr(network, "has_task_head", False):
         return {}
     head = network.head
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
-    base += "Text" * (kind == "gemma3_text")  # beside classes that see images
+    base += "Text" * (kind == "gemma3_text")  # the plain name belongs to the multimodal class
     if isinstance(head, PoolingHead):
         if kind not in WITH_VECTORS:
             raise InputError(f"vectors of the family {kind!r} have no published form here")
@@ -253,14 +275,15 @@ def head_fields(kind: str, network: TokenModel) -> dict:
         "architectures": [base + ending],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},  # of the blocks, too
+        # Blocks use the key `dropout` as well, so the head must not set it.
+        **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},
         **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
         **{x: y for x, own in kept if (y := getattr(head, own, None)) is not None},
     }
 
 
 def file_name(kind: str, name: str, network: TokenModel) -> str:
-    """Return what a tensor of `tensors_of` is called in the files of a network."""
+    """Return the name in a network's files for a tensor of `tensors_of`."""
     family = FAMILIES[kind]
     if isinstance(getattr(network, "head", None), PoolingHead):
         return name.removeprefix(family.base_prefix)
@@ -268,7 +291,7 @@ def file_name(kind: str, name: str, network: TokenModel) -> str:
 
 
 def _form_of(kind, head):
-    """Return the end of the class' name, and the form, of a head."""
+    """Return the class suffix and the `TaskHead` for a head."""
     ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
     form = task_heads(kind).get(ending)
     own = head.get_config()
