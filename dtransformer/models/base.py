@@ -135,7 +135,8 @@ class TokenModel(KeepsSettings, keras.Model):
         limit = self.arguments[name]
         if self.arguments["positions"] == "learned" and length > limit:
             raise ValueError(
-                f"{length} positions are asked for, but the learned positions end at {name}={limit}"
+                f"{length} positions exceed the learned positions, `{name}={limit}`. Shorten the "
+                "sequence, or create the network with more positions."
             )
 
     def logits_vocab_size(self) -> int:
@@ -319,4 +320,6 @@ def check_ids(vocab_size: int, **ids: int | None) -> None:
     """
     for name, value in ids.items():
         if value is not None and not 0 <= value < vocab_size:
-            raise ValueError(f"{name} must be in the vocabulary of {vocab_size}, got {value}")
+            raise ValueError(
+                f"`{name}` must be in the vocabulary of {vocab_size} entries, got {value}."
+            )

@@ -174,12 +174,14 @@ class CausalLM(OneStackModel):
         super().__init__(name=name, **kwargs)
         self.arguments = completed(given)
         if positions not in _POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
+            raise ValueError(
+                f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
+            )
         windows = [window, *(one.get("window") for one in check_pattern(block_pattern))]
         if prefix and any(windows):
             raise ValueError(
-                f"prefix=True does not work with window={max(filter(None, windows))}, which would hide "
-                "the prefix from what comes later: leave one of them out"
+                f"`prefix=True` does not work with `window={max(filter(None, windows))}`: the window "
+                "would hide the prefix from later tokens. Remove one of them."
             )
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
@@ -230,9 +232,9 @@ class CausalLM(OneStackModel):
         is_told = "prefix" in inputs
         if is_told != self.arguments["prefix"]:
             raise ValueError(
-                f"the network was made with prefix={self.arguments['prefix']}, and its inputs "
-                f'{"have" if is_told else "lack"} "prefix": give a dict of "tokens" and '
-                '"prefix" to a network with prefix=True, and to no other'
+                f"The network has `prefix={self.arguments['prefix']}`, but its inputs "
+                f'{"contain" if is_told else "lack"} "prefix". Pass a dict with "tokens" and '
+                '"prefix" if and only if the network has `prefix=True`.'
             )
         return tf.cast(inputs["prefix"], "bool") if is_told else None
 
@@ -271,7 +273,7 @@ class CausalLM(OneStackModel):
                 token.
             on_tokens: Callable `on_tokens(index, ids)` for streaming. It receives the index of a
                 result and its new ids as soon as they are decoded, including the end token.
-                Every rank calls its own function. Not supported with beams. On one device, each
+                Every rank calls its callback. Not supported with beams. On one device, each
                 token costs a call from TensorFlow to Python. Meshes and pipelines call a
                 function per token anyway.
             **options: Fields of `GenerationOptions`. Defaults to greedy search with the
@@ -290,7 +292,10 @@ class CausalLM(OneStackModel):
                 has a task head.
         """
         if self.has_task_head:
-            raise ValueError(f"a {type(self.head).__name__} gives labels: generate needs tokens")
+            raise ValueError(
+                f"`generate` needs a language model head, but the network has a "
+                f"{type(self.head).__name__}, which returns labels."
+            )
         check_int("max_new_tokens", max_new_tokens)
         self.build()
         source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
@@ -305,7 +310,7 @@ class CausalLM(OneStackModel):
         named = self.named_inputs(prompts)
         if others := named.keys() - {"tokens", "attention_mask"}:
             raise ValueError(
-                f"generate takes tokens and an attention_mask, not {sorted(others)[0]!r}"
+                f"`generate` accepts 'tokens' and 'attention_mask', got {sorted(others)[0]!r}."
             )
         mask, ids = mask_of(named), np.asarray(named["tokens"])
         return (

@@ -126,8 +126,8 @@ class EncoderDecoderModel(TokenModel):
         )
         if (source_segments is None) != (segments is None):
             raise ValueError(
-                "packed inputs have 'source_segments' and 'target_segments'; got "
-                f"{', '.join(sorted(inputs))}"
+                "Packed inputs need both 'source_segments' and 'target_segments', got "
+                f"{', '.join(sorted(inputs))}."
             )
         mask = mask_of(inputs)
         memory, memory_mask = self.encode(inputs["source"], source_segments, mask, training)
@@ -291,8 +291,8 @@ class EncoderDecoderModel(TokenModel):
         mask, ids = mask_of(named), tf.convert_to_tensor(named["source"])
         if mask is not None and not np.array_equal(mask, ids != self.pad_id):
             raise ValueError(
-                f"attention_mask is not 0 where the source has pad_id={self.pad_id}, and 1 elsewhere: "
-                "pad sources with that id"
+                f"`attention_mask` must be 0 where the source has `pad_id={self.pad_id}`, and 1 "
+                "elsewhere. Pad sources with that id."
             )
         return ids
 

@@ -9,10 +9,10 @@ import tensorflow as tf
 from dtransformer.errors import nearest
 
 _REFUSED = {
-    "labels": "give labels beside the inputs, as a tuple (inputs, labels)",
-    "position_ids": "positions follow from the places of tokens: 'segments' number the texts of a row",
-    "decoder_position_ids": "positions follow from the places of tokens",
-    "inputs_embeds": "give ids",
+    "labels": "pass labels next to the inputs, as a tuple `(inputs, labels)`.",
+    "position_ids": "positions follow from the order of tokens. Use 'segments' for packed texts.",
+    "decoder_position_ids": "positions follow from the order of tokens.",
+    "inputs_embeds": "pass token ids.",
 }
 _MASKS = "attention_mask", "decoder_attention_mask"
 
@@ -46,7 +46,8 @@ class InputKeys:
         if not isinstance(inputs, Mapping):
             if len(self.needed) > 1 or isinstance(inputs, list):
                 raise ValueError(
-                    f"{owner} takes a dict of {_listed(self.needed)}, got {type(inputs).__name__}"
+                    f"The inputs of {owner} must be a dict with {_listed(self.needed)}, got "
+                    f"{type(inputs).__name__}."
                 )
             return {self.needed[0]: inputs}
         found = {}
@@ -55,15 +56,18 @@ class InputKeys:
             if name not in (*self.needed, *self.optional):
                 raise ValueError(self._unknown(key, owner))
             if name in found:
-                raise ValueError(f"the inputs of {owner} have {name!r} twice, as {key!r}, too")
+                raise ValueError(
+                    f"The inputs of {owner} contain {name!r} twice, the second time as {key!r}. "
+                    "Remove one of them."
+                )
             if value is not None:
                 found[name] = value
         for name in self.needed:
             if name not in found:
                 also = [theirs for theirs, own in self.theirs.items() if own == name]
                 raise ValueError(
-                    f"the inputs of {owner} lack {' or '.join(map(repr, [name, *also]))}; they have "
-                    f"{_listed(inputs)}"
+                    f"The inputs of {owner} must contain {' or '.join(map(repr, [name, *also]))}, got "
+                    f"{_listed(inputs)}."
                 )
         for name, ids in zip(_MASKS, (self.needed[0], self.needed[-1])):
             _check_mask(name, found.get(name), ids, found[ids])
@@ -104,8 +108,8 @@ def _check_mask(name, mask, ids, of):
     own, expected = tf.TensorShape(own), tf.TensorShape(expected)
     if own.rank != 2 or not own.is_compatible_with(expected):
         raise ValueError(
-            f"{name} has the shape {tuple(own)}, expected that of {ids!r}, {tuple(expected)}: 1 where "
-            "there is a token, 0 for padding"
+            f"`{name}` has shape {tuple(own)}, but {ids!r} has shape {tuple(expected)}. Use equal "
+            "shapes, with 1 for tokens and 0 for padding."
         )
 
 

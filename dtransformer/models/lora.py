@@ -80,9 +80,9 @@ def add_lora(
     """
     check_int("rank", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
+        raise ValueError(f"`alpha` must be a positive number, got {alpha!r}.")
     if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}.")
     asked = {"rank": rank, "alpha": alpha, "dropout": check_rate("dropout", dropout), "kind": kind}
     paths = matching_paths(network, targets)
     give_adapters(network, dict.fromkeys(paths, asked), freeze_others)
@@ -108,9 +108,14 @@ def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others
         for path in asked:
             layer, kernel = layers.get(path.rpartition("/")[0]), kernels.get(path)
             if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):
-                raise ValueError(f"{path} is no kernel that can have a low-rank adapter")
+                raise ValueError(
+                    f"{path} cannot have a low-rank adapter. Choose kernels of attention, "
+                    "feed-forward layers, `Linear` or the head."
+                )
             if path.rpartition("/")[2] in layer.low_rank:
-                raise ValueError(f"{path} has an adapter already: merge_lora adds it to the kernel")
+                raise ValueError(
+                    f"{path} has an adapter already. Call `merge_lora` to add it to the kernel."
+                )
 
     together(check, "lora/check")
     for path, options in asked.items():
@@ -199,7 +204,7 @@ def check_adapted(network: keras.Model, function: str) -> None:
         ValueError: If the network has no adapters.
     """
     if not adapters_of(network):
-        raise ValueError(f"the network has no adapters for {function}: add_lora gives it some")
+        raise ValueError(f"`{function}` needs a network with adapters. Call `add_lora` first.")
 
 
 def _factors(network):

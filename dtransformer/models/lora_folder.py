@@ -102,7 +102,9 @@ def save_lora(
 
     landed = saved_by_chief(folder, write, overwrite)
     if why is not None:
-        message = f"{why}; they are in {landed} by this library's names, which peft does not load"
+        message = (
+            f"{why} The adapters are in {landed} in this library's format, which peft cannot load."
+        )
         if family is not None:
             raise InputError(message)
         warnings.warn(message, stacklevel=2)
@@ -141,7 +143,10 @@ def load_lora(
             if own != kernels.get(path)
         ]
         if message:
-            raise InputError(f"{folder} has not the network's adapters: {message[0]}")
+            raise InputError(
+                f"{folder} does not match the network's adapters: {message[0]}. Load the folder "
+                "into a network without adapters."
+            )
 
     together(check, "lora/same")
     give_adapters(network, new, freeze_others)
@@ -157,8 +162,8 @@ def load_lora(
             found = arrays[f"{path}.{letter}"].shape
             if found != tensor.shape:
                 raise InputError(
-                    f"{folder}: the factor {letter.upper()} of {path} is {list(found)}, expected "
-                    f"{list(tensor.shape)}: are these adapters of another network?"
+                    f"{folder}: Factor {letter.upper()} of {path} has shape {list(found)}, expected "
+                    f"{list(tensor.shape)}. Check that the adapters belong to this network."
                 )
 
     together(check_shapes, "lora/shapes")
@@ -178,7 +183,7 @@ def _read(network, folder):
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise InputError(
-                f"{folder / name}: there is no such file: expected a folder of adapters"
+                f"{folder / name} does not exist. Pass a folder with {CONFIG} and {WEIGHTS}."
             )
     config, file = read_json(folder / CONFIG), SafetensorsFile(folder / WEIGHTS)
     factors = {
@@ -194,7 +199,9 @@ def _read(network, folder):
     }
     expected = {f"{path}.{x}" for path, asked in kernels.items() for x in KINDS[asked["kind"]]}
     if wrong := sorted(expected ^ factors.keys()):
-        raise InputError(f"{folder}: {CONFIG} and {WEIGHTS} do not fit: {wrong[0]} is in one only")
+        raise InputError(
+            f"{folder}: {CONFIG} and {WEIGHTS} do not match: only one of them has {wrong[0]}."
+        )
     return kernels, factors
 
 

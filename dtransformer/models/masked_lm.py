@@ -145,7 +145,9 @@ class MaskedLM(OneStackModel):
         super().__init__(name=name, **kwargs)
         self.arguments = completed(given)
         if positions not in _POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
+            raise ValueError(
+                f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
+            )
         check_ids(vocab_size, pad_id=pad_id)
         self.pad_id, self.vocab_size = pad_id, vocab_size
         self._add_layers(lambda_func)
@@ -194,8 +196,8 @@ class MaskedLM(OneStackModel):
         ids, segments = given["tokens"], given.get("segments")
         if segments is not None and self.sentence_head is not None:
             raise ValueError(
-                "'segments' pack several texts into a row, and next_sentence classifies a row by "
-                "its first token: give one text a row, or next_sentence=False"
+                "'segments' pack several texts into a row, but `next_sentence=True` classifies each "
+                "row. Use one text per row, or set `next_sentence=False`."
             )
         start = 0
         if self.arguments["position_offset"] and self.pad_id is not None and segments is None:
@@ -229,7 +231,9 @@ class MaskedLM(OneStackModel):
         if self.token_types is not None:
             x = self.token_types(x, types)
         elif types is not None:
-            raise ValueError("inputs have 'token_types', and the network has none: leave them out")
+            raise ValueError(
+                "The inputs contain 'token_types', but the network has no token types. Remove them."
+            )
         return self.embedding_norm(x)
 
     def logits_vocab_size(self) -> int | dict[str, int]:

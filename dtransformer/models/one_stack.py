@@ -109,7 +109,7 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
     """
     if not isinstance(network, OneStackModel):
         raise ValueError(
-            f"{type(network).__name__} has no place for a task's head: give a CausalLM or a MaskedLM"
+            f"{type(network).__name__} does not support task heads. Use a CausalLM or a MaskedLM."
         )
     sentences = getattr(network, "sentence_head", None)
     head.name = "head"

@@ -36,10 +36,12 @@ def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
             is_taken = any(True for pattern in _SAVED for _ in path.glob(pattern))
         if is_taken and not overwrite:
             raise InputError(
-                f"{path}: is there already: give another name, or overwrite=True (--overwrite)"
+                f"{path} exists already. Choose another name, or set `overwrite=True` (`--overwrite`)."
             )
         there = next(x for x in (path, *path.absolute().parents) if x.exists())
         if not os.access(there, os.W_OK):
-            raise InputError(f"{path}: cannot be written: give a place that you may write to")
+            raise InputError(
+                f"{path} is not writable. Choose another folder, or change its permissions."
+            )
 
     from_chief(check, "models/target")

@@ -112,8 +112,8 @@ class TranslationTransformer(EncoderDecoderModel):
         given["target_vocab_size"] = target_vocab_size
         if shared_embeddings and target_vocab_size != source_vocab_size:
             raise ValueError(
-                f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
-                f"and target_vocab_size={target_vocab_size}"
+                f"`shared_embeddings=True` needs equal vocabularies, got `source_vocab_size="
+                f"{source_vocab_size}` and `target_vocab_size={target_vocab_size}`."
             )
         self.arguments = completed(given)
         self._set_up(lambda_func)

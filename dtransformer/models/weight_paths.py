@@ -49,7 +49,7 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
             lists similar paths.
     """
     if not network.built:
-        raise ValueError("the network has no weights yet: build it, or call it on a batch")
+        raise ValueError("The network has no weights yet. Build it, or call it on a batch.")
     own = [path_in(network, variable) for variable in network.variables]
     everywhere = all_gather_json(own, "weight_paths")
     paths = list(dict.fromkeys(path for of_rank in everywhere for path in of_rank))
@@ -62,13 +62,15 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
             last = pattern.removesuffix("/weight").rpartition(".")[2]
             if last in _PUBLISHED:
                 raise ValueError(
-                    f"the pattern {pattern!r} matches no weight: here its name is "
-                    f"{_PUBLISHED[last]!r}"
+                    f"The pattern {pattern!r} matches no weight. In this library, use "
+                    f"{_PUBLISHED[last]!r}."
                 )
             kinds = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
             near = difflib.get_close_matches(pattern, kinds, n=12, cutoff=0.0)
             some = ", ".join(f"*{kind}" for kind in near)
-            raise ValueError(f"the pattern {pattern!r} matches no weight; there are {some}")
+            raise ValueError(
+                f"The pattern {pattern!r} matches no weight. Existing weights are {some}."
+            )
         found.update(new)
     return [path for path in paths if path in found]
 

@@ -127,23 +127,23 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = 
     """
     rows = [np.asarray(row) for row in texts]
     if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
-        raise ValueError("prompts must be an int tensor [b, s], or a list of lists of ids")
+        raise ValueError("`prompts` must be an int tensor [b, s], or a list of lists of ids.")
     _check_ends(rows, pad_id, end_id)
     if pad_id is not None:
         rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
     if not rows or not all(map(len, rows)):
-        raise ValueError("each prompt must have a token at least: give the start token alone")
+        raise ValueError("Each prompt must have at least one token, such as the start token.")
     for number, row in enumerate(rows):
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:
             raise ValueError(
-                f"prompt {number} has the id {outside[0]}, which is not in the vocabulary of "
-                f"{vocab_size}"
+                f"Prompt {number} has the id {outside[0]}, which is not in the vocabulary of "
+                f"{vocab_size} entries. Check that the tokenizer belongs to the model."
             )
         if pad_id is not None and (row == pad_id).any():
             raise ValueError(
-                f"prompt {number} has padding (pad_id={pad_id}) before a token: padding comes at "
-                "the end, or give lists of different lengths"
+                f"Prompt {number} has padding (`pad_id={pad_id}`) before a token. Pad at the end, "
+                "or pass lists of different lengths."
             )
     longest = max(map(len, rows))
     aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
@@ -158,7 +158,7 @@ def _check_ends(rows, pad_id, end_id):
         are_ends = [bool(row[place] == end_id) for row in rows]
         if any(are_ends) and not all(are_ends):
             raise ValueError(
-                f"prompt {are_ends.index(True)} {'ends' if place else 'begins'} with the end token "
-                f"{end_id}, and others do not: if it is padding, give a dict with an "
-                '"attention_mask", or lists without it'
+                f"Prompt {are_ends.index(True)} {'ends' if place else 'begins'} with the end token "
+                f"{end_id}, but other prompts do not. If it is padding, pass a dict with an "
+                '"attention_mask", or lists without padding.'
             )

@@ -72,8 +72,8 @@ class Generator:
             source = tf.repeat(source, options.num_return_sequences, axis=0)
         elif on_tokens is not None:
             raise ValueError(
-                f"on_tokens is told what is found for good, and beam_size={options.beam_size} may "
-                "change it later: set beam_size=1"
+                f"`on_tokens` does not work with `beam_size={options.beam_size}`, because beam "
+                "search may replace earlier tokens. Set `beam_size=1`."
             )
         function = self._function(ids, options, on_tokens is not None)
         with self._stream.told_to(on_tokens, ids.end_ids):

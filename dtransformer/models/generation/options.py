@@ -59,7 +59,7 @@ class GenerationOptions:
     >>> GenerationOptions(top_p=0.9)
     Traceback (most recent call last):
     ...
-    ValueError: top_p=0.9 is for drawing: set a temperature, such as temperature=1.0
+    ValueError: `top_p=0.9` only affects sampling. Set a temperature, such as `temperature=1.0`.
     """
 
     beam_size: FromOne = 1
@@ -92,7 +92,9 @@ class GenerationOptions:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in names:
-                raise TypeError(f"there is no option {name!r} of generate: {', '.join(names)}")
+                raise TypeError(
+                    f"`generate` has no option {name!r}. The options are {', '.join(names)}."
+                )
         return cls(**given)
 
     @property
@@ -105,18 +107,18 @@ class GenerationOptions:
             for name in ("top_k", "top_p", "min_p"):
                 if getattr(self, name) != getattr(type(self), name):
                     raise ValueError(
-                        f"{name}={getattr(self, name)} is for drawing: set a temperature, such as "
-                        "temperature=1.0"
+                        f"`{name}={getattr(self, name)}` only affects sampling. Set a temperature, such "
+                        "as `temperature=1.0`."
                     )
         elif self.beam_size > 1:
             raise ValueError(
-                f"beam_size={self.beam_size} searches and temperature={self.temperature} samples: "
-                "set beam_size=1 or temperature=0"
+                f"`beam_size={self.beam_size}` and `temperature={self.temperature}` cannot be "
+                "combined. Set `beam_size=1` to sample, or `temperature=0` to search."
             )
         if self.temperature == 0 and self.num_return_sequences > self.beam_size:
             raise ValueError(
-                f"num_return_sequences={self.num_return_sequences} is more than "
-                f"beam_size={self.beam_size}: set a larger beam, or a temperature to draw several"
+                f"`num_return_sequences={self.num_return_sequences}` must not exceed "
+                f"`beam_size={self.beam_size}`. Increase `beam_size`, or set a temperature to sample."
             )
 
 

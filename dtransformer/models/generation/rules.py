@@ -40,7 +40,8 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
         found = value if isinstance(value, list) else [value]
         if not all(type(one) is int and 0 <= one < vocab_size for one in found):
             raise InputError(
-                f"{path}: {name} is {shown(value)}, expected ids of the vocabulary of {vocab_size}"
+                f"{path}: `{name}` must have ids in the vocabulary of {vocab_size} entries, got "
+                f"{shown(value)}."
             )
         return found
 
@@ -51,7 +52,9 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
             rules[_IDS[name]] = [*rules.get(_IDS[name], []), *ids(name, value)]
         elif name in _NUMBERS:
             if type(value) is not int or value < 0:
-                raise InputError(f"{path}: {name} is {shown(value)}, expected an int of 0 or more")
+                raise InputError(
+                    f"{path}: `{name}` must be an integer of at least 0, got {shown(value)}."
+                )
             rules[name] = value
         elif name == "forced_bos_token_id" and has_source:
             rules["first_ids"] = ids(name, value)
@@ -128,6 +131,6 @@ def options_of(network, given: Mapping, before: int) -> GenerationOptions:
         network.has_told_rules = True
         message = ", ".join(f"{name}={shown(x)}" for name, (x, _) in open_.items())
         own = [option for _, option in open_.values() if option is not None]
-        hint = f"; {', '.join(dict.fromkeys(own))} can be given to generate" if own else ""
-        warnings.warn(f"{path}: not taken by itself are {message}{hint}", stacklevel=3)
+        hint = f" Pass {', '.join(dict.fromkeys(own))} to `generate`." if own else ""
+        warnings.warn(f"{path}: `generate` ignores {message}.{hint}", stacklevel=3)
     return GenerationOptions.of(**{**rules, "min_new_tokens": least, **given})

@@ -127,10 +127,14 @@ class TextGenerator:
                 combined with beams.
         """
         if isinstance(prompts, str):
-            raise TypeError(f"prompts must be a list of texts, got the text {shown(prompts)}")
+            raise TypeError(
+                f"`prompts` must be a list of strings, got the string {shown(prompts)}."
+            )
         rows, n = self._encode(prompts), self.num_results
         if self._continues and not all(rows):
-            raise ValueError(f"prompt {rows.index([])} has no token, and the model no start token")
+            raise ValueError(
+                f"Prompt {rows.index([])} has no token, and the model has no start token to begin with."
+            )
         texts = [""] * (n * len(rows))
         for start, batch in enumerate(batches_by_length(rows, self.batch_size)):
             numbers = [n * number + i for number in batch for i in range(n)]

@@ -43,7 +43,7 @@ class PretrainedFolder:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         if not self.path.is_dir():
-            raise InputError(f"{path}: there is no such folder: download the model first")
+            raise InputError(f"{path} is not an existing folder. Download the model first.")
         self.config = read_object(self.path / CONFIG)
         self._files = self._open()
         shapes = {name: file.shapes[name] for name, file in self._files.items()}
@@ -64,13 +64,13 @@ class PretrainedFolder:
         if (self.path / INDEX).exists():
             places = read_object(self.path / INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(_is_name(x) for x in places.values()):
-                raise InputError(f"{self.path / INDEX}: expected a weight_map of names of files")
+                raise InputError(f"{self.path / INDEX}: `weight_map` must contain file names.")
             files = {name: SafetensorsFile(self.path / name) for name in set(places.values())}
             lacking = [name for name, place in places.items() if name not in files[place].shapes]
             if lacking:
                 raise InputError(
-                    f"{self.path / places[lacking[0]]}: lacks {lacking[0]} ({len(lacking)} missing "
-                    f"tensors), which {INDEX} lists: download it again"
+                    f"{self.path / places[lacking[0]]} lacks {lacking[0]} ({len(lacking)} missing "
+                    f"tensors), which {INDEX} lists. Download it again."
                 )
             return {name: files[place] for name, place in places.items()}
         if (self.path / WEIGHTS).exists():
@@ -78,8 +78,8 @@ class PretrainedFolder:
             return dict.fromkeys(file.shapes, file)
         others = sorted(x.name for x in self.path.glob("*.bin")) or ["no weights"]
         raise InputError(
-            f"{self.path}: expected {WEIGHTS} or {INDEX}, found {others[0]}: other formats are not "
-            "read; save the model again as safetensors"
+            f"{self.path} must contain {WEIGHTS} or {INDEX}, found {others[0]}. Save the model "
+            "again in the safetensors format."
         )
 
 
@@ -117,12 +117,14 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
         kinds = [module["type"].rpartition(".")[2] for module in modules]
         places = {kind: "" + module["path"] for kind, module in zip(kinds, modules)}
     except (AttributeError, KeyError, TypeError):
-        raise InputError(f"{folder / MODULES}: expected a list of modules: type, path") from None
+        raise InputError(
+            f"{folder / MODULES} must contain a list of modules with `type` and `path`."
+        ) from None
     usual = ["Transformer", "Pooling", "Normalize"]
     if kinds not in (usual, usual[:2]) or places["Transformer"]:
         raise InputError(
-            f"{folder / MODULES}: the modules are {', '.join(kinds)}, expected the Transformer in the "
-            "folder itself, Pooling, and perhaps Normalize"
+            f"{folder / MODULES}: The modules must be the Transformer in the folder itself, Pooling "
+            f"and optionally Normalize, got {', '.join(kinds)}."
         )
     path = folder / places["Pooling"] / "config.json"
     found = read_object(path).items()
@@ -130,7 +132,8 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
     modes = [_MODES.get(name) for name in asked]
     if len(modes) != 1 or modes[0] is None:
         raise InputError(
-            f"{path}: pools by {', '.join(asked) or 'nothing'}, expected one of {', '.join(_MODES)}"
+            f"{path}: One pooling mode of {', '.join(_MODES)} must be true, got "
+            f"{', '.join(asked) or 'none'}."
         )
     return PoolingHead(modes[0], normalize="Normalize" in kinds, dtype=dtype)
 

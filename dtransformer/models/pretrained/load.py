@@ -64,14 +64,16 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     known = {"quantization_config"} if form_of(dict(config)) else set()
     left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
-        raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
+        raise InputError(
+            f"`{name}={shown(left[name])}` is not supported. Use the unmodified weights."
+        )
     for names, told in (
-        (left.keys() & _TRAINING, "training here does not apply"),
-        (left.keys() - KNOWN, "fields that are not known here, and ignored:"),
+        (left.keys() & _TRAINING, "Training ignores"),
+        (left.keys() - KNOWN, "Ignored unknown fields"),
     ):
         if names:
             message = ", ".join(f"{name}={shown(left[name])}" for name in sorted(names))
-            warnings.warn(f"{path}: {told} {message}", stacklevel=3)
+            warnings.warn(f"{path}: {told} {message}.", stacklevel=3)
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
@@ -170,7 +172,7 @@ def family_of(config: dict, path: os.PathLike) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
-            f"{path}: model_type is {shown(kind)}, expected one of {', '.join(FAMILIES)}"
+            f"{path}: `model_type` must be one of {', '.join(FAMILIES)}, got {shown(kind)}."
         )
     return FAMILIES[kind]
 
@@ -189,8 +191,8 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     config = ReadFields(config)
     if "EncoderModel" in f"{config.get('architectures')}":
         raise InputError(
-            f"{path}: architectures has an encoder alone, expected {family.architecture}, whose "
-            "files also have the decoder"
+            f"{path}: `architectures` names an encoder without its decoder. Use the files of "
+            f"{family.architecture}."
         )
     try:
         vocab_size, names = config["vocab_size"], family.special_ids
@@ -202,17 +204,15 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
             value = config.get(theirs, default)
             value = value[0] if isinstance(value, list) and value else value
             if value is None and names is DECODER_IDS:
-                raise InputError(
-                    f"lacks the field {theirs}: the id of a token, which its texts need"
-                )
+                raise InputError(f"The token id `{theirs}` is missing, which target texts need.")
             arguments[ours] = value
         arguments["pad_id"] = _padding(family, **arguments)
         check_others(config, path)
     except KeyError as error:
-        raise InputError(f"{path}: lacks the field {error}") from None
+        raise InputError(f"{path}: The field {error} is missing.") from None
     except (TypeError, AttributeError, ArithmeticError):
         last = [f"{x}={shown(config[x])}" for x in config.read if x in config][-3:]
-        raise InputError(f"{path}: of {', '.join(last)} one is not as published") from None
+        raise InputError(f"{path}: One of {', '.join(last)} has an invalid value.") from None
     except (InputError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     return arguments

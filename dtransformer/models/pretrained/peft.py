@@ -47,13 +47,13 @@ def written(
     places = next((paths for name, paths in _fitting(network) if name == family), None)
     if places is None:
         names = ", ".join(name for name, _ in _fitting(network))
-        raise InputError(f"family is {family!r}, expected one of {names}")
+        raise InputError(f"`family` must be one of {names}, got {family!r}.")
     tensors, modules = {}, {path: module for path, (module, _) in places.items()}
     for path in kernels:
         if path not in places:
             raise InputError(
-                f"{family} has no tensor for {path} alone: adapters of other kernels, or by this "
-                "library's names (family='dtransformer'), can be saved"
+                f"{family} has no separate tensor for {path}. Adapt other kernels, or save in this "
+                "library's format with `family='dtransformer'`."
             )
         shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
         for letter in KINDS[kernels[path]["kind"]]:
@@ -64,7 +64,9 @@ def written(
             tensors[name] = np.ascontiguousarray(value.reshape(shapes[letter]).T)
     first = next(iter(kernels.values()))
     if len({own["kind"] for own in kernels.values()}) > 1:
-        raise InputError("some adapters are of kind dora, others of lora: peft has one kind")
+        raise InputError(
+            "Some adapters are of kind dora, others of lora. peft needs a single kind."
+        )
     differing = lambda name: {
         modules[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
     }
@@ -113,7 +115,7 @@ def read(
     kind = "dora" if config.get("use_dora") else "lora"
     endings = tuple(f".{_NAMES[letter]}" for letter in KINDS[kind])
     if others := [name for name in names if not name.endswith(endings)]:
-        raise InputError(f"{folder}: {others[0]} is no factor of a kernel's adapter")
+        raise InputError(f"{folder}: {others[0]} is not a factor of a low-rank adapter.")
     modules = {name.rpartition(".lora_")[0] for name in names}
     places = _places(network, modules, folder)
     shapes, kernels, factors = network.weight_shapes(), {}, {}
@@ -135,9 +137,9 @@ def read(
             value = np.zeros([0]) if name is None else tensors[name].T
             if value.shape != expected:
                 raise InputError(
-                    f"{folder}: {_NAMES[letter]} of {module}, of rank {rank}, is "
-                    f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}: are "
-                    "these adapters of another network?"
+                    f"{folder}: {_NAMES[letter]} of {module}, with rank {rank}, has shape "
+                    f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}. Check "
+                    "that the adapters belong to this network."
                 )
             value = np.ascontiguousarray(value).reshape(shape)
             if letter != "a" and stored.order is not None:
@@ -149,23 +151,25 @@ def read(
 def _check_fields(config, folder):
     """Raise an error for unsupported fields, and warn about fields that only affect training."""
     if config["peft_type"] != "LORA":
-        raise InputError(f"{folder}: peft_type is {config['peft_type']!r}, expected 'LORA'")
+        raise InputError(f"{folder}: `peft_type` must be 'LORA', got {config['peft_type']!r}.")
     for name, value in config.items():
         if name == "lora_dropout" and isinstance(value, float) and value:
             warnings.warn(
-                f"{folder}: lora_dropout={value} is not applied where these adapters are trained on",
+                f"{folder}: `lora_dropout={value}` is ignored if these adapters are trained further.",
                 stacklevel=2,
             )
         elif name not in KNOWN and value not in _NONE:
-            raise InputError(f"{folder}: {shown(name)} is no field of adapters that is known here")
+            raise InputError(f"{folder}: {shown(name)} is not a known field of adapter configs.")
         elif name in _PLAIN and value not in _PLAIN[name]:
             hint = ""
             if name == "init_lora_weights":
                 hint = (
-                    ": they belong beside other weights than the published ones; let peft save them "
-                    "with path_initial_model_for_weight_conversion"
+                    " They belong to modified base weights. Let peft save them with "
+                    "`path_initial_model_for_weight_conversion`."
                 )
-            raise InputError(f"{folder}: adapters with {name}={shown(value)} are not built{hint}")
+            raise InputError(
+                f"{folder}: Adapters with `{name}={shown(value)}` are not supported.{hint}"
+            )
 
 
 def _rank_and_alpha(config, module, folder):
@@ -176,13 +180,13 @@ def _rank_and_alpha(config, module, folder):
         try:
             matches = [x for pattern, x in own.items() if re.match(rf"(.*\.)?({pattern})$", module)]
         except (AttributeError, re.error):
-            raise InputError(f"{folder}: {patterns} is {shown(own)}, expected patterns") from None
+            raise InputError(
+                f"{folder}: `{patterns}` must be a dict from patterns to numbers, got {shown(own)}."
+            ) from None
         value = matches[0] if matches else value
         kinds = (int,) if name == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise InputError(
-                f"{folder}: {name} is {shown(value)}, expected a number of more than 0"
-            )
+            raise InputError(f"{folder}: `{name}` must be a positive number, got {shown(value)}.")
         found.append(value)
     rank, alpha = found
     if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)
@@ -198,10 +202,10 @@ def _places(network, modules, folder):
         if modules and modules <= found.keys():
             return {module: found[module] for module in modules}
         lacking = min(lacking, modules - found.keys(), key=len)
-    message = ", ".join(sorted(lacking)[:3]) or "none at all"
+    message = ", ".join(sorted(lacking)[:3]) or "no adapters in the file"
     raise InputError(
-        f"{folder}: has adapters of kernels that the network has not: {message}; are they of another "
-        "network, or of a head that is tied?"
+        f"{folder}: The adapters do not match the network's kernels: {message}. They may belong to "
+        "another network, or to a tied head."
     )
 
 

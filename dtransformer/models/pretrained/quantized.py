@@ -143,6 +143,9 @@ def quantized_tensors(
         both = [shapes.get(own + ending), shapes[name]]
         shape = both[0] and shape_of(*both)
         if not shape:
-            raise InputError(f"{own + ending} is {both[0]}, its scales {name} are {both[1]}")
+            raise InputError(
+                f"{own + ending} has shape {both[0]}, which does not match its scales {name} with "
+                f"shape {both[1]}."
+            )
         found[own] = QuantizedTensor((own + ending, name), shape, stored, values)
     return found

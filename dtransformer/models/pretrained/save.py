@@ -80,8 +80,8 @@ def save_pretrained(
         config = config_of(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
-                "the network has adapters: save_lora writes them, or merge_lora adds them to the "
-                "kernels first"
+                "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
+                "saving the network."
             )
         return config
 
@@ -167,9 +167,9 @@ def _add_tokenizer(network, tokenizer, fresh):
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
         if not source.is_dir():
-            raise InputError(f"there is no {source} any more")
+            raise InputError(f"{source} does not exist any more.")
     except (InputError, OSError) as error:
-        warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
+        warnings.warn(f"The tokenizer was not saved with the network: {error}", stacklevel=2)
 
 
 def config_of(network: TokenModel, name: str | None = None) -> dict:
@@ -185,12 +185,12 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
     if name is None and network.origin is not None:
         name = network.origin[0]
     if name not in FAMILIES:
-        raise InputError(f"family is {name!r}, expected one of {', '.join(FAMILIES)}")
+        raise InputError(f"`family` must be one of {', '.join(FAMILIES)}, got {name!r}.")
     family, arguments = FAMILIES[name], network.arguments
     if not isinstance(network, family.network):
         raise InputError(
-            f"the network is a {type(network).__name__}, but the family {name!r} needs a "
-            f"{family.network.__name__}: save it as another family"
+            f"The network is a {type(network).__name__}, but the family {name!r} needs a "
+            f"{family.network.__name__}. Save it as another family."
         )
     return {
         "architectures": [family.architecture],

@@ -47,14 +47,14 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
             differing.add(copy)
     for name in differing - heads:
         raise InputError(
-            f"{content.path}: {names[name]} differs from the values that {family.architecture} "
-            "shares or computes here. Other values are not built: give a folder with the shared "
-            "table of embeddings, or with sinusoidal positions."
+            f"{content.path}: {names[name]} differs from the embedding table that "
+            f"{family.architecture} shares, or from its sinusoidal positions. Other values are not "
+            "supported."
         )
     for head in differing:
         warnings.warn(
             f"{content.path}: {names[head]} differs from {names[table]}, but config.json ties "
-            "them. The head keeps its values. Set tie_word_embeddings to false in config.json to "
+            "them. The head keeps its values. Set `tie_word_embeddings` to false in config.json to "
             "silence this warning.",
             stacklevel=2,
         )
@@ -100,24 +100,24 @@ class StoredWeights:
         unused -= set(filter(family.is_spare, unused))
         beginnings = family.left_out(network.arguments)
         if left_out := {name for name in unused if name.startswith(beginnings)}:
-            told = f"{len(left_out)} tensors of {', '.join(sorted(beginnings))} are left out"
-            warnings.warn(f"{content.path}: {told}", stacklevel=3)
+            told = f"Skipped {len(left_out)} unused tensors of {', '.join(sorted(beginnings))}"
+            warnings.warn(f"{content.path}: {told}.", stacklevel=3)
         unused -= left_out
-        message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
-        message += [f"it also has {name}" for name in sorted(unused)]
+        message = [f"missing {x.name}" for x in tensors if x.name not in names]
+        message += [f"unexpected {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
         self._shapes = network.weight_shapes()
         others = self._shapes.keys() - held
-        message += [f"the network also has {weight}" for weight in sorted(others)]
+        message += [f"no tensor for {weight}" for weight in sorted(others)]
         for tensor in tensors:
             expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
             found = content.shapes.get(names.get(tensor.name))
             if found not in (None, expected):
-                message.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
+                message.append(f"{tensor.name} has shape {list(found)}, not {list(expected)}")
         if message:
             more = len(message) - _MAX_TOLD
             told = "; ".join(message[:_MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
-            raise InputError(f"{content.path} does not fit its config: {told}")
+            raise InputError(f"{content.path} does not match its config: {told}.")
         # Keys are the weight's path and the expert's index, or `None` without experts.
         self._places = {
             (weight, tensor.expert): (tensor, number, names[tensor.name])

@@ -45,7 +45,7 @@ def test_each_field_of_a_config_is_known(family):
             lacking = {key: value for key, value in usual.items() if key != name}
             found = network_arguments(FAMILIES[family], lacking, "config.json")
         except InputError as error:
-            assert "lacks the field" in str(error)
+            assert "is missing" in str(error)
         else:
             assert found == expected, name
 
@@ -70,16 +70,16 @@ def llama(tmp_path):
 
 def test_fields_that_are_not_taken_are_named(llama):
     for given, told in (
-        ({"activation_dropout": 0.1}, "training here does not apply activation_dropout=0.1"),
-        ({"of_tomorrow": 3}, "not known here, and ignored: of_tomorrow=3"),
+        ({"activation_dropout": 0.1}, "Training ignores activation_dropout=0.1"),
+        ({"of_tomorrow": 3}, "Ignored unknown fields of_tomorrow=3"),
     ):
         change_config(llama, **given)
         with pytest.warns(UserWarning, match=told):
             from_pretrained(llama)
         change_config(llama, **dict.fromkeys(given, KeyError))
     for given, told in (
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not built"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config=.*` is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "`layer_types` contains 'sliding_attention'"),
     ):
         change_config(llama, **given)
         with pytest.raises(InputError, match=told):
@@ -96,9 +96,9 @@ def with_rules(folder, **rules):
 def test_how_to_search_is_named_once(llama):
     asked = {"do_sample": True, "temperature": 0.6, "typical_p": 0.5, "max_length": 99}
     network = with_rules(llama, **asked)
-    told = "not taken by itself are do_sample=True, temperature=0.6, typical_p=0.5, max_length=99"
+    told = "`generate` ignores do_sample=True, temperature=0.6, typical_p=0.5, max_length=99"
     with pytest.warns(
-        UserWarning, match=f"generation_config.json: {told}; temperature, the length"
+        UserWarning, match=f"generation_config.json: {told}. Pass temperature, the length"
     ):
         assert options_of(network, {}, 1).temperature == 0
     options_of(network, {}, 1)
@@ -109,8 +109,11 @@ def test_how_to_search_is_named_once(llama):
     with pytest.warns(UserWarning, match=r"forced_bos_token_id=4, bad_words_ids=\[\[5, 6\]\]"):
         options_of(with_rules(llama, forced_bos_token_id=4, bad_words_ids=[[5, 6]]), {}, 1)
     for rules, told in (
-        ({"suppress_tokens": [20]}, r"suppress_tokens is \[20\], expected ids of the vocabulary"),
-        ({"min_length": "3"}, "min_length is '3', expected an int"),
+        (
+            {"suppress_tokens": [20]},
+            r"`suppress_tokens` must have ids in the vocabulary .* got \[20\]",
+        ),
+        ({"min_length": "3"}, "`min_length` must be an integer .* got '3'"),
     ):
         with pytest.raises(InputError, match=told):
             with_rules(llama, **rules)
@@ -145,7 +148,7 @@ def test_rules_of_a_translation_model(beams, tmp_path):
 def test_start_tokens_may_lack_in_the_config_alone(tmp_path):
     folder = saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
     change_config(folder, decoder_start_token_id=KeyError)
-    with pytest.raises(InputError, match="lacks the field decoder_start_token_id"):
+    with pytest.raises(InputError, match="`decoder_start_token_id` is missing"):
         from_pretrained(folder)
     assert "decoder_start_token_id" in SILENT
 

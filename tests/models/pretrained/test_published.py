@@ -93,7 +93,9 @@ def test_what_is_generated(name):
     longest = max(map(len, PROMPTS))
     ids = np.array([[END] * (longest - len(row)) + row for row in PROMPTS])
     mask = np.array([[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS])
-    with pytest.raises(ValueError, match="prompt 0 begins with the end token 2, and others do not"):
+    with pytest.raises(
+        ValueError, match="Prompt 0 begins with the end token 2, but other prompts do not"
+    ):
         network.generate(ids, **options)
     if name == SEARCHED:
         padded = network.generate({"input_ids": ids, "attention_mask": mask}, **options)

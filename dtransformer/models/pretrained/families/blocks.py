@@ -98,11 +98,13 @@ class Blocks:
         kinds = {FULL} if self.kind_of is None else {FULL, SLIDING}
         if others := sorted({*(given or ())} - kinds):
             raise InputError(
-                f"layer_types has {others[0]!r}, attention of some blocks: it is not built"
+                f"`layer_types` contains {others[0]!r}, which is not supported for this family."
             )
         if given:
             if len(given) != number:
-                raise InputError(f"layer_types has {len(given)} entries for {number} blocks")
+                raise InputError(
+                    f"`layer_types` must have one entry per block ({number}), got {len(given)}."
+                )
         rule = self.kind_of or (lambda config, i: FULL)
         by_rule = [rule(config, i) for i in range(number)]
         return list(given or by_rule)
@@ -172,7 +174,7 @@ class Blocks:
         if windows and self.kind_of is None:
             raise differs("window", windows, None)
         if len(windows) > 1:
-            raise differs("window", windows, "one")
+            raise differs("window", windows, "one value")
         if fractions != {1.0} and self.fraction == 1 and not self.is_partial:
             raise differs("rotary_fraction", fractions - {1.0}, 1.0)
         turning = [block for block in blocks if block["rotary_base"] is not None] or blocks
@@ -181,7 +183,7 @@ class Blocks:
         for group in groups:
             if any(one[name] != group[0][name] for one in group for name in _ROTARY):
                 bases = {one["rotary_base"] for one in group}
-                raise differs("rotary positions of several kinds", bases, "one")
+                raise differs("rotary_base", bases, "one value")
         found = {}
         if self.kind_of is not None:
             window = next(iter(windows), None)
@@ -194,15 +196,16 @@ class Blocks:
             found[self.turns[0]] = [int(block["rotary_base"] is not None) for block in blocks]
         plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
         if plain != [0] * self.is_first_plain:
-            raise differs("blocks whose attention's input has no norm", plain, "others")
+            raise differs("blocks without attention norm", plain, [0] * self.is_first_plain)
         if self.dense is not None:
             found |= self.dense[1]([not block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
-            raise differs("blocks with experts", "some", "all")
+            raise differs("blocks with experts", "some of them", "all of them")
         turns = [self.are_full_turned or not windows or _kind(block) == SLIDING for block in blocks]
         if self.turns is None and [block["rotary_base"] is not None for block in blocks] != turns:
             raise InputError(
-                "some of the network's blocks have no rotary positions: its family's do, or others"
+                "The blocks with rotary positions differ from the family's. Save the network as another "
+                "family."
             )
         if self.by_kind:
             own = {kind: self._parameters(group[0]) for kind, group in by_kind.items() if group}

@@ -44,7 +44,8 @@ class _Latents:
         heads, shared = (config.get(name) for name in self._heads)
         if shared not in (None, heads):
             raise InputError(
-                f"num_key_value_heads={shared} is not built for latents: all heads' are"
+                f"`num_key_value_heads={shared}` is not supported with latents. It must equal "
+                "`num_attention_heads`."
             )
         sizes = {own: config.get(field, self._usual[field]) for own, field in self._fields.items()}
         rotary = config.get("qk_rope_head_dim", 64)
@@ -65,11 +66,13 @@ class _Latents:
         """
         latent, size = Latent.of(arguments["latent"]), arguments["head_dim"]
         if latent is None:
-            raise InputError("the family's attention is through latents, and the network's is not")
+            raise InputError(
+                "The family has latent attention, but the network has not. Save it as another family."
+            )
         scale = size**-0.5 * _magnitude(arguments["rotary_scaling"] or {})
         own = arguments["query_scale"] or size**-0.5
         if not math.isclose(own, scale, rel_tol=1e-6):
-            raise InputError(f"query_scale={own} is not said by the family's configs: {scale} is")
+            raise InputError(f"`query_scale={own}` cannot be saved: the family needs {scale}.")
         fields = {field: getattr(latent, own) for own, field in self._fields.items()}
         rotary = {
             "qk_rope_head_dim": latent.rotary_dim,
@@ -96,7 +99,7 @@ class _OfMethod(Experts):
         """
         found, method = super().read(config)["moe_config"], config.get("topk_method") or _METHODS[0]
         if method not in _METHODS:
-            raise InputError(f"topk_method is {method!r}, expected one of {', '.join(_METHODS)}")
+            raise InputError(f"`topk_method` must be one of {', '.join(_METHODS)}, got {method!r}.")
         if method == _METHODS[0]:
             found = dataclasses.replace(found, routing_groups=1, routing_groups_chosen=1)
         return {"moe_config": found}

@@ -61,7 +61,9 @@ class Experts:
         """
         moe = experts_of(arguments)
         if moe is None:
-            raise InputError("the family's blocks have experts, and the network has none")
+            raise InputError(
+                "The family has experts, but the network has none. Save it as another family."
+            )
         own = {"aux_loss_factor", *_ALWAYS, *self.fields}
         plain = MoEConfig(**{**_ALWAYS, **self.fixed})
         for name, value in vars(plain).items():
@@ -102,7 +104,10 @@ def first_dense(usual: int) -> tuple:
     def fields(are_dense):
         number = sum(are_dense)
         if not all(are_dense[:number]):
-            raise InputError("blocks without experts come first in the family, not between others")
+            raise InputError(
+                "Blocks without experts must precede all others in this family. Save the network as "
+                "another family."
+            )
         return {field: number}
 
     return is_dense, fields

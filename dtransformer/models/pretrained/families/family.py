@@ -209,7 +209,7 @@ class Family:
             given = config.get(field)
             if given is not None and given != value:
                 raise InputError(
-                    f"{field}={json.dumps(given)} is not built for {self.architecture}'s blocks"
+                    f"`{field}={json.dumps(given)}` is not supported for {self.architecture}."
                 )
         found = {**self.base, **self.fixed, "dropout_rate": 0.0}
         for part in self.all_parts():

@@ -79,7 +79,9 @@ PHI = Family(
 def _slides(config, number):
     """Return the kind of a block of Command R7B. By default every fourth block is full."""
     if config.get("sliding_window", 4096) is None:
-        raise InputError("sliding_window=null, blocks without positions, is not built for Cohere 2")
+        raise InputError(
+            "`sliding_window=null` (blocks without positions) is not supported for Cohere 2."
+        )
     return every(config.get("sliding_window_pattern") or 4)(config, number)
 
 

@@ -87,7 +87,7 @@ class Field:
             other = config[field] if self.needs_also else first_given(config.get(field), value)
             if other != value:
                 raise InputError(
-                    f"{self.field}={shown(value)} and {field}={shown(other)} differ: they are one here"
+                    f"`{self.field}={shown(value)}` and `{field}={shown(other)}` must be equal."
                 )
         return dict.fromkeys(self.arguments, self.ours(value))
 
@@ -104,8 +104,8 @@ class Field:
         }
         if len({*map(repr, values.values())}) > 1:
             raise InputError(
-                f"the network has {values}, for which the family has one field, {self.field}: it "
-                "cannot be saved as one of that family"
+                f"The network has {values}, but the family stores them in one field, "
+                f"`{self.field}`. Use equal values, or save the network as another family."
             )
         return dict.fromkeys((self.field, *self.also), values[self.argument])
 
@@ -117,7 +117,9 @@ def activation(name: str) -> str:
         InputError: If the activation is unknown.
     """
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise InputError(f"the activation {shown(name)} is none of {', '.join(_ACTIVATIONS)}")
+        raise InputError(
+            f"The activation must be one of {', '.join(_ACTIVATIONS)}, got {shown(name)}."
+        )
     return _ACTIVATIONS[name]
 
 
@@ -129,7 +131,7 @@ def published_activation(name: str) -> str:
     """
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     if name not in theirs:
-        raise InputError(f"hidden_act={name!r} has no name in published configs")
+        raise InputError(f"`hidden_act={name!r}` has no name in configs of `transformers`.")
     return theirs[name]
 
 
@@ -155,8 +157,8 @@ def differs(name: str, own: object, theirs: object) -> InputError:
     """
     own = ", ".join(map(str, own)) if isinstance(own, set | list) else own
     return InputError(
-        f"the network has {name}={own}, the published family {theirs}: it cannot be saved as one of "
-        f"that family, as one that is made with {name}={theirs} can"
+        f"The network has `{name}={own}`, but the family needs `{name}={theirs}`. Create it with "
+        "this value, or save it as another family."
     )
 
 
@@ -172,7 +174,7 @@ def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
 
     def ours(value):
         if value not in [*values]:
-            raise InputError(f"{field} is {shown(value)}, expected one of {[*values]}")
+            raise InputError(f"`{field}` must be one of {[*values]}, got {shown(value)}.")
         return values[value]
 
     def theirs(value):
@@ -208,7 +210,7 @@ class AfterPadding:
         """
         pad_id = first_given(config.get("pad_token_id"), self.usual)
         if pad_id is None:
-            raise InputError("lacks the field pad_token_id, from which positions are counted on")
+            raise InputError("The field `pad_token_id` is missing. Positions start after it.")
         length = first_given(config.get("max_position_embeddings"), self.length)
         return {"position_offset": pad_id + 1, "max_length": length - (pad_id + 1) * self.counts}
 
@@ -295,7 +297,9 @@ def query_scale(field: str, usual: float, is_square: bool = False) -> Field:
     def number(scale):
         found = round(scale**-2)
         if not math.isclose(found**-0.5, scale, rel_tol=1e-6):
-            raise InputError(f"query_scale={scale} is 1/√n of no whole number n, as {field} has it")
+            raise InputError(
+                f"`query_scale={scale}` must be 1/√n for an integer n, which `{field}` stores."
+            )
         return found
 
     if not is_square:

@@ -41,7 +41,9 @@ class _FeedForward:
         given = first_given(config.get("feed_forward_proj"), self.usual)
         *gate, name = given.split("-")
         if gate not in ([], ["gated"]):
-            raise InputError(f"feed_forward_proj is {shown(given)}, which is not known")
+            raise InputError(
+                f"`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got {shown(given)}."
+            )
         if gate and name == "gelu":
             name = "gelu_new"  # The first T5 1.1 configs mean the tanh approximation.
         return {"gated": bool(gate), "hidden_act": activation(name)}
@@ -55,7 +57,7 @@ class _FeedForward:
         name = published_activation(arguments["hidden_act"])
         if arguments["gated"] and name == "gelu":
             raise InputError(
-                "a gate of hidden_act='gelu' has no name in T5's configs: 'gelu_tanh' has"
+                "A gated `hidden_act='gelu'` has no name in T5's configs. Use 'gelu_tanh'."
             )
         gates = {"gelu_new": "gated-gelu"}
         return {

@@ -174,7 +174,7 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     """
     names = config.get("architectures") or [""]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise InputError(f"{folder}: architectures is {shown(names)}, expected a list of names")
+        raise InputError(f"{folder}: `architectures` must be a list of names, got {shown(names)}.")
     name = names[0]
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
@@ -187,7 +187,7 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
         return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"]).get(ending)
     if form is None:
-        raise InputError(f"{name}: its head is not built here")
+        raise InputError(f"The head of {name} is not supported.")
     rates = (config.get(field) for field in form.dropouts)
     rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
     fields = {**FAMILIES[config["model_type"]].ids, **config}
@@ -222,7 +222,9 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     if not names:
         return usual_labels(min(check_int(f"{folder}: num_labels", number), _MOST_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
-        raise InputError(f"{folder}: id2label is {shown(names)}, expected numbers and names")
+        raise InputError(
+            f"{folder}: `id2label` must be a dict from indices to names, got {shown(names)}."
+        )
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
@@ -266,7 +268,7 @@ def head_fields(kind: str, network: TokenModel) -> dict:
     base += "Text" * (kind == "gemma3_text")  # the plain name belongs to the multimodal class
     if isinstance(head, PoolingHead):
         if kind not in WITH_VECTORS:
-            raise InputError(f"vectors of the family {kind!r} have no published form here")
+            raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
         return {"architectures": [f"{base}Model"]}
     ending, form = _form_of(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
@@ -298,9 +300,9 @@ def _form_of(kind, head):
     wanted = {} if form is None else {"use_bias": True, **form.arguments}
     differs = {x: own.get(x) for x, value in wanted.items() if own.get(x) != value}
     if form is None or not isinstance(head, form.layer) or differs:
-        told = f", which has {differs}" if differs else ""
+        told = f" with {differs}" if differs else ""
         raise InputError(
-            f"published models of the family {kind!r} have no head of the kind "
-            f"{type(head).__name__}{told}: it cannot be saved as one of them"
+            f"Models of the family {kind!r} have no {type(head).__name__}{told}. Save the network as "
+            "another family."
         )
     return ending, form
