@@ -28,10 +28,10 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def experts_of(arguments: dict) -> MoEConfig | None:
+def get_moe_config(arguments: dict) -> MoEConfig | None:
     """Return the `MoEConfig` in a network's arguments, or `None` with fewer than two experts."""
-    given = arguments.get("moe_config")
-    config = None if given is None else as_moe_config(given)
+    value = arguments.get("moe_config")
+    config = None if value is None else as_moe_config(value)
     return None if config is None or config.expert_num == 1 else config
 
 
@@ -46,10 +46,15 @@ def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
         shape: Shape of the weight. Experts are the first dimension.
         arguments: Arguments of the network.
     """
-    config, of_expert = experts_of(arguments), {"kernel": 3, "bias": 2}
-    is_one = config is not None and "/feed_forward/" in path
-    rank = of_expert.get(path.split("_")[-1])
-    if not is_one or "/router/" in path or "/shared_experts/" in path or len(shape) != rank:
+    config, expert_rank = get_moe_config(arguments), {"kernel": 3, "bias": 2}
+    has_expert_weights = config is not None and "/feed_forward/" in path
+    rank = expert_rank.get(path.split("_")[-1])
+    if (
+        not has_expert_weights
+        or "/router/" in path
+        or "/shared_experts/" in path
+        or len(shape) != rank
+    ):
         return 1.0
     return config.num_experts_chosen / config.expert_num
 
@@ -84,14 +89,14 @@ class TokenModel(KeepsSettings, keras.Model):
         stored_dtypes: Dict from weight paths to the data types of the published tensors.
             Saving the network uses these types by default.
         generation_rules: Dict of the generation settings that came with published weights;
-            see `rules_of`. Saved in configs.
+            see `parse_rules`. Saved in configs.
         embedding_noise: `EmbeddingNoise` added to embeddings in training, or `None`.
     """
 
     origin: tuple[str, str] | None = None
     stored_dtypes: dict = {}
     generation_rules: dict = {}
-    has_told_rules = False
+    has_warned_rules = False
     embedding_noise: EmbeddingNoise | None = None
     input_keys: InputKeys
 
@@ -200,8 +205,8 @@ class TokenModel(KeepsSettings, keras.Model):
 
     def _make_positions(self, length, name):
         offset = self.arguments.get("position_offset", 0)
-        own = {"offset": offset, "dtype": self.dtype_policy, "name": name}
-        return PositionEmbedding(length, self.arguments["positions"], **own)
+        options = {"offset": offset, "dtype": self.dtype_policy, "name": name}
+        return PositionEmbedding(length, self.arguments["positions"], **options)
 
     def _make_embedding_norm(self, name):
         kind, epsilon = self.arguments["norm"], self.arguments["norm_epsilon"]
@@ -245,7 +250,7 @@ class TokenModel(KeepsSettings, keras.Model):
             x = norm(x)
         return dropout(x, training=training), table
 
-    def _build_layers(self, embeddings, others, example_inputs):
+    def _build_layers(self, embeddings, layers, example_inputs):
         """Build the embeddings on [b, s] and the other layers on [b, s, h].
 
         `example_inputs` is a nested structure of tensor specs.
@@ -255,7 +260,7 @@ class TokenModel(KeepsSettings, keras.Model):
                 # Source and target may share an embedding.
                 if not embedding.built:
                     embedding.build((None, None))
-            for layer in filter(None, others):
+            for layer in filter(None, layers):
                 layer.build((None, None, self.arguments["hidden_size"]))
         self.built = True
         share_weights(self, example_inputs)
@@ -279,11 +284,11 @@ def start_after_padding(ids: tf.Tensor, pad_id: int) -> tf.Tensor:
         Int32 tensor [b]: minus the number of leading padding tokens.
     """
     length = static_or_dynamic_shape(ids)[1]
-    places = tf.where(ids != pad_id, tf.range(length), _LAST)
-    return -tf.minimum(tf.reduce_min(places, axis=1), length)
+    positions = tf.where(ids != pad_id, tf.range(length), _LAST)
+    return -tf.minimum(tf.reduce_min(positions, axis=1), length)
 
 
-def completed(arguments: dict) -> dict:
+def complete_arguments(arguments: dict) -> dict:
     """Check a network's arguments and fill in defaults that depend on other arguments.
 
     Dropout rates that are `None` become `dropout_rate`, and an `ffn_hidden_size` of `None`
@@ -296,15 +301,15 @@ def completed(arguments: dict) -> dict:
         TypeError: If a size is not an integer, or a rate is not a number.
         ValueError: If a size or a rate is out of range.
     """
-    found = dict(arguments)
-    for name in filter(found.__contains__, _SIZES):
-        check_int(name, found[name])
+    result = dict(arguments)
+    for name in filter(result.__contains__, _SIZES):
+        check_int(name, result[name])
     for name in _RATES:
-        found[name] = check_rate(name, first_given(found[name], found["dropout_rate"]))
-    found["ffn_hidden_size"] = first_given(found["ffn_hidden_size"], 4 * found["hidden_size"])
-    if found["lambda_func"] is None:
-        del found["lambda_func"]
-    return found
+        result[name] = check_rate(name, first_given(result[name], result["dropout_rate"]))
+    result["ffn_hidden_size"] = first_given(result["ffn_hidden_size"], 4 * result["hidden_size"])
+    if result["lambda_func"] is None:
+        del result["lambda_func"]
+    return result
 
 
 def first_given(value, default):

@@ -11,11 +11,11 @@ from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.models.base import check_ids, completed, start_after_padding
+from dtransformer.models.base import check_ids, complete_arguments, start_after_padding
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
-from dtransformer.models.generation.rules import options_of
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.generation.rules import resolve_options
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -170,14 +170,14 @@ class CausalLM(OneStackModel):
         name: str = "causal_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         if positions not in _POSITIONS:
             raise ValueError(
                 f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
             )
-        windows = [window, *(one.get("window") for one in check_pattern(block_pattern))]
+        windows = [window, *(block.get("window") for block in check_pattern(block_pattern))]
         if prefix and any(windows):
             raise ValueError(
                 f"`prefix=True` does not work with `window={max(filter(None, windows))}`: the window "
@@ -199,26 +199,26 @@ class CausalLM(OneStackModel):
         if kind not in ("rotary", "alibi"):
             self.positions = self._make_positions(length, "positions")
         self.dropout = self._make_embedding_dropout("dropout")
-        own = {"name": "blocks", "causal": True, "alibi": kind == "alibi"}
+        stack_options = {"name": "blocks", "causal": True, "alibi": kind == "alibi"}
         arguments = self._block_arguments(lambda_func)
-        self.blocks = TransformerEncoder(options["num_layers"], **own, **arguments)
+        self.blocks = TransformerEncoder(options["num_layers"], **stack_options, **arguments)
         self.head = self._make_head()
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
-            others = [self.positions, self.dropout, self.blocks, self.head]
+            layers = [self.positions, self.dropout, self.blocks, self.head]
             ids = tf.TensorSpec([1, 1], "int32")
             example = {"tokens": ids, "prefix": ids} if self.arguments["prefix"] else ids
-            self._build_layers([self.embedding], others, example)
+            self._build_layers([self.embedding], layers, example)
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         named = self.named_inputs(inputs)
-        ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
-        mask, start = mask_of(named), 0
+        ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_mask(named)
+        mask, start = get_mask(named), 0
         if self.arguments["position_offset"] and mask is not None and segments is None:
             start = start_after_padding(tf.cast(mask, "int32"), 0)
         x, table = self.embed(ids, start, segments, training)
-        segments = segments_of(segments, mask)
+        segments = masked_segments(segments, mask)
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
         if segments is None and prefix is not None:
@@ -227,16 +227,16 @@ class CausalLM(OneStackModel):
         x = self.blocks(x, mask, training=training)
         return self.labels(x, ids, mask, training) if self.has_task_head else self.head(x, table)
 
-    def _prefix_of(self, inputs):
-        """Return a bool mask [b, s], True for prefix tokens, or `None` for a model without prefix."""
-        is_told = "prefix" in inputs
-        if is_told != self.arguments["prefix"]:
+    def _prefix_mask(self, inputs):
+        """Return a bool mask [b, s], True for prefix tokens, or `None` without prefixes."""
+        has_prefix = "prefix" in inputs
+        if has_prefix != self.arguments["prefix"]:
             raise ValueError(
                 f"The network has `prefix={self.arguments['prefix']}`, but its inputs "
-                f'{"contain" if is_told else "lack"} "prefix". Pass a dict with "tokens" and '
+                f'{"contain" if has_prefix else "lack"} "prefix". Pass a dict with "tokens" and '
                 '"prefix" if and only if the network has `prefix=True`.'
             )
-        return tf.cast(inputs["prefix"], "bool") if is_told else None
+        return tf.cast(inputs["prefix"], "bool") if has_prefix else None
 
     def embed(
         self,
@@ -298,21 +298,23 @@ class CausalLM(OneStackModel):
             )
         check_int("max_new_tokens", max_new_tokens)
         self.build()
-        source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
-        options = options_of(self, options, source.shape[1])
+        source = as_prompts(
+            self._remove_padding(prompts), self.vocab_size, self.pad_id, self.end_id
+        )
+        options = resolve_options(self, options, source.shape[1])
         self.check_positions(source.shape[1] + max_new_tokens - 1)
         return self._generator(tf.constant(source), max_new_tokens, options, on_tokens)
 
-    def _rows_of(self, prompts):
+    def _remove_padding(self, prompts):
         """Return the prompts without the padding in their attention mask."""
         if not isinstance(prompts, Mapping):
             return prompts
         named = self.named_inputs(prompts)
-        if others := named.keys() - {"tokens", "attention_mask"}:
+        if unexpected := named.keys() - {"tokens", "attention_mask"}:
             raise ValueError(
-                f"`generate` accepts 'tokens' and 'attention_mask', got {sorted(others)[0]!r}."
+                f"`generate` accepts 'tokens' and 'attention_mask', got {sorted(unexpected)[0]!r}."
             )
-        mask, ids = mask_of(named), np.asarray(named["tokens"])
-        return (
-            ids if mask is None else [row[own] for row, own in zip(ids, mask.numpy(), strict=True)]
-        )
+        mask, ids = get_mask(named), np.asarray(named["tokens"])
+        if mask is None:
+            return ids
+        return [row[is_token] for row, is_token in zip(ids, mask.numpy(), strict=True)]

@@ -13,8 +13,8 @@ from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
 from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
-from dtransformer.models.generation.rules import options_of
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.generation.rules import resolve_options
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -57,9 +57,9 @@ class EncoderDecoderModel(TokenModel):
         `source_vocab_size` instead of `vocab_size`.
         """
         options = self.arguments
-        of_side = lambda name, usual: options.get(name, options.get(usual))
-        source_size, self.vocab_size = (of_side(f"{x}_vocab_size", "vocab_size") for x in SIDES)
-        self._max_lengths = {x: of_side(f"max_{x}_length", "max_length") for x in SIDES}
+        get_option = lambda name, default: options.get(name, options.get(default))
+        source_size, self.vocab_size = (get_option(f"{x}_vocab_size", "vocab_size") for x in SIDES)
+        self._max_lengths = {x: get_option(f"max_{x}_length", "max_length") for x in SIDES}
         self.pad_id, self.start_id, self.end_id = (
             options[f"{name}_id"] for name in ("pad", "start", "end")
         )
@@ -87,8 +87,8 @@ class EncoderDecoderModel(TokenModel):
         self.source_positions = self.target_positions = self.source_norm = self.target_norm = None
         if options["positions"] != _RELATIVE:
             for side in SIDES:
-                made = self._make_positions(self._max_lengths[side], f"{side}_positions")
-                setattr(self, f"{side}_positions", made)
+                positions = self._make_positions(self._max_lengths[side], f"{side}_positions")
+                setattr(self, f"{side}_positions", positions)
         if options.get("embedding_norm"):
             for side in SIDES:
                 setattr(self, f"{side}_norm", self._make_embedding_norm(f"{side}_norm"))
@@ -101,21 +101,21 @@ class EncoderDecoderModel(TokenModel):
         if self.arguments["positions"] != _RELATIVE:
             return {}
         names = ("relative_ranges", "relative_max_distance")
-        found = {name: self.arguments[name] for name in names}
-        distance_ranges(*found.values())  # raises an error for invalid values
-        return found
+        arguments = {name: self.arguments[name] for name in names}
+        distance_ranges(*arguments.values())  # raises an error for invalid values
+        return arguments
 
     def build(self, input_shape: tuple | None = None) -> None:
         if self.built:
             return
         embeddings = [self.source_embedding, self.target_embedding]
-        others = [
+        layers = [
             *(self.source_positions, self.source_norm, self.source_dropout),
             *(self.target_positions, self.target_norm, self.target_dropout),
             *(self.transformer, self.head),
         ]
         ids = tf.TensorSpec([1, 1], "int32")
-        self._build_layers(embeddings, others, {"source": ids, "target": ids})
+        self._build_layers(embeddings, layers, {"source": ids, "target": ids})
         if self.head.use_bias and not self.arguments.get("trains_head_bias", True):
             self.head.bias.trainable = False
 
@@ -129,16 +129,16 @@ class EncoderDecoderModel(TokenModel):
                 "Packed inputs need both 'source_segments' and 'target_segments', got "
                 f"{', '.join(sorted(inputs))}."
             )
-        mask = mask_of(inputs)
+        mask = get_mask(inputs)
         memory, memory_mask = self.encode(inputs["source"], source_segments, mask, training)
         target = inputs["target"]
         start = self._start(target, segments)
         x, table = self._embed_target(target, start=start, segments=segments, training=training)
-        own = segments_of(segments, mask_of(inputs, "decoder_attention_mask"))
-        own = self._is_token(target) if own is None else own
-        decoder_mask = Segments(own, own)
+        target_segments = masked_segments(segments, get_mask(inputs, "decoder_attention_mask"))
+        target_segments = self._is_token(target) if target_segments is None else target_segments
+        decoder_mask = Segments(target_segments, target_segments)
         if segments is not None:
-            memory_mask = Segments(segments, segments_of(source_segments, mask))
+            memory_mask = Segments(segments, masked_segments(source_segments, mask))
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self._logits(x, table)
 
@@ -173,7 +173,7 @@ class EncoderDecoderModel(TokenModel):
             A `(memory, mask)` tuple: encoder outputs [b, s, h] for the decoder to attend to,
             and a bool mask [b, s] of its tokens.
         """
-        segments = None if segments is None else segments_of(segments, mask)
+        segments = None if segments is None else masked_segments(segments, mask)
         mask = source != self.pad_id if mask is None else mask
         x, _ = self._embed_ids(
             source,
@@ -185,8 +185,8 @@ class EncoderDecoderModel(TokenModel):
             start=self._start(source, segments),
             training=training,
         )
-        own = mask if segments is None else Segments(segments, segments)
-        return self.transformer.encoder(x, own, training=training), mask
+        attention_mask = mask if segments is None else Segments(segments, segments)
+        return self.transformer.encoder(x, attention_mask, training=training), mask
 
     def _start(self, ids, segments):
         """Return the position of the first id, or one per row if padding may precede the tokens."""
@@ -269,11 +269,11 @@ class EncoderDecoderModel(TokenModel):
             ValueError: If an option is out of range, beams are combined with a temperature or
                 `on_tokens`, or the learned positions are too few.
         """
-        options = options_of(self, options, 1)
+        options = resolve_options(self, options, 1)
         if max_length is not None:
             check_int("max_length", max_length)
         self.build()
-        source = tf.convert_to_tensor(self._source_of(source), dtype="int32")
+        source = tf.convert_to_tensor(self._source_ids(source), dtype="int32")
         for side, length in zip(SIDES, (source.shape[1], max_length)):
             name = f"max_{side}_length"
             self.check_positions(length or 0, name if name in self.arguments else "max_length")
@@ -283,12 +283,12 @@ class EncoderDecoderModel(TokenModel):
                 max_length = min(max_length, self._max_lengths["target"])
         return self._generator(source, max_length, options, on_tokens)
 
-    def _source_of(self, source):
+    def _source_ids(self, source):
         """Return the source ids. A mask must mark exactly the padding tokens."""
         if not isinstance(source, Mapping):
             return source
         named = dataclasses.replace(self.input_keys, needed=("source",)).named(source, "generate")
-        mask, ids = mask_of(named), tf.convert_to_tensor(named["source"])
+        mask, ids = get_mask(named), tf.convert_to_tensor(named["source"])
         if mask is not None and not np.array_equal(mask, ids != self.pad_id):
             raise ValueError(
                 f"`attention_mask` must be 0 where the source has `pad_id={self.pad_id}`, and 1 "

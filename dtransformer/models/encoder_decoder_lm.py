@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models.base import completed
+from dtransformer.models.base import complete_arguments
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -141,7 +141,7 @@ class EncoderDecoderLM(EncoderDecoderModel):
         name: str = "encoder_decoder_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         self._set_up(lambda_func)

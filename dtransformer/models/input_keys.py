@@ -50,35 +50,37 @@ class InputKeys:
                     f"{type(inputs).__name__}."
                 )
             return {self.needed[0]: inputs}
-        found = {}
+        result = {}
         for key, value in inputs.items():
             name = self.theirs.get(key, key)
             if name not in (*self.needed, *self.optional):
                 raise ValueError(self._unknown(key, owner))
-            if name in found:
+            if name in result:
                 raise ValueError(
                     f"The inputs of {owner} contain {name!r} twice, the second time as {key!r}. "
                     "Remove one of them."
                 )
             if value is not None:
-                found[name] = value
+                result[name] = value
         for name in self.needed:
-            if name not in found:
-                also = [theirs for theirs, own in self.theirs.items() if own == name]
+            if name not in result:
+                also = [alias for alias, target in self.theirs.items() if target == name]
                 raise ValueError(
                     f"The inputs of {owner} must contain {' or '.join(map(repr, [name, *also]))}, got "
                     f"{_listed(inputs)}."
                 )
         for name, ids in zip(_MASKS, (self.needed[0], self.needed[-1])):
-            _check_mask(name, found.get(name), ids, found[ids])
-        return found
+            _check_mask(name, result.get(name), ids, result[ids])
+        return result
 
     def _unknown(self, key, owner):
-        known = [*self.needed, *self.optional, *self.theirs]
-        return f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known, 0.5)}"
+        known_names = [*self.needed, *self.optional, *self.theirs]
+        return (
+            f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known_names, 0.5)}"
+        )
 
 
-def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:
+def get_mask(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:
     """Return a mask as a bool tensor [b, s], True at tokens, or `None` if it is missing.
 
     Args:
@@ -89,7 +91,7 @@ def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor
     return None if mask is None else tf.cast(mask, "bool")
 
 
-def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
+def masked_segments(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
     """Combine segment ids [b, s] with a bool mask [b, s].
 
     Positions outside of the mask get segment 0, which is padding. If only one of them is
@@ -100,16 +102,16 @@ def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor
     return tf.where(mask, segments, tf.zeros_like(segments))
 
 
-def _check_mask(name, mask, ids, of):
-    own, expected = (getattr(x, "shape", None) for x in (mask, of))
+def _check_mask(name, mask, ids_name, ids_tensor):
+    mask_shape, ids_shape = (getattr(x, "shape", None) for x in (mask, ids_tensor))
     # Specs and plain values have no shape to compare.
-    if own is None or expected is None:
+    if mask_shape is None or ids_shape is None:
         return
-    own, expected = tf.TensorShape(own), tf.TensorShape(expected)
-    if own.rank != 2 or not own.is_compatible_with(expected):
+    mask_shape, ids_shape = tf.TensorShape(mask_shape), tf.TensorShape(ids_shape)
+    if mask_shape.rank != 2 or not mask_shape.is_compatible_with(ids_shape):
         raise ValueError(
-            f"`{name}` has shape {tuple(own)}, but {ids!r} has shape {tuple(expected)}. Use equal "
-            "shapes, with 1 for tokens and 0 for padding."
+            f"`{name}` has shape {tuple(mask_shape)}, but {ids_name!r} has shape "
+            f"{tuple(ids_shape)}. Use equal shapes, with 1 for tokens and 0 for padding."
         )
 
 

@@ -83,18 +83,23 @@ def add_lora(
         raise ValueError(f"`alpha` must be a positive number, got {alpha!r}.")
     if kind not in KINDS:
         raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}.")
-    asked = {"rank": rank, "alpha": alpha, "dropout": check_rate("dropout", dropout), "kind": kind}
+    settings = {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": check_rate("dropout", dropout),
+        "kind": kind,
+    }
     paths = matching_paths(network, targets)
-    give_adapters(network, dict.fromkeys(paths, asked), freeze_others)
+    add_adapters(network, dict.fromkeys(paths, settings), freeze_others)
     return paths
 
 
-def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others: bool) -> None:
+def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_others: bool) -> None:
     """Add adapters with individual settings to kernels; see `add_lora`.
 
     Args:
         network: Built `keras.Model`.
-        asked: Dict from kernel paths, without the network's name, to dicts of arguments of
+        settings: Dict from kernel paths, without the network's name, to dicts of arguments of
             `TakesLowRank.add_low_rank`.
         freeze_others: Boolean. Whether to freeze all weights except adapters.
 
@@ -105,7 +110,7 @@ def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others
     kernels = {path_in(network, variable): variable for variable in network.variables}
 
     def check():
-        for path in asked:
+        for path in settings:
             layer, kernel = layers.get(path.rpartition("/")[0]), kernels.get(path)
             if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):
                 raise ValueError(
@@ -118,7 +123,7 @@ def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others
                 )
 
     together(check, "lora/check")
-    for path, options in asked.items():
+    for path, options in settings.items():
         layer, _, name = path.rpartition("/")
         layers[layer].add_low_rank(name, **options)
     if freeze_others:
@@ -145,10 +150,10 @@ def merge_lora(network: keras.Model) -> list[str]:
     Raises:
         ValueError: If the network has no adapters.
     """
-    check_adapted(network, "merge_lora")
+    check_has_adapters(network, "merge_lora")
     merged = adapted_kernels(network)
     for kernel in merged.values() if _compat.makes_values() else ():
-        kernel.assign(tf.cast(_with_addition(kernel), kernel.dtype))
+        kernel.assign(tf.cast(_merged_value(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):
             layer.remove_low_rank(name)
@@ -173,12 +178,12 @@ def adapters_of(network: keras.Model) -> dict[str, dict]:
     """
     return {
         f"{path_in(network, layer)}/{name}": {
-            "rank": asked["rank"],
-            "alpha": float(asked["alpha"]),
-            "kind": asked.get("kind", "lora"),
+            "rank": settings["rank"],
+            "alpha": float(settings["alpha"]),
+            "kind": settings.get("kind", "lora"),
         }
         for layer in _layers(network)
-        for name, asked in layer.low_rank.items()
+        for name, settings in layer.low_rank.items()
     }
 
 
@@ -189,11 +194,13 @@ def only_adapters_are_trained(network: keras.Model) -> bool:
     """
     if not adapters_of(network):
         return False
-    own = {id(weight) for weight in network.trainable_variables} <= _factors(network)
-    return all(all_gather_json(own, "lora/only"))
+    only_local_adapters = {id(weight) for weight in network.trainable_variables} <= _factors(
+        network
+    )
+    return all(all_gather_json(only_local_adapters, "lora/only"))
 
 
-def check_adapted(network: keras.Model, function: str) -> None:
+def check_has_adapters(network: keras.Model, function: str) -> None:
     """Check that a network has adapters.
 
     Args:
@@ -213,7 +220,7 @@ def _factors(network):
     return {id(x) for kernel in kernels for x in kernel.low_rank.factors.values()}
 
 
-def _with_addition(kernel):
+def _merged_value(kernel):
     """Return a kernel's full float32 value with its adapter applied."""
     a, b, *m = (np.float32(x.numpy()) for x in kernel.low_rank.factors.values())
     full = np.float32(kernel.numpy()) + np.tensordot(a, b * np.float32(kernel.low_rank.scale), 1)

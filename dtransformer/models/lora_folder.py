@@ -17,9 +17,9 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
-from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
+from dtransformer.models.lora import adapted_kernels, adapters_of, add_adapters, check_has_adapters
 from dtransformer.models.pretrained import peft
-from dtransformer.models.pretrained.save import saved_by_chief
+from dtransformer.models.pretrained.save import save_on_chief
 from dtransformer.parallel.collectives.objects import from_all_stages, together
 from dtransformer.parallel.ops.low_rank import KINDS
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
@@ -78,37 +78,38 @@ def save_lora(
             store these adapters. In the second case, they are saved in this library's
             format.
     """
-    check_adapted(network, "save_lora")
-    own = {
+    check_has_adapters(network, "save_lora")
+    local_factors = {
         f"{path}.{letter}": _without_padding(factor)
         for path, kernel in adapted_kernels(network).items()
         for letter, factor in kernel.low_rank.factors.items()
     }
-    arrays = from_all_stages(own, "lora/factors")
+    arrays = from_all_stages(local_factors, "lora/factors")
 
-    kernels, why = adapters_of(network), None
+    kernels, error_text = adapters_of(network), None
     config, tensors = {"format": _OWN, "kernels": kernels}, arrays
     kind = family or (network.origin or [_OWN])[0]
     if kind != _OWN:
         try:
-            config, tensors = peft.written(network, kind, kernels, arrays)
+            config, tensors = peft.to_peft(network, kind, kernels, arrays)
         except InputError as error:
-            why = error
+            error_text = error
 
     def write(fresh):
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2) + "\n"
         (fresh / CONFIG).write_text(text, encoding="utf-8")
 
-    landed = saved_by_chief(folder, write, overwrite)
-    if why is not None:
+    target = save_on_chief(folder, write, overwrite)
+    if error_text is not None:
         message = (
-            f"{why} The adapters are in {landed} in this library's format, which peft cannot load."
+            f"{error_text} The adapters are in {target} in this library's format, which peft cannot "
+            "load."
         )
         if family is not None:
             raise InputError(message)
         warnings.warn(message, stacklevel=2)
-    return landed
+    return target
 
 
 def load_lora(
@@ -134,23 +135,23 @@ def load_lora(
     folder = pathlib.Path(folder)
     kernels, arrays = together(lambda: _read(network, folder), "lora/read")
     present = adapters_of(network)
-    new = {path: asked for path, asked in kernels.items() if path not in present}
+    new_kernels = {path: settings for path, settings in kernels.items() if path not in present}
 
     def check():
-        message = [
-            f"{path} has {', '.join(f'{name} {x}' for name, x in own.items())} in the network"
-            for path, own in present.items()
-            if own != kernels.get(path)
+        mismatches = [
+            f"{path} has {', '.join(f'{name} {x}' for name, x in current.items())} in the network"
+            for path, current in present.items()
+            if current != kernels.get(path)
         ]
-        if message:
+        if mismatches:
             raise InputError(
-                f"{folder} does not match the network's adapters: {message[0]}. Load the folder "
+                f"{folder} does not match the network's adapters: {mismatches[0]}. Load the folder "
                 "into a network without adapters."
             )
 
     together(check, "lora/same")
-    give_adapters(network, new, freeze_others)
-    parts = [
+    add_adapters(network, new_kernels, freeze_others)
+    shards = [
         (path, letter, tensor)
         for path, kernel in adapted_kernels(network).items()
         for letter, factor in kernel.low_rank.factors.items()
@@ -158,16 +159,16 @@ def load_lora(
     ]
 
     def check_shapes():
-        for path, letter, tensor in parts:
-            found = arrays[f"{path}.{letter}"].shape
-            if found != tensor.shape:
+        for path, letter, tensor in shards:
+            shape = arrays[f"{path}.{letter}"].shape
+            if shape != tensor.shape:
                 raise InputError(
-                    f"{folder}: Factor {letter.upper()} of {path} has shape {list(found)}, expected "
+                    f"{folder}: Factor {letter.upper()} of {path} has shape {list(shape)}, expected "
                     f"{list(tensor.shape)}. Check that the adapters belong to this network."
                 )
 
     together(check_shapes, "lora/shapes")
-    for path, letter, tensor in parts:
+    for path, letter, tensor in shards:
         value = arrays[f"{path}.{letter}"]
         tensor.assign(
             tensor.assemble(lambda bounds, x=value: x[tuple(slice(*ends) for ends in bounds)])
@@ -191,13 +192,15 @@ def _read(network, folder):
         for name in file.shapes
     }
     if isinstance(config, dict) and "peft_type" in config:
-        return peft.read(network, config, factors, folder)
+        return peft.from_peft(network, config, factors, folder)
     kernels = typed(config, _Config, folder / CONFIG)["kernels"]
     kernels = {
-        path: {"kind": "lora", **asked, "alpha": float(asked["alpha"])}
-        for path, asked in kernels.items()
+        path: {"kind": "lora", **settings, "alpha": float(settings["alpha"])}
+        for path, settings in kernels.items()
     }
-    expected = {f"{path}.{x}" for path, asked in kernels.items() for x in KINDS[asked["kind"]]}
+    expected = {
+        f"{path}.{x}" for path, settings in kernels.items() for x in KINDS[settings["kind"]]
+    }
     if wrong := sorted(expected ^ factors.keys()):
         raise InputError(
             f"{folder}: {CONFIG} and {WEIGHTS} do not match: only one of them has {wrong[0]}."

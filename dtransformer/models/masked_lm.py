@@ -10,8 +10,8 @@ from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.heads import MaskedLMHead, SequenceHead
 from dtransformer.layers.position import TokenTypeEmbedding
-from dtransformer.models.base import check_ids, completed, start_after_padding
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.base import check_ids, complete_arguments, start_after_padding
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -141,9 +141,9 @@ class MaskedLM(OneStackModel):
         name: str = "masked_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         if positions not in _POSITIONS:
             raise ValueError(
                 f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
@@ -185,15 +185,15 @@ class MaskedLM(OneStackModel):
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
-            first = [self.positions, self.token_types, self.embedding_norm, self.dropout]
-            others = [*first, self.blocks, self.head, self.sentence_head]
-            self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
+            embedding_layers = [self.positions, self.token_types, self.embedding_norm, self.dropout]
+            layers = [*embedding_layers, self.blocks, self.head, self.sentence_head]
+            self._build_layers([self.embedding], layers, tf.TensorSpec([1, 1], "int32"))
 
     def call(
         self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False
     ) -> tf.Tensor | dict[str, tf.Tensor]:
-        given = self.named_inputs(inputs)
-        ids, segments = given["tokens"], given.get("segments")
+        named = self.named_inputs(inputs)
+        ids, segments = named["tokens"], named.get("segments")
         if segments is not None and self.sentence_head is not None:
             raise ValueError(
                 "'segments' pack several texts into a row, but `next_sentence=True` classifies each "
@@ -210,12 +210,12 @@ class MaskedLM(OneStackModel):
             self.dropout,
             start=start,
             segments=segments,
-            norm=lambda x: self._normed(x, given.get("token_types")),
+            norm=lambda x: self._normalize_embedding(x, named.get("token_types")),
             training=training,
         )
-        mask = mask_of(given)
+        mask = get_mask(named)
         if segments is not None:
-            segments = segments_of(segments, mask)
+            segments = masked_segments(segments, mask)
             mask = Segments(segments, segments)
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
@@ -227,7 +227,7 @@ class MaskedLM(OneStackModel):
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
 
-    def _normed(self, x, types):
+    def _normalize_embedding(self, x, types):
         if self.token_types is not None:
             x = self.token_types(x, types)
         elif types is not None:

@@ -37,8 +37,8 @@ class OneStackModel(TokenModel):
         pad_id = getattr(self.head, "pad_id", None)
         masks = [] if mask is None else [tf.cast(mask, "bool")]
         masks += [] if pad_id is None else [ids != pad_id]
-        own = [functools.reduce(tf.logical_and, masks)] if masks else []
-        return self.head(x, *own, training=training)
+        mask_args = [functools.reduce(tf.logical_and, masks)] if masks else []
+        return self.head(x, *mask_args, training=training)
 
     def logits_vocab_size(self) -> int:
         return self.head.num_labels if self.has_task_head else self.vocab_size
@@ -48,8 +48,8 @@ class OneStackModel(TokenModel):
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        own = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
-        return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
+        head_shapes = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
+        return {**shapes, **{f"head/{path}": shape for path, shape in head_shapes.items()}}
 
     def get_config(self):
         config = super().get_config()
@@ -117,8 +117,8 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
         with keras.name_scope(network.name, caller=network):
             head.build((None, None, network.arguments["hidden_size"]))
     if network.built and sentences is not None and getattr(head, "pooler", None) is not None:
-        for own, theirs in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
-            own.assign(theirs)
+        for weight, pretrained in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
+            weight.assign(pretrained)
     _compat.replace_layer(network, "head", head)
     if sentences is not None:
         _compat.replace_layer(network, "sentence_head", None)

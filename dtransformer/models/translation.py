@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models.base import completed, first_given
+from dtransformer.models.base import complete_arguments, first_given
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -106,14 +106,14 @@ class TranslationTransformer(EncoderDecoderModel):
         name: str = "translation_transformer",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
         target_vocab_size = first_given(target_vocab_size, source_vocab_size)
-        given["target_vocab_size"] = target_vocab_size
+        arguments["target_vocab_size"] = target_vocab_size
         if shared_embeddings and target_vocab_size != source_vocab_size:
             raise ValueError(
                 f"`shared_embeddings=True` needs equal vocabularies, got `source_vocab_size="
                 f"{source_vocab_size}` and `target_vocab_size={target_vocab_size}`."
             )
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         self._set_up(lambda_func)

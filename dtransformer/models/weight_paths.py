@@ -50,29 +50,29 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
     """
     if not network.built:
         raise ValueError("The network has no weights yet. Build it, or call it on a batch.")
-    own = [path_in(network, variable) for variable in network.variables]
-    everywhere = all_gather_json(own, "weight_paths")
-    paths = list(dict.fromkeys(path for of_rank in everywhere for path in of_rank))
+    local_paths = [path_in(network, variable) for variable in network.variables]
+    everywhere = all_gather_json(local_paths, "weight_paths")
+    paths = list(dict.fromkeys(path for rank_paths in everywhere for path in rank_paths))
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    found = set()
+    selected = set()
     for pattern in patterns:
         matches = _expression(pattern).fullmatch
-        new = [path for path in paths if matches(path)]
-        if not new:
-            last = pattern.removesuffix("/weight").rpartition(".")[2]
-            if last in _PUBLISHED:
+        new_paths = [path for path in paths if matches(path)]
+        if not new_paths:
+            module = pattern.removesuffix("/weight").rpartition(".")[2]
+            if module in _PUBLISHED:
                 raise ValueError(
                     f"The pattern {pattern!r} matches no weight. In this library, use "
-                    f"{_PUBLISHED[last]!r}."
+                    f"{_PUBLISHED[module]!r}."
                 )
-            kinds = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
-            near = difflib.get_close_matches(pattern, kinds, n=12, cutoff=0.0)
-            some = ", ".join(f"*{kind}" for kind in near)
+            suffixes = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
+            similar = difflib.get_close_matches(pattern, suffixes, n=12, cutoff=0.0)
+            examples = ", ".join(f"*{kind}" for kind in similar)
             raise ValueError(
-                f"The pattern {pattern!r} matches no weight. Existing weights are {some}."
+                f"The pattern {pattern!r} matches no weight. Existing weights are {examples}."
             )
-        found.update(new)
-    return [path for path in paths if path in found]
+        selected.update(new_paths)
+    return [path for path in paths if path in selected]
 
 
 def is_matched(path: str, patterns: str | Iterable[str]) -> bool:

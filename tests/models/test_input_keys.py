@@ -42,7 +42,7 @@ def inputs_of(name, mask=MASK):
             {"tokens": IDS, "input_ids": IDS},
             "'tokens' twice, the second time as 'input_ids'",
         ),
-        ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple \(inputs, labels\)"),
+        ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple `\(inputs, labels\)`"),
         ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' for packed texts"),
         ("causal", {"tokens": IDS, "token_type_ids": IDS}, "no input 'token_type_ids'"),
         ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: there are tokens, "),

@@ -9,7 +9,7 @@ from dtransformer.models.generation.search import SpecialIds
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def length_penalty_of(length: int | tf.Tensor, alpha: float) -> tf.Tensor:
+def compute_length_penalty(length: int | tf.Tensor, alpha: float) -> tf.Tensor:
     """Return ((5 + length) / 6)^α, the divisor of a hypothesis' log-probability."""
     return tf.pow((5.0 + tf.cast(length, "float32")) / 6.0, alpha)
 
@@ -34,11 +34,11 @@ class BeamSearch:
         self.max_length, self.num_beams = max_length, k
         self.num_results = options.num_return_sequences
         self._ids, self._options, self._alpha = ids, options, options.length_penalty
-        # Enough for k unfinished hypotheses even if every end token of every hypothesis is a candidate.
+        # With this number, k unfinished hypotheses remain even if all end tokens are candidates.
         num_candidates = (1 + max(1, len(ids.end_ids))) * k
-        self._num_of_each = min(num_candidates, ids.vocab_size)
+        self._num_candidates_each = min(num_candidates, ids.vocab_size)
         self._num_candidates = min(num_candidates, k * ids.vocab_size)
-        self._at_most = length_penalty_of(max_length, self._alpha)
+        self._max_penalty = compute_length_penalty(max_length, self._alpha)
 
     def start(self, texts: tf.Tensor) -> dict:
         """Return the initial state; see `Sampling.start`."""
@@ -54,7 +54,7 @@ class BeamSearch:
             "alive_log_p": tf.tile([[0.0] + [NEVER] * (k - 1)], [batch_size, 1]),
             "ended": empty,
             "ended_score": tf.fill([batch_size, k], NEVER),
-            **({"texts": texts} if self._options.looks_back else {}),
+            **({"texts": texts} if self._options.needs_history else {}),
         }
 
     def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tf.Tensor:
@@ -64,7 +64,7 @@ class BeamSearch:
     def ended(self, state: dict) -> tf.Tensor:
         """Return a bool tensor [b], True for texts whose search has ended."""
         # Log-probabilities only fall, and no later penalty exceeds the one at `max_length`.
-        best = state["alive_log_p"][:, 0] / self._at_most
+        best = state["alive_log_p"][:, 0] / self._max_penalty
         worst = tf.reduce_min(state["ended_score"], 1)
         ended = worst >= best
         return ended | (worst > NEVER / 2) if self._options.early_stopping else ended
@@ -82,10 +82,10 @@ class BeamSearch:
         """
         k, shape = self.num_beams, static_or_dynamic_shape(entries)
         entries = tf.reshape(tf.gather(tf.reshape(entries, [-1, shape[2]]), state["beams"]), shape)
-        own = tf.range(k)
+        hypotheses = tf.range(k)
         is_new = tf.range(shape[2]) == state["position"]
-        entries = tf.where(is_new, own[:, None], entries)
-        return entries, tf.reshape(entries[..., None] == own, [*shape[:2], shape[2] * k])
+        entries = tf.where(is_new, hypotheses[:, None], entries)
+        return entries, tf.reshape(entries[..., None] == hypotheses, [*shape[:2], shape[2] * k])
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state.
@@ -96,7 +96,7 @@ class BeamSearch:
         """
         position, k = state["position"], self.num_beams
         batch_size = static_or_dynamic_shape(state["alive"])[0]
-        log_p, tokens = tf.math.top_k(self._log_p(state, logits), self._num_of_each)
+        log_p, tokens = tf.math.top_k(self._log_p(state, logits), self._num_candidates_each)
         log_p = tf.reshape(log_p, [batch_size, k, -1]) + state["alive_log_p"][:, :, None]
         num_each = tokens.shape[1]
         log_p, index = tf.math.top_k(tf.reshape(log_p, [batch_size, -1]), self._num_candidates)
@@ -107,7 +107,7 @@ class BeamSearch:
         ends = is_one_of(tokens, self._ids.end_ids) | (position + 1 == self.max_length)
 
         exists = log_p > NEVER / 2  # excludes candidates of placeholder beams
-        score = log_p / length_penalty_of(position + 1, self._alpha)
+        score = log_p / compute_length_penalty(position + 1, self._alpha)
         counts = ends & exists & (tf.range(self._num_candidates) < k)
         # The loop continues for other texts: finished texts must not change.
         if self._options.early_stopping:
@@ -140,11 +140,11 @@ class BeamSearch:
         """
         k, texts = self.num_beams, state.get("texts")
         texts = None if texts is None else tf.repeat(texts, k, axis=0)
-        found = tf.reshape(state["alive"], [-1, self.max_length])
+        results = tf.reshape(state["alive"], [-1, self.max_length])
         logits = logits_rules.without_ids(logits, self._ids.never)
         log_p = tf.nn.log_softmax(logits)
         position, options = state["position"], self._options
-        log_p = logits_rules.looking_back(log_p, options, texts, found, position)
-        return logits_rules.by_position(
+        log_p = logits_rules.apply_history_rules(log_p, options, texts, results, position)
+        return logits_rules.apply_position_rules(
             log_p, options, self._ids.end_ids, position, self.max_length
         )

@@ -82,11 +82,13 @@ class Continuation:
         mask = Segments(is_token, is_token, None if last else is_token)
         _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
         if last is None:
-            prefixes = [{name: x[:, :, :-1] for name, x in own.items()} for own in prefixes]
+            prefixes = [{name: x[:, :, :-1] for name, x in tensors.items()} for tensors in prefixes]
         batch_size = static_or_dynamic_shape(source)[0]
         empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
         return {
-            "blocks": [{**prefix, **own} for prefix, own in zip(prefixes, empty, strict=True)],
+            "blocks": [
+                {**prefix, **tensors} for prefix, tensors in zip(prefixes, empty, strict=True)
+            ],
             "entries": search.start_entries(batch_size, capacity),
         }
 
@@ -133,16 +135,16 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = 
         rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
     if not rows or not all(map(len, rows)):
         raise ValueError("Each prompt must have at least one token, such as the start token.")
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:
             raise ValueError(
-                f"Prompt {number} has the id {outside[0]}, which is not in the vocabulary of "
+                f"Prompt {index} has the id {outside[0]}, which is not in the vocabulary of "
                 f"{vocab_size} entries. Check that the tokenizer belongs to the model."
             )
         if pad_id is not None and (row == pad_id).any():
             raise ValueError(
-                f"Prompt {number} has padding (`pad_id={pad_id}`) before a token. Pad at the end, "
+                f"Prompt {index} has padding (`pad_id={pad_id}`) before a token. Pad at the end, "
                 "or pass lists of different lengths."
             )
     longest = max(map(len, rows))
@@ -154,11 +156,11 @@ def _check_ends(rows, pad_id, end_id):
     """Raise an error if some prompts of equal length may be padded with the end token."""
     if pad_id is not None or end_id is None or len({len(row) for row in rows}) != 1:
         return
-    for place in (0, -1) if len(rows[0]) > 1 else ():
-        are_ends = [bool(row[place] == end_id) for row in rows]
+    for column in (0, -1) if len(rows[0]) > 1 else ():
+        are_ends = [bool(row[column] == end_id) for row in rows]
         if any(are_ends) and not all(are_ends):
             raise ValueError(
-                f"Prompt {are_ends.index(True)} {'ends' if place else 'begins'} with the end token "
+                f"Prompt {are_ends.index(True)} {'ends' if column else 'begins'} with the end token "
                 f"{end_id}, but other prompts do not. If it is padding, pass a dict with an "
                 '"attention_mask", or lists without padding.'
             )

@@ -66,8 +66,8 @@ class Generator:
         """
         ids = SpecialIds.of(self._network, options.stop_ids, self._never)
         for name in ID_LISTS:
-            for one in getattr(options, name) or ():
-                check_ids(ids.vocab_size, **{name: one})
+            for token_id in getattr(options, name) or ():
+                check_ids(ids.vocab_size, **{name: token_id})
         if options.beam_size == 1:
             source = tf.repeat(source, options.num_return_sequences, axis=0)
         elif on_tokens is not None:
@@ -76,9 +76,9 @@ class Generator:
                 "search may replace earlier tokens. Set `beam_size=1`."
             )
         function = self._function(ids, options, on_tokens is not None)
-        with self._stream.told_to(on_tokens, ids.end_ids):
-            found = function(source, max_length, options.seed % _NUM_SEEDS)
-        return _without_padding(tf.reshape(found, [-1, max_length]), ids)
+        with self._stream.streaming_to(on_tokens, ids.end_ids):
+            results = function(source, max_length, options.seed % _NUM_SEEDS)
+        return _without_padding(tf.reshape(results, [-1, max_length]), ids)
 
     def forget_functions(self) -> None:
         """Drop all compiled functions. Call it after weights were added or removed."""
@@ -100,7 +100,7 @@ class Generator:
             self._functions[key] = loops.compiled(
                 self._network,
                 make,
-                loops_on_mesh=self._loops_on_mesh and not options.looks_back,
+                loops_on_mesh=self._loops_on_mesh and not options.needs_history,
                 on_tokens=self._stream if streams else None,
             )
         return self._functions[key]
@@ -116,7 +116,7 @@ class _TokenStream:
         self._on_tokens, self._end_ids, self._ended, self._error = None, (), set(), None
 
     @contextlib.contextmanager
-    def told_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
+    def streaming_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
         """Use a callback inside of the context. Its errors are raised instead of TensorFlow's."""
         self._on_tokens, self._end_ids, self._ended, self._error = on_tokens, end_ids, set(), None
         try:
@@ -131,21 +131,21 @@ class _TokenStream:
     def __call__(self, tokens: np.ndarray) -> None:
         """Pass the next tokens [b] of all results to the user's callback."""
         try:
-            for number, token in enumerate(tokens.tolist()):
-                if number not in self._ended:
-                    self._on_tokens(number, [token])
+            for index, token in enumerate(tokens.tolist()):
+                if index not in self._ended:
+                    self._on_tokens(index, [token])
                 if token in self._end_ids:
-                    self._ended.add(number)
+                    self._ended.add(index)
         except Exception as error:
             self._error = error
             raise
 
 
-def _without_padding(found, ids):
+def _without_padding(results, ids):
     """Return results [r, max_length] without trailing columns that are only padding."""
     if not ids.end_ids:
-        return found
-    columns = np.nonzero(np.any(np.asarray(found) != ids.pad_id, axis=0))[0]
+        return results
+    columns = np.nonzero(np.any(np.asarray(results) != ids.pad_id, axis=0))[0]
     length = np.max(columns, initial=-1) + 1
-    is_end_too = ids.pad_id in ids.end_ids and length < found.shape[1]
-    return found[:, : int(length + is_end_too)]
+    is_end_too = ids.pad_id in ids.end_ids and length < results.shape[1]
+    return results[:, : int(length + is_end_too)]

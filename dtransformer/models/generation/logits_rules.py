@@ -24,17 +24,17 @@ def without_ids(logits: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
 
 def is_one_of(tokens: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
     """Return a bool tensor of the shape of `tokens`, True where the token is in `ids`."""
-    found = tf.zeros_like(tokens, "bool")
-    for one in ids:
-        found |= tokens == one
-    return found
+    result = tf.zeros_like(tokens, "bool")
+    for token_id in ids:
+        result |= tokens == token_id
+    return result
 
 
-def looking_back(
+def apply_history_rules(
     logits: tf.Tensor,
     options: GenerationOptions,
     texts: tf.Tensor | None,
-    found: tf.Tensor,
+    results: tf.Tensor,
     position: tf.Tensor,
 ) -> tf.Tensor:
     """Apply the rules that depend on previous tokens.
@@ -45,26 +45,26 @@ def looking_back(
         logits: Float tensor [r, V] of logits or log-probabilities.
         options: `GenerationOptions`.
         texts: Int32 tensor [r, s] of tokens before the results. `None` if no rule needs it.
-        found: Int32 tensor [r, max_length] of the results. Entries from `position` on are
+        results: Int32 tensor [r, max_length] of the results. Entries from `position` on are
             ignored.
         position: Int32 scalar. Number of tokens in the results so far.
 
     Returns:
         A float tensor [r, V].
     """
-    if not options.looks_back:
+    if not options.needs_history:
         return logits
-    is_found = tf.range(static_or_dynamic_shape(found)[1]) < position
-    whole = tf.concat([texts, tf.where(is_found, found, NO_TOKEN)], axis=1)
+    is_generated = tf.range(static_or_dynamic_shape(results)[1]) < position
+    tokens = tf.concat([texts, tf.where(is_generated, results, NO_TOKEN)], axis=1)
     if options.repetition_penalty != 1:
-        logits = repetition_penalty(logits, whole, options.repetition_penalty)
+        logits = repetition_penalty(logits, tokens, options.repetition_penalty)
     if options.no_repeat_ngram_size:
         length = static_or_dynamic_shape(texts)[1] + position
-        logits = no_repeated_ngrams(logits, whole, options.no_repeat_ngram_size, length)
+        logits = no_repeated_ngrams(logits, tokens, options.no_repeat_ngram_size, length)
     return logits
 
 
-def by_position(
+def apply_position_rules(
     logits: tf.Tensor,
     options: GenerationOptions,
     end_ids: Sequence[int],
@@ -84,18 +84,20 @@ def by_position(
         A float tensor [r, V].
     """
 
-    def where(is_so, changed):
-        return tf.where(is_so, changed, logits)
+    def where(condition, changed):
+        return tf.where(condition, changed, logits)
 
     logits = without_ids(logits, options.suppressed_ids)
     if ids := options.suppressed_first_ids:
         logits = where(position == len(options.first_ids[:1]), without_ids(logits, ids))
     if options.min_new_tokens:
         logits = where(position < options.min_new_tokens, without_ids(logits, end_ids))
-    for ids, place in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
+    for ids, target_position in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
         if ids:
-            is_one = is_one_of(tf.range(logits.shape[-1]), ids)
-            logits = where(position == place, tf.where(is_one, tf.zeros_like(logits), NEVER))
+            is_allowed = is_one_of(tf.range(logits.shape[-1]), ids)
+            logits = where(
+                position == target_position, tf.where(is_allowed, tf.zeros_like(logits), NEVER)
+            )
     return logits
 
 
@@ -105,8 +107,8 @@ def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> t
     Positive logits are divided by `penalty`, negative ones multiplied, as in `transformers`
     (Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1).
     """
-    is_there = _marked(texts, texts != NO_TOKEN, logits.shape[-1])
-    return tf.where(is_there, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
+    is_present = _marked(texts, texts != NO_TOKEN, logits.shape[-1])
+    return tf.where(is_present, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def no_repeated_ngrams(
@@ -129,55 +131,55 @@ def no_repeated_ngrams(
     num_texts, num_columns = static_or_dynamic_shape(texts)
     padded = tf.pad(texts, [[0, 0], [size - 1, size - 1]], constant_values=NO_TOKEN)
     # `begun` is True in the columns where an n-gram starts with the text's last n - 1 tokens.
-    begun = tf.ones([num_texts, num_columns], "bool")
-    for place in range(size - 1):
-        last = padded[:, length + place][:, None]
-        own = padded[:, size - 1 + place : size - 1 + place + num_columns]
-        begun &= (own == last) & (last != NO_TOKEN)
+    is_match = tf.ones([num_texts, num_columns], "bool")
+    for offset in range(size - 1):
+        last = padded[:, length + offset][:, None]
+        candidates = padded[:, size - 1 + offset : size - 1 + offset + num_columns]
+        is_match &= (candidates == last) & (last != NO_TOKEN)
     next_tokens = padded[:, 2 * (size - 1) : 2 * (size - 1) + num_columns]
-    repeated = _marked(next_tokens, begun & (next_tokens != NO_TOKEN), logits.shape[-1])
+    repeated = _marked(next_tokens, is_match & (next_tokens != NO_TOKEN), logits.shape[-1])
     return tf.where(repeated, NEVER, logits)
 
 
-def top_k(logits: tf.Tensor, number: int) -> tf.Tensor:
-    """Keep the `number` largest logits of each row, and those equal to the smallest of them.
+def top_k(logits: tf.Tensor, k: int) -> tf.Tensor:
+    """Keep the `k` largest logits of each row, and those equal to the smallest of them.
 
-    A `number` of 0 keeps all.
+    A `k` of 0 keeps all.
     """
-    if not 0 < number < logits.shape[-1]:
+    if not 0 < k < logits.shape[-1]:
         return logits
-    smallest = tf.math.top_k(logits, number).values[:, -1:]
+    smallest = tf.math.top_k(logits, k).values[:, -1:]
     return tf.where(logits < smallest, NEVER, logits)
 
 
-def top_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Keep the fewest tokens whose probabilities sum to at least `share` (nucleus sampling).
+def top_p(logits: tf.Tensor, p: float) -> tf.Tensor:
+    """Keep the fewest tokens whose probabilities sum to at least `p` (nucleus sampling).
 
-    At least the most likely token remains. A `share` of 1 keeps all.
+    At least the most likely token remains. A `p` of 1 keeps all.
 
     Reference:
         [Holtzman et al., 2019, §3.1](https://arxiv.org/abs/1904.09751)
     """
-    if share >= 1:
+    if p >= 1:
         return logits
-    falling = tf.sort(logits, axis=-1, direction="DESCENDING")
-    before = tf.cumsum(tf.nn.softmax(falling), axis=-1, exclusive=True)
-    number = tf.maximum(tf.math.count_nonzero(before < share, axis=-1, dtype="int32"), 1)
-    smallest = tf.gather(falling, number - 1, batch_dims=1)
+    sorted_logits = tf.sort(logits, axis=-1, direction="DESCENDING")
+    mass_before = tf.cumsum(tf.nn.softmax(sorted_logits), axis=-1, exclusive=True)
+    num_tokens = tf.maximum(tf.math.count_nonzero(mass_before < p, axis=-1, dtype="int32"), 1)
+    smallest = tf.gather(sorted_logits, num_tokens - 1, batch_dims=1)
     return tf.where(logits < smallest[:, None], NEVER, logits)
 
 
-def min_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Keep the tokens with at least `share` times the probability of the most likely token.
+def min_p(logits: tf.Tensor, p: float) -> tf.Tensor:
+    """Keep the tokens with at least `p` times the probability of the most likely token.
 
     Reference:
         [Nguyen et al., 2024, §3](https://arxiv.org/abs/2407.01082)
     """
-    if share == 0:
+    if p == 0:
         return logits
     probabilities = tf.nn.softmax(logits)
-    least = share * tf.reduce_max(probabilities, axis=-1, keepdims=True)
-    return tf.where(probabilities < least, NEVER, logits)
+    min_probability = p * tf.reduce_max(probabilities, axis=-1, keepdims=True)
+    return tf.where(probabilities < min_probability, NEVER, logits)
 
 
 def _marked(tokens, counts, vocab_size):
@@ -185,6 +187,6 @@ def _marked(tokens, counts, vocab_size):
     num_texts, num_columns = static_or_dynamic_shape(tokens)
     rows = tf.repeat(tf.range(num_texts), num_columns)
     columns = tf.reshape(tf.where(counts, tokens, vocab_size), [-1])
-    at = tf.stack([rows, columns], axis=1)
-    marked = tf.scatter_nd(at, tf.ones_like(rows), [num_texts, vocab_size + 1])
+    indices = tf.stack([rows, columns], axis=1)
+    marked = tf.scatter_nd(indices, tf.ones_like(rows), [num_texts, vocab_size + 1])
     return marked[:, :vocab_size] > 0

@@ -82,23 +82,23 @@ class GenerationOptions:
 
     def __post_init__(self):
         for name in self.__dataclass_fields__:
-            kept = checked_value(type(self), name, getattr(self, name))
-            object.__setattr__(self, name, kept)
+            value = checked_value(type(self), name, getattr(self, name))
+            object.__setattr__(self, name, value)
         self._check_together()
 
     @classmethod
-    def of(cls, **given) -> "GenerationOptions":
+    def of(cls, **options) -> "GenerationOptions":
         """Return the given options. Raise a TypeError that lists all options for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
+        for name in options:
             if name not in names:
                 raise TypeError(
                     f"`generate` has no option {name!r}. The options are {', '.join(names)}."
                 )
-        return cls(**given)
+        return cls(**options)
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """True if a rule depends on the previous tokens of a text."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 

@@ -16,7 +16,7 @@ _OPTIONS = {**_FIELDS["others"], **_DRAWING, **_BEAMS}
 NAMED = {*_OPTIONS, *_NEUTRAL}
 
 
-def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
+def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
     """Sort the fields of `generation_config.json` into supported and unsupported settings.
 
     Args:
@@ -37,13 +37,13 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
     rules, asks = {}, {}
 
     def ids(name, value):
-        found = value if isinstance(value, list) else [value]
-        if not all(type(one) is int and 0 <= one < vocab_size for one in found):
+        id_list = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in id_list):
             raise InputError(
                 f"{path}: `{name}` must have ids in the vocabulary of {vocab_size} entries, got "
                 f"{shown(value)}."
             )
-        return found
+        return id_list
 
     for name, value in fields.items():
         if value is None or name in SILENT:
@@ -58,24 +58,28 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
             rules[name] = value
         elif name == "forced_bos_token_id" and has_source:
             rules["first_ids"] = ids(name, value)
-        elif name == "bad_words_ids" and _are_single(value):
+        elif name == "bad_words_ids" and _are_single_tokens(value):
             end = fields.get("eos_token_id")
             ends = [] if end is None else ids("eos_token_id", end)
-            own = [one for (one,) in value if [one] != ends]
-            rules["suppressed_ids"] = rules.get("suppressed_ids", []) + ids(name, own)
-        elif _asks(name, value, fields):
+            other_words = [token_id for (token_id,) in value if [token_id] != ends]
+            rules["suppressed_ids"] = rules.get("suppressed_ids", []) + ids(name, other_words)
+        elif _changes_generation(name, value, fields):
             asks[name] = [value, _OPTIONS.get(name, (None,))[0]]
     return {**rules, **({"asks": [str(path), asks]} if asks else {})}
 
 
-def fields_of(rules: Mapping) -> dict:
-    """Return the fields of `generation_config.json` for rules. The inverse of `rules_of`."""
-    names = {own: name for name, own in _IDS.items()}
+def rules_to_fields(rules: Mapping) -> dict:
+    """Return the fields of `generation_config.json` for rules. The inverse of `parse_rules`."""
+    field_names = {option: name for name, option in _IDS.items()}
     _, asks = rules.get("asks", ("", {}))
-    found = {names.get(own, own): value for own, value in rules.items() if own != "asks"}
-    if first := found.pop("first_ids", None):
-        found["forced_bos_token_id"] = first[0] if len(first) == 1 else first
-    return {**found, **{name: value for name, (value, _) in asks.items()}}
+    fields = {
+        field_names.get(option, option): value
+        for option, value in rules.items()
+        if option != "asks"
+    }
+    if first := fields.pop("first_ids", None):
+        fields["forced_bos_token_id"] = first[0] if len(first) == 1 else first
+    return {**fields, **{name: value for name, (value, _) in asks.items()}}
 
 
 def end_ids(network, tokenizer: object) -> list[int]:
@@ -89,12 +93,12 @@ def end_ids(network, tokenizer: object) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
-def _are_single(words):
+def _are_single_tokens(words):
     """Return whether `words` is a list of lists with one token each."""
     return isinstance(words, list) and all(isinstance(x, list) and len(x) == 1 for x in words)
 
 
-def _asks(name, value, fields):
+def _changes_generation(name, value, fields):
     """Return whether an unsupported field has a value that would change the generation."""
     if name in _DRAWING and not fields.get("do_sample"):
         return False
@@ -104,7 +108,7 @@ def _asks(name, value, fields):
     return value not in (*neutral, [], {})
 
 
-def options_of(network, given: Mapping, before: int) -> GenerationOptions:
+def resolve_options(network, explicit: Mapping, num_before: int) -> GenerationOptions:
     """Merge the options of a `generate` call with the network's generation rules.
 
     Explicit options take precedence. The first call warns about the unsupported fields of
@@ -112,8 +116,8 @@ def options_of(network, given: Mapping, before: int) -> GenerationOptions:
 
     Args:
         network: Network, possibly with `generation_rules`.
-        given: Dict of the explicit options.
-        before: Integer. Number of tokens before each result.
+        explicit: Dict of the explicit options.
+        num_before: Integer. Number of tokens before each result.
 
     Returns:
         A `GenerationOptions`.
@@ -124,13 +128,15 @@ def options_of(network, given: Mapping, before: int) -> GenerationOptions:
     """
     rules = dict(network.generation_rules)
     path, asks = rules.pop("asks", ("", {}))
-    least = max(rules.pop("min_length", 0) - before, rules.get("min_new_tokens", 0), 0)
-    given = {name: x for name, x in given.items() if x is not None or name != "stop_ids"}
-    open_ = {name: (x, own) for name, (x, own) in asks.items() if own not in given}
-    if open_ and not network.has_told_rules:
-        network.has_told_rules = True
-        message = ", ".join(f"{name}={shown(x)}" for name, (x, _) in open_.items())
-        own = [option for _, option in open_.values() if option is not None]
-        hint = f" Pass {', '.join(dict.fromkeys(own))} to `generate`." if own else ""
+    min_new_tokens = max(rules.pop("min_length", 0) - num_before, rules.get("min_new_tokens", 0), 0)
+    explicit = {name: x for name, x in explicit.items() if x is not None or name != "stop_ids"}
+    ignored = {name: (x, option) for name, (x, option) in asks.items() if option not in explicit}
+    if ignored and not network.has_warned_rules:
+        network.has_warned_rules = True
+        message = ", ".join(f"{name}={shown(x)}" for name, (x, _) in ignored.items())
+        replacements = [option for _, option in ignored.values() if option is not None]
+        hint = (
+            f" Pass {', '.join(dict.fromkeys(replacements))} to `generate`." if replacements else ""
+        )
         warnings.warn(f"{path}: `generate` ignores {message}.{hint}", stacklevel=3)
-    return GenerationOptions.of(**{**rules, "min_new_tokens": least, **given})
+    return GenerationOptions.of(**{**rules, "min_new_tokens": min_new_tokens, **explicit})

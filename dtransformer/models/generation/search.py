@@ -89,7 +89,7 @@ class Sampling:
             "beams": tf.range(batch_size),
             "ids": tf.fill([batch_size, self.max_length], self._ids.pad_id),
             "finished": tf.zeros([batch_size], "bool"),
-            **({"texts": texts} if self._options.looks_back else {}),
+            **({"texts": texts} if self._options.needs_history else {}),
         }
 
     def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tuple:
@@ -111,21 +111,21 @@ class Sampling:
             state: State from `start` or the previous `update`.
             logits: Float tensor [b, V] of the tokens that follow `state["last"]`.
         """
-        position, finished, found = state["position"], state["finished"], state["ids"]
+        position, finished, ids = state["position"], state["finished"], state["ids"]
         logits = logits_rules.without_ids(logits, self._ids.never)
-        logits = logits_rules.looking_back(
-            logits, self._options, state.get("texts"), found, position
+        logits = logits_rules.apply_history_rules(
+            logits, self._options, state.get("texts"), ids, position
         )
-        logits = logits_rules.by_position(
+        logits = logits_rules.apply_position_rules(
             logits, self._options, self._ids.end_ids, position, self.max_length
         )
         tokens = tf.where(finished, self._ids.pad_id, self._choose(logits, position))
-        at = tf.range(self.max_length) == position
+        is_current = tf.range(self.max_length) == position
         return {
             **state,
             "position": position + 1,
             "last": tokens,
-            "ids": tf.where(at, tokens[:, None], found),
+            "ids": tf.where(is_current, tokens[:, None], ids),
             "finished": finished | is_one_of(tokens, self._ids.end_ids),
         }
 

@@ -11,7 +11,7 @@ from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.generation.rules import end_ids
 
 
-def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
+def group_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
     """Group rows of similar length, so that batches need little padding.
 
     Args:
@@ -22,8 +22,8 @@ def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterato
         Lists of row indices, from the shortest rows to the longest.
     """
     by_length = sorted(
-        (number for number, row in enumerate(rows) if len(row)),
-        key=lambda number: len(rows[number]),
+        (index for index, row in enumerate(rows) if len(row)),
+        key=lambda index: len(rows[index]),
     )
     for start in range(0, len(by_length), batch_size):
         yield by_length[start : start + batch_size]
@@ -136,24 +136,26 @@ class TextGenerator:
                 f"Prompt {rows.index([])} has no token, and the model has no start token to begin with."
             )
         texts = [""] * (n * len(rows))
-        for start, batch in enumerate(batches_by_length(rows, self.batch_size)):
-            numbers = [n * number + i for number in batch for i in range(n)]
-            parts = [_Parts(self.tokenizer, self._context(rows[x // n])) for x in numbers]
+        for start, batch in enumerate(group_by_length(rows, self.batch_size)):
+            indices = [n * index + i for index in batch for i in range(n)]
+            decoders = [_Parts(self.tokenizer, self._context(rows[x // n])) for x in indices]
 
-            def tell(place, ids, parts=parts, numbers=numbers):
-                if new := parts[place].add(self._until_end(ids)):
-                    on_text(numbers[place], new)
+            def stream_part(row_index, ids, decoders=decoders, indices=indices):
+                if new_text := decoders[row_index].add(self._until_end(ids)):
+                    on_text(indices[row_index], new_text)
 
-            found = self.model.generate(
-                self._prompts([rows[number] for number in batch]),
+            results = self.model.generate(
+                self._prompts([rows[index] for index in batch]),
                 self.max_new_tokens,
-                on_tokens=None if on_text is None else tell,
+                on_tokens=None if on_text is None else stream_part,
                 **{**self._options, "seed": self._search.seed + start},
             )
-            for number, part, ids in zip(numbers, parts, found.numpy().tolist(), strict=True):
-                texts[number] = part.text(self._until_end(ids))
-                if on_text is not None and (rest := part.rest(texts[number])):
-                    on_text(number, rest)
+            for index, decoder, ids in zip(
+                indices, decoders, results.numpy().tolist(), strict=True
+            ):
+                texts[index] = decoder.text(self._until_end(ids))
+                if on_text is not None and (tail := decoder.rest(texts[index])):
+                    on_text(index, tail)
         return texts
 
     def _encode(self, prompts):
@@ -164,18 +166,18 @@ class TextGenerator:
         else:
             rows, start = as_lists(self.tokenizer.encode(list(prompts))), self.model.start_id
         if not self._continues:
-            return self._cut_off(rows)
+            return self._truncate(rows)
         if start is not None:
             rows = [row if row[:1] == [start] else [start, *row] for row in rows]
-        first = [] if self.model.start_id is None else [self.model.start_id]
-        return self._cut_off([row or first for row in rows])
+        start_ids = [] if self.model.start_id is None else [self.model.start_id]
+        return self._truncate([row or start_ids for row in rows])
 
-    def _cut_off(self, rows):
-        most = self._max_source_length
-        for number, row in enumerate(rows):
-            if most is not None and len(row) > most and self._on_truncation:
-                self._on_truncation(number, len(row), most)
-        return [row[-(most or 0) :] if self._continues else row[:most] for row in rows]
+    def _truncate(self, rows):
+        max_length = self._max_source_length
+        for index, row in enumerate(rows):
+            if max_length is not None and len(row) > max_length and self._on_truncation:
+                self._on_truncation(index, len(row), max_length)
+        return [row[-(max_length or 0) :] if self._continues else row[:max_length] for row in rows]
 
     def _prompts(self, rows):
         """Return prompts in the form that the model's `generate` expects."""
@@ -185,7 +187,7 @@ class TextGenerator:
         """Return the prompt's ids after its last end token. Decoding a text may depend on them."""
         if not self._continues:
             return []
-        ends = [place for place, one in enumerate(prompt) if one in self._end_ids]
+        ends = [index for index, token_id in enumerate(prompt) if token_id in self._end_ids]
         return prompt[ends[-1] + 1 :] if ends else prompt
 
     def _until_end(self, ids):
@@ -207,14 +209,14 @@ class _Parts:
 
     def __init__(self, tokenizer, context):
         self._tokenizer, self._context = tokenizer, context
-        (self._before,) = tokenizer.decode([context])
-        self._ids, self._told = [], ""
+        (self._context_text,) = tokenizer.decode([context])
+        self._ids, self._returned = [], ""
 
     def text(self, ids):
         """Return the text of `ids` after the context."""
-        (whole,) = self._tokenizer.decode([self._context + ids])
-        if whole.startswith(self._before):
-            return whole[len(self._before) :]
+        (full_text,) = self._tokenizer.decode([self._context + ids])
+        if full_text.startswith(self._context_text):
+            return full_text[len(self._context_text) :]
         return self._tokenizer.decode([ids])[0]
 
     def add(self, ids):
@@ -225,7 +227,7 @@ class _Parts:
 
     def rest(self, text):
         """Return the part of `text` that was not returned before, and mark it as returned."""
-        if not text.startswith(self._told):
+        if not text.startswith(self._returned):
             return ""
-        new, self._told = text[len(self._told) :], text
-        return new
+        new_text, self._returned = text[len(self._returned) :], text
+        return new_text

@@ -62,23 +62,29 @@ class PretrainedFolder:
     def _open(self):
         """Return a dict from tensor names to the `SafetensorsFile` that contains them."""
         if (self.path / INDEX).exists():
-            places = read_object(self.path / INDEX).get("weight_map")
-            if not isinstance(places, dict) or not all(_is_name(x) for x in places.values()):
+            file_names = read_object(self.path / INDEX).get("weight_map")
+            if not isinstance(file_names, dict) or not all(
+                _is_name(x) for x in file_names.values()
+            ):
                 raise InputError(f"{self.path / INDEX}: `weight_map` must contain file names.")
-            files = {name: SafetensorsFile(self.path / name) for name in set(places.values())}
-            lacking = [name for name, place in places.items() if name not in files[place].shapes]
-            if lacking:
+            files = {name: SafetensorsFile(self.path / name) for name in set(file_names.values())}
+            missing = [
+                name
+                for name, file_name in file_names.items()
+                if name not in files[file_name].shapes
+            ]
+            if missing:
                 raise InputError(
-                    f"{self.path / places[lacking[0]]} lacks {lacking[0]} ({len(lacking)} missing "
+                    f"{self.path / file_names[missing[0]]} lacks {missing[0]} ({len(missing)} missing "
                     f"tensors), which {INDEX} lists. Download it again."
                 )
-            return {name: files[place] for name, place in places.items()}
+            return {name: files[file_name] for name, file_name in file_names.items()}
         if (self.path / WEIGHTS).exists():
             file = SafetensorsFile(self.path / WEIGHTS)
             return dict.fromkeys(file.shapes, file)
-        others = sorted(x.name for x in self.path.glob("*.bin")) or ["no weights"]
+        alternatives = sorted(x.name for x in self.path.glob("*.bin")) or ["no weights"]
         raise InputError(
-            f"{self.path} must contain {WEIGHTS} or {INDEX}, found {others[0]}. Save the model "
+            f"{self.path} must contain {WEIGHTS} or {INDEX}, found {alternatives[0]}. Save the model "
             "again in the safetensors format."
         )
 
@@ -97,7 +103,7 @@ _MODES = {
 }
 
 
-def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
+def read_pooling_head(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
     """Return the pooling head that a folder's modules describe, not built.
 
     Args:
@@ -120,20 +126,20 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
         raise InputError(
             f"{folder / MODULES} must contain a list of modules with `type` and `path`."
         ) from None
-    usual = ["Transformer", "Pooling", "Normalize"]
-    if kinds not in (usual, usual[:2]) or places["Transformer"]:
+    expected = ["Transformer", "Pooling", "Normalize"]
+    if kinds not in (expected, expected[:2]) or places["Transformer"]:
         raise InputError(
             f"{folder / MODULES}: The modules must be the Transformer in the folder itself, Pooling "
             f"and optionally Normalize, got {', '.join(kinds)}."
         )
     path = folder / places["Pooling"] / "config.json"
-    found = read_object(path).items()
-    asked = [name for name, value in found if name.startswith("pooling_mode") and value]
-    modes = [_MODES.get(name) for name in asked]
+    fields = read_object(path).items()
+    enabled = [name for name, value in fields if name.startswith("pooling_mode") and value]
+    modes = [_MODES.get(name) for name in enabled]
     if len(modes) != 1 or modes[0] is None:
         raise InputError(
             f"{path}: One pooling mode of {', '.join(_MODES)} must be true, got "
-            f"{', '.join(asked) or 'none'}."
+            f"{', '.join(enabled) or 'none'}."
         )
     return PoolingHead(modes[0], normalize="Normalize" in kinds, dtype=dtype)
 
@@ -150,13 +156,13 @@ def write_modules(folder: pathlib.Path, head: PoolingHead, hidden_size: int) -> 
     listed = [("", "Transformer"), (_POOLING, "Pooling")]
     listed += [(_NORMALIZE, "Normalize")] * head.normalize
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": _TYPES + kind}
-        for number, (path, kind) in enumerate(listed)
+        {"idx": index, "name": str(index), "path": path, "type": _TYPES + kind}
+        for index, (path, kind) in enumerate(listed)
     ]
     (folder / _POOLING).mkdir()
-    found = {
+    files = {
         MODULES: modules,
         f"{_POOLING}/config.json": {"word_embedding_dimension": hidden_size, **pooling},
     }
-    for name, content in found.items():
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -15,9 +15,9 @@ from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
-from dtransformer.models.pretrained.families.task_heads import with_head_of
+from dtransformer.models.pretrained.families.task_heads import with_stored_head
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
-from dtransformer.models.pretrained.quantized import form_of
+from dtransformer.models.pretrained.quantized import quantization_form
 from dtransformer.models.pretrained.stored_weights import StoredWeights, has_tied_head
 from dtransformer.models.published_fields import FIELDS
 from dtransformer.parallel.collectives.objects import from_chief, together
@@ -49,7 +49,7 @@ class ReadFields(dict):
         return super().get(name, default)
 
 
-def check_others(config: ReadFields, path: os.PathLike) -> None:
+def check_unused_fields(config: ReadFields, path: os.PathLike) -> None:
     """Check the config fields that were not used to create the network.
 
     Issues warnings for fields that only affect training and for unknown fields.
@@ -61,19 +61,19 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     Raises:
         InputError: If an unused field changes the meaning of the weights.
     """
-    known = {"quantization_config"} if form_of(dict(config)) else set()
-    left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
-    for name in sorted(left.keys() & _REFUSED):
+    known = {"quantization_config"} if quantization_form(dict(config)) else set()
+    unused = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
+    for name in sorted(unused.keys() & _REFUSED):
         raise InputError(
-            f"`{name}={shown(left[name])}` is not supported. Use the unmodified weights."
+            f"`{name}={shown(unused[name])}` is not supported. Use the unmodified weights."
         )
-    for names, told in (
-        (left.keys() & _TRAINING, "Training ignores"),
-        (left.keys() - KNOWN, "Ignored unknown fields"),
+    for names, intro in (
+        (unused.keys() & _TRAINING, "Training ignores"),
+        (unused.keys() - KNOWN, "Ignored unknown fields"),
     ):
         if names:
-            message = ", ".join(f"{name}={shown(left[name])}" for name in sorted(names))
-            warnings.warn(f"{path}: {told} {message}.", stacklevel=3)
+            message = ", ".join(f"{name}={shown(unused[name])}" for name in sorted(names))
+            warnings.warn(f"{path}: {intro} {message}.", stacklevel=3)
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
@@ -102,21 +102,21 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         network = dtransformer.models.from_pretrained("models/llama-3.2-1b")
     """
 
-    def opened():
+    def open_folder():
         content = PretrainedFolder(folder)
-        family = family_of(content.config, content.path / CONFIG)
-        found = network_arguments(family, content.config, content.path / CONFIG)
+        family = get_family(content.config, content.path / CONFIG)
+        network_args = network_arguments(family, content.config, content.path / CONFIG)
         rules = _generation_rules(content, family)
-        return content, family, family.settled(found, content.shapes.keys()), rules
+        return content, family, family.finalize(network_args, content.shapes.keys()), rules
 
-    content, family, found, rules = together(opened, "pretrained/folder")
-    found |= arguments
-    read_tied = lambda: has_tied_head(content, family, found)
-    found["tied_head"] = from_chief(read_tied, "pretrained/copies")
+    content, family, network_args, rules = together(open_folder, "pretrained/folder")
+    network_args |= arguments
+    read_tied_head = lambda: has_tied_head(content, family, network_args)
+    network_args["tied_head"] = from_chief(read_tied_head, "pretrained/copies")
     with refusing(content.path / CONFIG):
-        network = family.network(**found)
+        network = family.network(**network_args)
     network = together(
-        lambda: with_head_of(network, content.config, content.path), "pretrained/head"
+        lambda: with_stored_head(network, content.config, content.path), "pretrained/head"
     )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
@@ -138,7 +138,7 @@ def architecture_of(folder: str | os.PathLike) -> Architecture:
     """
     path = pathlib.Path(folder) / CONFIG
     config = read_object(path)
-    family = family_of(config, path)
+    family = get_family(config, path)
     return Architecture(
         family.network.__name__, network_arguments(family, config, path), str(folder)
     )
@@ -153,13 +153,13 @@ def _generation_rules(content, family):
         fields = read_object(path)
     else:
         path = content.path / CONFIG
-        taken = generation_rules.TAKEN | generation_rules.NAMED
-        fields = {x: fields[x] for x in fields if x in taken}
+        relevant = generation_rules.TAKEN | generation_rules.NAMED
+        fields = {x: fields[x] for x in fields if x in relevant}
     has_source = issubclass(family.network, EncoderDecoderModel)
-    return generation_rules.rules_of(fields, path, has_source, content.config["vocab_size"])
+    return generation_rules.parse_rules(fields, path, has_source, content.config["vocab_size"])
 
 
-def family_of(config: dict, path: os.PathLike) -> Family:
+def get_family(config: dict, path: os.PathLike) -> Family:
     """Return the `Family` of a published config.
 
     Args:
@@ -195,19 +195,19 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
             f"{family.architecture}."
         )
     try:
-        vocab_size, names = config["vocab_size"], family.special_ids
+        vocab_size, special_ids = config["vocab_size"], family.special_ids
         arguments = {"vocab_size": vocab_size, **family.arguments(config)}
-        for ours, theirs in names.items():
-            default = family.ids.get(theirs)
+        for argument, field in special_ids.items():
+            default = family.ids.get(field)
             if default is not None and default >= vocab_size:
                 default = None
-            value = config.get(theirs, default)
+            value = config.get(field, default)
             value = value[0] if isinstance(value, list) and value else value
-            if value is None and names is DECODER_IDS:
-                raise InputError(f"The token id `{theirs}` is missing, which target texts need.")
-            arguments[ours] = value
+            if value is None and special_ids is DECODER_IDS:
+                raise InputError(f"The token id `{field}` is missing, which target texts need.")
+            arguments[argument] = value
         arguments["pad_id"] = _padding(family, **arguments)
-        check_others(config, path)
+        check_unused_fields(config, path)
     except KeyError as error:
         raise InputError(f"{path}: The field {error} is missing.") from None
     except (TypeError, AttributeError, ArithmeticError):
@@ -220,6 +220,6 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):
     """Return the padding id, or `None` if it is out of the vocabulary or also another token."""
-    others = (start_id, end_id) if family.own_padding else ()
+    other_ids = (start_id, end_id) if family.needs_unique_padding else ()
     is_padding = pad_id is not None and 0 <= pad_id < vocab_size
-    return pad_id if is_padding and pad_id not in others else None
+    return pad_id if is_padding and pad_id not in other_ids else None

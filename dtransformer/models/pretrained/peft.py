@@ -24,7 +24,7 @@ _PLAIN = {**_FIELDS["plain"], **dict.fromkeys(_FIELDS["unset"], _NONE)}
 KNOWN = {*_FIELDS["taken"], *_FIELDS["silent"], *_PLAIN}
 
 
-def written(
+def to_peft(
     network: TokenModel, family: str, kernels: dict[str, dict], factors: dict[str, np.ndarray]
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Convert adapters to the config and tensors of the `peft` package.
@@ -44,13 +44,13 @@ def written(
         InputError: If the family is unknown, its files store an adapted kernel together with
             others in one tensor, or the adapters are of different kinds.
     """
-    places = next((paths for name, paths in _fitting(network) if name == family), None)
-    if places is None:
+    modules_by_path = next((paths for name, paths in _fitting(network) if name == family), None)
+    if modules_by_path is None:
         names = ", ".join(name for name, _ in _fitting(network))
         raise InputError(f"`family` must be one of {names}, got {family!r}.")
-    tensors, modules = {}, {path: module for path, (module, _) in places.items()}
+    tensors, modules = {}, {path: module for path, (module, _) in modules_by_path.items()}
     for path in kernels:
-        if path not in places:
+        if path not in modules_by_path:
             raise InputError(
                 f"{family} has no separate tensor for {path}. Adapt other kernels, or save in this "
                 "library's format with `family='dtransformer'`."
@@ -58,17 +58,19 @@ def written(
         shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
         for letter in KINDS[kernels[path]["kind"]]:
             value, name = factors[f"{path}.{letter}"], _NAMES[letter]
-            if letter != "a" and places[path][1].order is not None:
-                value = value[..., np.argsort(places[path][1].order)]
+            if letter != "a" and modules_by_path[path][1].order is not None:
+                value = value[..., np.argsort(modules_by_path[path][1].order)]
             name = f"{_PREFIX}{modules[path]}.{name}{'' if letter == 'm' else '.weight'}"
             tensors[name] = np.ascontiguousarray(value.reshape(shapes[letter]).T)
     first = next(iter(kernels.values()))
-    if len({own["kind"] for own in kernels.values()}) > 1:
+    if len({settings["kind"] for settings in kernels.values()}) > 1:
         raise InputError(
             "Some adapters are of kind dora, others of lora. peft needs a single kind."
         )
     differing = lambda name: {
-        modules[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
+        modules[path]: settings[name]
+        for path, settings in kernels.items()
+        if settings[name] != first[name]
     }
     return {
         "peft_type": "LORA",
@@ -87,7 +89,7 @@ def written(
     }, tensors
 
 
-def read(
+def from_peft(
     network: TokenModel, config: dict, tensors: dict[str, np.ndarray], folder: os.PathLike
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Convert the config and tensors of the `peft` package to adapters.
@@ -99,7 +101,7 @@ def read(
         folder: Folder of the adapters, for messages.
 
     Returns:
-        A `(kernels, factors)` tuple; see `written` for both.
+        A `(kernels, factors)` tuple; see `to_peft` for both.
 
     Raises:
         InputError: If the config needs an unsupported feature, or a tensor does not match
@@ -114,17 +116,17 @@ def read(
     }
     kind = "dora" if config.get("use_dora") else "lora"
     endings = tuple(f".{_NAMES[letter]}" for letter in KINDS[kind])
-    if others := [name for name in names if not name.endswith(endings)]:
-        raise InputError(f"{folder}: {others[0]} is not a factor of a low-rank adapter.")
+    if unexpected := [name for name in names if not name.endswith(endings)]:
+        raise InputError(f"{folder}: {unexpected[0]} is not a factor of a low-rank adapter.")
     modules = {name.rpartition(".lora_")[0] for name in names}
-    places = _places(network, modules, folder)
+    paths_by_module = _places(network, modules, folder)
     shapes, kernels, factors = network.weight_shapes(), {}, {}
     for module in sorted(modules):
-        path, stored = places[module]
+        path, stored = paths_by_module[module]
         rank, alpha = _rank_and_alpha(config, module, folder)
         kernels[path] = {"rank": rank, "alpha": alpha, "kind": kind}
-        number = stored.num_inputs
-        inputs, outputs = shapes[path][:number], shapes[path][number:]
+        num_inputs = stored.num_inputs
+        inputs, outputs = shapes[path][:num_inputs], shapes[path][num_inputs:]
         sizes = np.prod(inputs), np.prod(outputs)
         forms = {
             "a": ((*inputs, rank), (sizes[0], rank)),
@@ -174,21 +176,24 @@ def _check_fields(config, folder):
 
 def _rank_and_alpha(config, module, folder):
     """Return a module's rank and α, from the first pattern that matches its name, as in `peft`."""
-    found = []
+    values = []
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        value, own = config.get(name), config.get(patterns) or {}
+        value, overrides = config.get(name), config.get(patterns) or {}
         try:
-            matches = [x for pattern, x in own.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+            matches = [
+                x for pattern, x in overrides.items() if re.match(rf"(.*\.)?({pattern})$", module)
+            ]
         except (AttributeError, re.error):
             raise InputError(
-                f"{folder}: `{patterns}` must be a dict from patterns to numbers, got {shown(own)}."
+                f"{folder}: `{patterns}` must be a dict from patterns to numbers, got "
+                f"{shown(overrides)}."
             ) from None
         value = matches[0] if matches else value
         kinds = (int,) if name == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
             raise InputError(f"{folder}: `{name}` must be a positive number, got {shown(value)}.")
-        found.append(value)
-    rank, alpha = found
+        values.append(value)
+    rank, alpha = values
     if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)
         alpha *= rank**0.5
     return rank, float(alpha)
@@ -196,13 +201,13 @@ def _rank_and_alpha(config, module, folder):
 
 def _places(network, modules, folder):
     """Return a dict from module names to tuples of the kernel's path and its `StoredTensor`."""
-    lacking = modules
+    missing = modules
     for _, paths in _fitting(network):
-        found = {module: (path, tensor) for path, (module, tensor) in paths.items()}
-        if modules and modules <= found.keys():
-            return {module: found[module] for module in modules}
-        lacking = min(lacking, modules - found.keys(), key=len)
-    message = ", ".join(sorted(lacking)[:3]) or "no adapters in the file"
+        by_module = {module: (path, tensor) for path, (module, tensor) in paths.items()}
+        if modules and modules <= by_module.keys():
+            return {module: by_module[module] for module in modules}
+        missing = min(missing, modules - by_module.keys(), key=len)
+    message = ", ".join(sorted(missing)[:3]) or "no adapters in the file"
     raise InputError(
         f"{folder}: The adapters do not match the network's kernels: {message}. They may belong to "
         "another network, or to a tied head."
@@ -211,8 +216,8 @@ def _places(network, modules, folder):
 
 def _fitting(network):
     """Yield compatible families and their modules, first the family that the network came from."""
-    own, shapes = (network.origin or [None])[0], network.weight_shapes()
-    for name in sorted(FAMILIES, key=lambda name: name != own):
+    origin, shapes = (network.origin or [None])[0], network.weight_shapes()
+    for name in sorted(FAMILIES, key=lambda name: name != origin):
         if isinstance(network, FAMILIES[name].network):
             if (modules := _modules(network, name, shapes)) is not None:
                 yield name, modules
@@ -228,8 +233,10 @@ def _modules(network, family, shapes):
         tensors = FAMILIES[family].tensors(network.arguments)
     except InputError:
         return None
-    held, own = {x for tensor in tensors for x in tensor.weights}, shapes.keys()
-    if held - own or any(not path.startswith("head/") for path in own - held):
+    stored_paths, network_paths = {x for tensor in tensors for x in tensor.weights}, shapes.keys()
+    if stored_paths - network_paths or any(
+        not path.startswith("head/") for path in network_paths - stored_paths
+    ):
         return None
     return {
         tensor.weights[0]: (FAMILIES[family].file_name(tensor.name).removesuffix(".weight"), tensor)

@@ -49,8 +49,8 @@ def mxfp4_kernels(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         scales: Uint8 array [experts, outputs, blocks].
     """
     result = np.empty((len(blocks), blocks.shape[2] * 32, blocks.shape[1]), ml_dtypes.bfloat16)
-    for number, own in enumerate(zip(blocks, scales)):  # one expert at a time, to save memory
-        result[number] = mxfp4_values(*own)
+    for index, expert in enumerate(zip(blocks, scales)):  # one expert at a time, to save memory
+        result[index] = mxfp4_values(*expert)
     return result
 
 
@@ -65,20 +65,20 @@ def fp8_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
         A float32 array [outputs, inputs].
     """
     values = elements.astype(np.float32)
-    for row, of_row in enumerate(scales):
-        own = np.repeat(of_row, _SIZE)[: values.shape[1]]
-        values[row * _SIZE : (row + 1) * _SIZE] *= own
+    for row, row_scales in enumerate(scales):
+        column_scales = np.repeat(row_scales, _SIZE)[: values.shape[1]]
+        values[row * _SIZE : (row + 1) * _SIZE] *= column_scales
     return values
 
 
 def _mxfp4_shape(blocks, scales):
-    is_one = len(blocks) == 4 and blocks[:-1] == scales and blocks[-1] == 16
-    return (blocks[0], blocks[2] * 32, blocks[1]) if is_one else None
+    is_valid = len(blocks) == 4 and blocks[:-1] == scales and blocks[-1] == 16
+    return (blocks[0], blocks[2] * 32, blocks[1]) if is_valid else None
 
 
 def _fp8_shape(elements, scales):
-    is_one = len(elements) == 2 and scales == tuple(-(-size // _SIZE) for size in elements)
-    return elements if is_one else None
+    is_valid = len(elements) == 2 and scales == tuple(-(-size // _SIZE) for size in elements)
+    return elements if is_valid else None
 
 
 # `quant_method` in a config -> suffixes of the names of elements and scales, a function from their
@@ -110,12 +110,15 @@ class QuantizedTensor:
         return self.values(*(self.stored(name)[part] for name in self.parts))
 
 
-def form_of(config: Mapping) -> tuple | None:
+def quantization_form(config: Mapping) -> tuple | None:
     """Return the entry of `_FORMS` for a published config, or `None` if it is not supported."""
-    about = config.get("quantization_config")
-    if not isinstance(about, dict) or about.get("weight_block_size") not in (None, [_SIZE] * 2):
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("weight_block_size") not in (
+        None,
+        [_SIZE] * 2,
+    ):
         return None
-    return _FORMS.get(about.get("quant_method"))
+    return _FORMS.get(quantization.get("quant_method"))
 
 
 def quantized_tensors(
@@ -134,18 +137,18 @@ def quantized_tensors(
     Raises:
         InputError: If the shapes of a tensor and its scales do not match.
     """
-    found, form = {}, form_of(config)
+    result, form = {}, quantization_form(config)
     if form is None:
-        return found
-    ending, of_scales, shape_of, values = form
-    for name in [x for x in shapes if x.endswith(of_scales)]:
-        own = name.removesuffix(of_scales)
-        both = [shapes.get(own + ending), shapes[name]]
-        shape = both[0] and shape_of(*both)
+        return result
+    suffix, scales_suffix, get_shape, values = form
+    for name in [x for x in shapes if x.endswith(scales_suffix)]:
+        base_name = name.removesuffix(scales_suffix)
+        part_shapes = [shapes.get(base_name + suffix), shapes[name]]
+        shape = part_shapes[0] and get_shape(*part_shapes)
         if not shape:
             raise InputError(
-                f"{own + ending} has shape {both[0]}, which does not match its scales {name} with "
-                f"shape {both[1]}."
+                f"{base_name + suffix} has shape {part_shapes[0]}, which does not match its scales "
+                f"{name} with shape {part_shapes[1]}."
             )
-        found[own] = QuantizedTensor((own + ending, name), shape, stored, values)
-    return found
+        result[base_name] = QuantizedTensor((base_name + suffix, name), shape, stored, values)
+    return result

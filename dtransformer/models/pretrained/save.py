@@ -17,11 +17,11 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import read_object
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
-from dtransformer.models.generation.rules import fields_of
+from dtransformer.models.generation.rules import rules_to_fields
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
-from dtransformer.models.pretrained.stored_weights import own_path, sinusoids
+from dtransformer.models.pretrained.stored_weights import path_without_network, sinusoids
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
@@ -97,8 +97,10 @@ def save_pretrained(
         tensors = {}
         for tensor in tensors_of(kind, network):  # excludes the padding of vocabularies
             array = tensor.join([full(path) for path in tensor.weights])
-            own = stored.get(tensor.weights[0], main)
-            tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
+            tensor_dtype = stored.get(tensor.weights[0], main)
+            tensors[tensor.name] = (
+                array if tensor_dtype is None else convert(array, tensor_dtype, tensor.name)
+            )
         table = next(iter(tensors.values()))
         for copy, name in family.untied_copies.items():
             if name in tensors and not arguments["tied_head"]:
@@ -111,7 +113,7 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
-        path, rules = fresh / GENERATION, fields_of(network.generation_rules)
+        path, rules = fresh / GENERATION, rules_to_fields(network.generation_rules)
         saved = read_object(path) if path.exists() else {}
         if rules.keys() - saved.keys():
             ids = {x: y for x, y in config.items() if x.endswith("_token_id")}
@@ -121,10 +123,10 @@ def save_pretrained(
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])
 
-    return saved_by_chief(folder, write, overwrite, _HIDE)
+    return save_on_chief(folder, write, overwrite, _HIDE)
 
 
-def saved_by_chief(
+def save_on_chief(
     folder: str | os.PathLike, write: Callable, overwrite: bool, replaces: Sequence[str] = ()
 ) -> pathlib.Path:
     """Write a folder on rank 0 and return its path on every rank.
@@ -133,24 +135,27 @@ def saved_by_chief(
     """
     save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
     with job.doing("saving"):
-        landed = together(save, "pretrained/write")
-        return pathlib.Path(from_chief(lambda: landed, "pretrained/landed"))
+        target = together(save, "pretrained/write")
+        return pathlib.Path(from_chief(lambda: target, "pretrained/landed"))
 
 
 def _values_on_chief(network):
     """Return a dict of the full weights of all stages on rank 0. Call it on all ranks."""
-    variables = {own_path(variable): variable for variable in network.variables}
-    group, has = job.pipeline_group(), all_gather_json(list(variables), "pretrained/paths")
-    found = {}
-    for path in dict.fromkeys(path for rank in group.ranks for path in has[rank]):
+    variables = {path_without_network(variable): variable for variable in network.variables}
+    group, paths_by_rank = (
+        job.pipeline_group(),
+        all_gather_json(list(variables), "pretrained/paths"),
+    )
+    result = {}
+    for path in dict.fromkeys(path for rank in group.ranks for path in paths_by_rank[rank]):
         value = np.asarray(variables[path].numpy()) if path in variables else None
-        root = next(rank for rank in group.ranks if path in has[rank])
+        root = next(rank for rank in group.ranks if path in paths_by_rank[rank])
         if root != group.ranks[0]:
             values = broadcast_arrays({path: value}, root, group, f"pretrained/{path}")
             value = values[path]
         if job.is_chief():
-            found[path] = value
-    return found
+            result[path] = value
+    return result
 
 
 def _add_tokenizer(network, tokenizer, fresh):
@@ -197,7 +202,7 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
         "model_type": name,
         "vocab_size": arguments["vocab_size"],
         **family.config(arguments),
-        **{theirs: arguments[ours] for ours, theirs in family.special_ids.items()},
+        **{field: arguments[argument] for argument, field in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
         **head_fields(name, network),
     }

@@ -59,7 +59,7 @@ class StoredTensor:
             return (1, columns) if self.is_row else (columns,)
         return (columns, rows) if self.is_transposed else (rows, columns)
 
-    def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
+    def of(self, stored: np.ndarray, index: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
         """Return a weight, or an expert's part of it, from the tensor.
 
         The result is a view, which reads nothing from disk, unless `order` or `groups` require a
@@ -67,7 +67,7 @@ class StoredTensor:
 
         Args:
             stored: Array of the tensor.
-            number: Integer. Index of the weight in `weights`.
+            index: Integer. Index of the weight in `weights`.
             shapes: List of the weights' shapes.
         """
         shapes = self._own(shapes)
@@ -76,8 +76,8 @@ class StoredTensor:
         columns = stored.T if self.is_transposed else stored
         if self.groups > 1:
             columns = columns.reshape([*columns.shape[:-1], self.groups, -1])
-        own = columns[..., ends[number] : ends[number + 1]].reshape(shapes[number])
-        return own if self.order is None else own[..., list(self.order)]
+        weight = columns[..., ends[index] : ends[index + 1]].reshape(shapes[index])
+        return weight if self.order is None else weight[..., list(self.order)]
 
     def join(self, values: list[np.ndarray]) -> np.ndarray:
         """Return the tensor of the given weights. The inverse of `of`."""

@@ -15,7 +15,7 @@ from dtransformer.models.pretrained.families.task_heads import tensors_of
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
-_MAX_TOLD = 5
+_MAX_LISTED = 5
 
 
 def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping) -> bool:
@@ -74,7 +74,7 @@ def _is_sinusoidal(table):
     return table.ndim == 2 and np.allclose(table, sinusoids(*table.shape), rtol=0, atol=tolerance)
 
 
-def own_path(variable: keras.Variable) -> str:
+def path_without_network(variable: keras.Variable) -> str:
     """Return a variable's path without the network's name."""
     return variable.path.partition("/")[2]
 
@@ -97,32 +97,32 @@ class StoredWeights:
         names = family.stored_names(content.shapes)
         tensors = tensors_of(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
-        unused -= set(filter(family.is_spare, unused))
-        beginnings = family.left_out(network.arguments)
-        if left_out := {name for name in unused if name.startswith(beginnings)}:
-            told = f"Skipped {len(left_out)} unused tensors of {', '.join(sorted(beginnings))}"
-            warnings.warn(f"{content.path}: {told}.", stacklevel=3)
-        unused -= left_out
+        unused -= set(filter(family.is_optional, unused))
+        prefixes = family.skipped_prefixes(network.arguments)
+        if skipped := {name for name in unused if name.startswith(prefixes)}:
+            problems = f"Skipped {len(skipped)} unused tensors of {', '.join(sorted(prefixes))}"
+            warnings.warn(f"{content.path}: {problems}.", stacklevel=3)
+        unused -= skipped
         message = [f"missing {x.name}" for x in tensors if x.name not in names]
         message += [f"unexpected {name}" for name in sorted(unused)]
-        held = {weight for tensor in tensors for weight in tensor.weights}
+        covered = {weight for tensor in tensors for weight in tensor.weights}
         self._shapes = network.weight_shapes()
-        others = self._shapes.keys() - held
-        message += [f"no tensor for {weight}" for weight in sorted(others)]
+        uncovered = self._shapes.keys() - covered
+        message += [f"no tensor for {weight}" for weight in sorted(uncovered)]
         for tensor in tensors:
             expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
-            found = content.shapes.get(names.get(tensor.name))
-            if found not in (None, expected):
-                message.append(f"{tensor.name} has shape {list(found)}, not {list(expected)}")
+            shape = content.shapes.get(names.get(tensor.name))
+            if shape not in (None, expected):
+                message.append(f"{tensor.name} has shape {list(shape)}, not {list(expected)}")
         if message:
-            more = len(message) - _MAX_TOLD
-            told = "; ".join(message[:_MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
-            raise InputError(f"{content.path} does not match its config: {told}.")
+            more = len(message) - _MAX_LISTED
+            problems = "; ".join(message[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+            raise InputError(f"{content.path} does not match its config: {problems}.")
         # Keys are the weight's path and the expert's index, or `None` without experts.
         self._places = {
-            (weight, tensor.expert): (tensor, number, names[tensor.name])
+            (weight, tensor.expert): (tensor, index, names[tensor.name])
             for tensor in tensors
-            for number, weight in enumerate(tensor.weights)
+            for index, weight in enumerate(tensor.weights)
         }
 
     def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
@@ -143,8 +143,8 @@ class StoredWeights:
         path = path.partition("/")[2]
         if (path, None) in self._places:
             return self._rectangle(path, None, bounds, dtype)
-        experts, of_each = range(*bounds[0]), bounds[1:]
-        return np.stack([self._rectangle(path, expert, of_each, dtype) for expert in experts])
+        experts, inner_bounds = range(*bounds[0]), bounds[1:]
+        return np.stack([self._rectangle(path, expert, inner_bounds, dtype) for expert in experts])
 
     def dtypes(self) -> dict[str, str]:
         """Return a dict from weight paths to the types of their tensors, except quantized ones."""
@@ -153,12 +153,12 @@ class StoredWeights:
 
     def _rectangle(self, path, expert, bounds, dtype):
         """Read a rectangle of a weight, or of a single expert's part of it."""
-        stored, number, name = self._places[path, expert]
+        stored, index, name = self._places[path, expert]
         shapes, part = [self._shapes[weight] for weight in stored.weights], slice(None)
         if stored.is_stacked:  # read the needed experts only
             part, bounds = slice(*bounds[0]), [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
             shapes = [(bounds[0][1], *shape[1:]) for shape in shapes]
-        weight = stored.of(self._content[name][part], number, shapes)
+        weight = stored.of(self._content[name][part], index, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype
         value = convert(
             weight[tuple(slice(*ends) for ends in bounds)], kind, f"{self._content.path}: {name}"

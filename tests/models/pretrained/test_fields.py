@@ -15,7 +15,7 @@ from dtransformer.models import (
     save_pretrained,
 )
 from dtransformer.models.generation import rules as generation_rules
-from dtransformer.models.generation.rules import options_of
+from dtransformer.models.generation.rules import resolve_options
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.load import KNOWN, SILENT, ReadFields, network_arguments
 from tests.models.pretrained.family_rows import DEFAULT_SIZES
@@ -100,14 +100,14 @@ def test_how_to_search_is_named_once(llama):
     with pytest.warns(
         UserWarning, match=f"generation_config.json: {told}. Pass temperature, the length"
     ):
-        assert options_of(network, {}, 1).temperature == 0
-    options_of(network, {}, 1)
+        assert resolve_options(network, {}, 1).temperature == 0
+    resolve_options(network, {}, 1)
     network = with_rules(llama, do_sample=True, temperature=0.6, top_p=0.9)
-    assert options_of(network, {"temperature": 1.0, "top_p": 0.5}, 1).top_p == 0.5
+    assert resolve_options(network, {"temperature": 1.0, "top_p": 0.5}, 1).top_p == 0.5
     usual = {"temperature": 0.6, "early_stopping": True, "top_k": 50, "max_length": 20}
-    options_of(with_rules(llama, **usual), {}, 1)
+    resolve_options(with_rules(llama, **usual), {}, 1)
     with pytest.warns(UserWarning, match=r"forced_bos_token_id=4, bad_words_ids=\[\[5, 6\]\]"):
-        options_of(with_rules(llama, forced_bos_token_id=4, bad_words_ids=[[5, 6]]), {}, 1)
+        resolve_options(with_rules(llama, forced_bos_token_id=4, bad_words_ids=[[5, 6]]), {}, 1)
     for rules, told in (
         (
             {"suppress_tokens": [20]},
@@ -125,8 +125,8 @@ def test_rules_of_a_language_model(llama):
     found = network.generate([[5, 6]], 9, seed=1, temperature=1.0).numpy()
     assert found.shape[1] >= 5 and 4 not in found and (found[0, :4] < 3).all()
     for one in (network, CausalLM.from_config(network.get_config())):
-        assert options_of(one, {}, 2).min_new_tokens == 4
-        assert options_of(one, {"min_new_tokens": 0}, 2).stop_ids == tuple(range(3, 20))
+        assert resolve_options(one, {}, 2).min_new_tokens == 4
+        assert resolve_options(one, {"min_new_tokens": 0}, 2).stop_ids == tuple(range(3, 20))
     (llama / "generation_config.json").unlink()
     change_config(llama, eos_token_id=[*range(3, 20)], min_length=6)  # as older folders have it
     assert from_pretrained(llama).generation_rules["min_length"] == 6

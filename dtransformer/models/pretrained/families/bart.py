@@ -12,7 +12,7 @@ Reference:
 
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, default_arguments
 from dtransformer.models.pretrained.families.parts import (
     TIED,
     AfterPadding,
@@ -21,7 +21,7 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-BASE = usual_arguments(
+BASE = default_arguments(
     EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
 )
 # Names of attention layers in blocks of `transformers` -> paths here, by side.
@@ -38,9 +38,9 @@ COPIES = "lm_head.weight", *_EMBEDDINGS
 def _stack(side):
     """Return the `Family` fields that differ in one side's blocks."""
     attention, norms = {}, {}
-    for theirs, ours in _ATTENTIONS[side].items():
-        attention |= paths.attention(f"{theirs}.{{}}_proj", *"qkv", "out", ours=ours)
-        norms[f"{theirs}_layer_norm"] = f"{ours}_norm"
+    for hf_name, path in _ATTENTIONS[side].items():
+        attention |= paths.attention(f"{hf_name}.{{}}_proj", *"qkv", "out", path=path)
+        norms[f"{hf_name}_layer_norm"] = f"{path}_norm"
     return {
         "block": f"{side}.layers.{{}}.",
         "path": f"transformer/{side}/block_{{}}/",
@@ -49,9 +49,9 @@ def _stack(side):
     }
 
 
-def _settled(arguments, names):
+def _finalize(arguments, tensor_names):
     """Drop the head's bias if the file has none, as in files of models without a head."""
-    return {**arguments, "head_bias": _BIAS in names}
+    return {**arguments, "head_bias": _BIAS in tensor_names}
 
 
 _LENGTH = Field("max_length", "max_position_embeddings", 1024)
@@ -64,7 +64,7 @@ def _both(argument, field):
 def _family(
     architecture,
     fixed,
-    refused=None,
+    supported_values=None,
     parts=(_LENGTH,),
     activation="gelu",
     is_scaled=False,
@@ -88,12 +88,12 @@ def _family(
             *parts,
         ),
         fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
-        refused={
+        supported_values={
             # The family fixes the places of norms in `transformers`.
             **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
             "is_encoder_decoder": True,
             "is_decoder": False,
-            **(refused or {}),
+            **(supported_values or {}),
         },
         stacks={f"{side}_layers": _stack(side) for side in _ATTENTIONS},
         dense={"fc1": paths.MAPPING, "fc2": paths.PROJECTION},
@@ -111,15 +111,15 @@ def _family(
         },
         rows={_BIAS: "head/bias"},
         base=BASE,
-        usual_parts=(),
+        default_parts=(),
         network=EncoderDecoderLM,
         special_ids=DECODER_IDS,
-        own_padding=False,
+        needs_unique_padding=False,
         prefix="model.",
         heads=("lm_head", _BIAS),
         copies=COPIES,
         untied_copies=dict.fromkeys(_EMBEDDINGS, "shared.weight"),
-        settled=_settled,
+        finalize=_finalize,
         **others,
     )
 
@@ -152,7 +152,7 @@ PEGASUS = _family(
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",
     {**_COUNTED, **_PRE},
-    parts=(AfterPadding(1024, usual=1),),
+    parts=(AfterPadding(1024, default=1),),
     activation="relu",
     is_scaled=True,
     attention_dropout=0.1,

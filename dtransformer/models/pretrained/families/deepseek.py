@@ -29,10 +29,10 @@ class _Latents:
 
     arguments = "latent", "head_dim", "query_scale", "num_kv_heads"
     _fields = {"kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank", "value_dim": "v_head_dim"}
-    _usual = {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128}
+    _defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128}
     _heads = "num_attention_heads", "num_key_value_heads"
 
-    def read(self, config: Mapping) -> dict:
+    def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`.
 
         Raises:
@@ -47,7 +47,10 @@ class _Latents:
                 f"`num_key_value_heads={shared}` is not supported with latents. It must equal "
                 "`num_attention_heads`."
             )
-        sizes = {own: config.get(field, self._usual[field]) for own, field in self._fields.items()}
+        sizes = {
+            size_name: config.get(field, self._defaults[field])
+            for size_name, field in self._fields.items()
+        }
         rotary = config.get("qk_rope_head_dim", 64)
         size = config.get("qk_nope_head_dim", 128) + rotary
         scaling = config.get("rope_parameters") or config.get("rope_scaling")
@@ -58,7 +61,7 @@ class _Latents:
             "num_kv_heads": None,
         }
 
-    def written(self, arguments: Mapping) -> dict:
+    def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`.
 
         Raises:
@@ -67,13 +70,13 @@ class _Latents:
         latent, size = Latent.of(arguments["latent"]), arguments["head_dim"]
         if latent is None:
             raise InputError(
-                "The family has latent attention, but the network has not. Save it as another family."
+                "The family has latent attention, the network does not. Save it as another family."
             )
         scale = size**-0.5 * _magnitude(arguments["rotary_scaling"] or {})
-        own = arguments["query_scale"] or size**-0.5
-        if not math.isclose(own, scale, rel_tol=1e-6):
-            raise InputError(f"`query_scale={own}` cannot be saved: the family needs {scale}.")
-        fields = {field: getattr(latent, own) for own, field in self._fields.items()}
+        value = arguments["query_scale"] or size**-0.5
+        if not math.isclose(value, scale, rel_tol=1e-6):
+            raise InputError(f"`query_scale={value}` cannot be saved: the family needs {scale}.")
+        fields = {field: getattr(latent, value) for value, field in self._fields.items()}
         rotary = {
             "qk_rope_head_dim": latent.rotary_dim,
             "qk_nope_head_dim": size - latent.rotary_dim,
@@ -83,37 +86,40 @@ class _Latents:
 
 def _magnitude(scaling):
     """Return the factor of queries that the rotary scaling of a config implies."""
-    given = scaling.get("mscale_all_dim")
-    return yarn_magnitude(scaling["factor"], given) ** 2 if given else 1.0
+    mscale = scaling.get("mscale_all_dim")
+    return yarn_magnitude(scaling["factor"], mscale) ** 2 if mscale else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfMethod(Experts):
+class _GroupLimitedExperts(Experts):
     """Mapping of DeepSeek-V2's experts. Only one routing method selects groups of experts."""
 
-    def read(self, config: Mapping) -> dict:
+    def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`.
 
         Raises:
             InputError: If the routing method is unknown.
         """
-        found, method = super().read(config)["moe_config"], config.get("topk_method") or _METHODS[0]
+        moe_config, method = (
+            super().from_hf(config)["moe_config"],
+            config.get("topk_method") or _METHODS[0],
+        )
         if method not in _METHODS:
             raise InputError(f"`topk_method` must be one of {', '.join(_METHODS)}, got {method!r}.")
         if method == _METHODS[0]:
-            found = dataclasses.replace(found, routing_groups=1, routing_groups_chosen=1)
-        return {"moe_config": found}
+            moe_config = dataclasses.replace(moe_config, routing_groups=1, routing_groups_chosen=1)
+        return {"moe_config": moe_config}
 
-    def written(self, arguments: Mapping) -> dict:
+    def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`."""
-        fields = super().written(arguments)
+        fields = super().to_hf(arguments)
         return {**fields, "topk_method": _METHODS[fields["topk_group"] < fields["n_group"]]}
 
 
 _METHODS = "greedy", "group_limited_greedy"
 _REFUSED = {"attention_bias": False, "moe_layer_freq": 1}
 _BOTH = {
-    "usual_parts": llama_parts_without("num_kv_heads", "head_dim"),
+    "default_parts": llama_parts_without("num_kv_heads", "head_dim"),
     "attention": {
         "self_attn.q_proj": ("attention/query",),
         "self_attn.q_a_proj": ("attention/query_down",),
@@ -129,7 +135,7 @@ _BOTH = {
     },
     "dense": {**paths.GATED, **paths.SHARED},
     "is_interleaved": True,
-    "left_out": next_tokens,
+    "skipped_prefixes": next_tokens,
 }
 _V2 = {"normalizes_gates": False, "group_score": "max"}
 DEEPSEEK_V2 = Family(
@@ -137,9 +143,14 @@ DEEPSEEK_V2 = Family(
     parts=(
         _Latents(),
         Blocks(dense=first_dense(0)),
-        deepseek_experts(64, 8, 1407, 2, 1.0, 1, 1, kind=_OfMethod, **_V2),
+        deepseek_experts(64, 8, 1407, 2, 1.0, 1, 1, kind=_GroupLimitedExperts, **_V2),
     ),
-    refused={**_REFUSED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
+    supported_values={
+        **_REFUSED,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "mlp_bias": False,
+    },
     ids={"bos_token_id": 1, "eos_token_id": 2},
     **_BOTH,
 )
@@ -150,7 +161,7 @@ DEEPSEEK_V3 = Family(
         Blocks(dense=first_dense(3)),
         deepseek_experts(256, 8, 2048, 1, 2.5, 8, 4, True, router_type="sigmoid"),
     ),
-    refused={
+    supported_values={
         **_REFUSED,
         "rope_interleave": True,
         "scoring_func": "sigmoid",

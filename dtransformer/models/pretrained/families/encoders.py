@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.family import SIZES, Family, usual_arguments
+from dtransformer.models.pretrained.families.family import SIZES, Family, default_arguments
 from dtransformer.models.pretrained.families.parts import TIED, AfterPadding, Field, hidden_act
 
 _ENCODER = {
-    "base": usual_arguments(MaskedLM, num_token_types=0),
+    "base": default_arguments(MaskedLM, num_token_types=0),
     "network": MaskedLM,
     "special_ids": {"pad_id": "pad_token_id"},
 }
@@ -28,11 +28,11 @@ class _NextSentence:
     arguments = ("next_sentence",)
     _class = "BertForPreTraining"
 
-    def read(self, config: Mapping) -> dict:
+    def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`."""
         return {"next_sentence": self._class in (config.get("architectures") or ())}
 
-    def written(self, arguments: Mapping) -> dict:
+    def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`."""
         return {"architectures": [self._class]} if arguments["next_sentence"] else {}
 
@@ -73,7 +73,7 @@ def _bert(architecture, parts, prefix, head, **others):
             "cls.predictions.decoder.bias": "cls.predictions.bias",
             "lm_head.decoder.bias": "lm_head.bias",
         },
-        usual_parts=SIZES,
+        default_parts=SIZES,
         **others,
         **_ENCODER,
     )
@@ -88,7 +88,7 @@ _REFUSED = {
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
 BERT = _bert(
     "BertForMaskedLM",
-    (hidden_act(usual="gelu"), _NextSentence()),
+    (hidden_act(default="gelu"), _NextSentence()),
     "bert",
     {
         "cls.predictions.transform.dense": "head/dense",
@@ -97,7 +97,7 @@ BERT = _bert(
         "bert.pooler.dense": "sentence_head/pooler",
         "cls.seq_relationship": "sentence_head/classifier",
     },
-    refused=_REFUSED,
+    supported_values=_REFUSED,
     vectors={"cls.predictions.bias": "head/logits/bias"},
     copies=("cls.predictions.decoder.weight",),
     untied_copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
@@ -112,7 +112,7 @@ ROBERTA = _bert(
         "lm_head.layer_norm": "head/norm",
         "lm_head.decoder": "head/logits",
     },
-    refused={**_REFUSED, "hidden_act": "gelu"},  # the head always uses "gelu"
+    supported_values={**_REFUSED, "hidden_act": "gelu"},  # the head always uses "gelu"
     vectors={"lm_head.bias": "head/logits/bias"},
     copies=("lm_head.decoder.weight",),
     untied_copies={"lm_head.decoder.bias": "lm_head.bias"},
@@ -149,14 +149,14 @@ DISTILBERT = Family(
     },
     copies=("vocab_projector.weight",),
     ignored=("position_ids",),
-    usual_parts=(),
+    default_parts=(),
     **_ENCODER,
 )
 
 
-def _full_each(config, number):
+def _full_each(config, index):
     """Return the kind of a block. By default every third block is full, from the first one on."""
-    return SLIDING if number % (config.get("global_attn_every_n_layers") or 3) else FULL
+    return SLIDING if index % (config.get("global_attn_every_n_layers") or 3) else FULL
 
 
 MODERNBERT = Family(
@@ -174,16 +174,16 @@ MODERNBERT = Family(
         Blocks(
             base=160000.0,
             sliding_base=10000.0,
-            kind_of=_full_each,
+            kind_rule=_full_each,
             window=128,
             window_field="local_attention",
             # ModernBERT counts both sides of the window together. This library counts one side,
             # including the position itself.
-            window_of=(lambda both: both // 2 + 1, lambda one: 2 * (one - 1)),
+            window_converters=(lambda both: both // 2 + 1, lambda one: 2 * (one - 1)),
             has_types=True,
-            by_kind=True,
-            older={FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
-            is_first_plain=True,
+            per_kind=True,
+            base_keys={FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
+            first_has_no_norm=True,
         ),
     ),
     fixed={
@@ -193,7 +193,7 @@ MODERNBERT = Family(
         "use_bias": False,
         "post_layernorm_residual": False,
     },
-    refused={
+    supported_values={
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
         "decoder_bias": True,
         **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
@@ -212,6 +212,6 @@ MODERNBERT = Family(
         "decoder": "head/logits",
     },
     copies=("decoder.weight",),
-    usual_parts=SIZES,
+    default_parts=SIZES,
     **_ENCODER,
 )

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
-from dtransformer.models.base import experts_of
-from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
+from dtransformer.models.base import get_moe_config
+from dtransformer.models.pretrained.families.blocks import Blocks, always_sliding
 from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
+from dtransformer.models.pretrained.families.llama import DEFAULT_IDS, QK_EPSILON
 from dtransformer.models.pretrained.families.parts import differs, epsilon, kv_heads
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -39,89 +39,89 @@ class Experts:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     arguments: tuple[str, ...] = ("moe_config",)
 
-    def read(self, config: Mapping) -> dict:
+    def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`."""
-        found = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
-        for own, (field, usual) in self.fields.items():
+        fields = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
+        for name, (field, default) in self.fields.items():
             value = config.get(field)
             value = config.get(self.renamed.get(field)) if value is None else value
-            found[own] = usual if value is None else value
+            fields[name] = default if value is None else value
         # `transformers` adds the loss only with `output_router_logits`.
         if self.aux_loss is not None:
             factor = config.get(_COEFFICIENT)
             factor = self.aux_loss if factor is None else factor
-            found["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
-        return {"moe_config": MoEConfig(**found)}
+            fields["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
+        return {"moe_config": MoEConfig(**fields)}
 
-    def written(self, arguments: Mapping) -> dict:
+    def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`.
 
         Raises:
             InputError: If the network has no experts, or unsupported ones.
         """
-        moe = experts_of(arguments)
+        moe = get_moe_config(arguments)
         if moe is None:
             raise InputError(
                 "The family has experts, but the network has none. Save it as another family."
             )
-        own = {"aux_loss_factor", *_ALWAYS, *self.fields}
+        free = {"aux_loss_factor", *_ALWAYS, *self.fields}
         plain = MoEConfig(**{**_ALWAYS, **self.fixed})
         for name, value in vars(plain).items():
-            if getattr(moe, name) != value and (name not in own or name == "dropless"):
+            if getattr(moe, name) != value and (name not in free or name == "dropless"):
                 raise differs(f"experts with {name}", repr(getattr(moe, name)), repr(value))
-        usual = arguments["ffn_hidden_size"]  # the meaning of `None`
-        moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or usual)
-        found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
+        ffn_hidden_size = arguments["ffn_hidden_size"]  # the meaning of `None`
+        moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or ffn_hidden_size)
+        fields = {field: getattr(moe, name) for name, (field, _) in self.fields.items()}
         if self.aux_loss is None:
-            return found
+            return fields
         factor = moe.aux_loss_factor
-        return {**found, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
+        return {**fields, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
 
 
-def _mlp_only(config, number):
+def _mlp_only(config, index):
     """Return whether a Qwen3-MoE block has no experts."""
     step = config.get("decoder_sparse_step") or 1
-    return number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    return index in (config.get("mlp_only_layers") or ()) or (index + 1) % step != 0
 
 
 def _mlp_only_layers(are_dense):
-    dense = [number for number, is_dense in enumerate(are_dense) if is_dense]
+    dense = [index for index, is_dense in enumerate(are_dense) if is_dense]
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
-def first_dense(usual: int) -> tuple:
+def first_dense(default: int) -> tuple:
     """Return functions for a family whose first blocks have no experts; see `Blocks.dense`.
 
     Args:
-        usual: Default number of these blocks.
+        default: Default number of these blocks.
     """
     field = "first_k_dense_replace"
 
-    def is_dense(config, number):
-        given = config.get(field)
-        return number < (usual if given is None else given)
+    def is_dense(config, index):
+        value = config.get(field)
+        return index < (default if value is None else value)
 
     def fields(are_dense):
-        number = sum(are_dense)
-        if not all(are_dense[:number]):
+        num_dense = sum(are_dense)
+        if not all(are_dense[:num_dense]):
             raise InputError(
                 "Blocks without experts must precede all others in this family. Save the network as "
                 "another family."
             )
-        return {field: number}
+        return {field: num_dense}
 
     return is_dense, fields
 
 
-def deepseek_experts(*usual, kind: type[Experts] = Experts, **fixed) -> Experts:
+def deepseek_experts(*defaults, kind: type[Experts] = Experts, **fixed) -> Experts:
     """Return an `Experts` part with DeepSeek's config keys and no load-balancing loss.
 
     Args:
-        *usual: Defaults of the keys, in the order of `_DEEPSEEK`.
+        *defaults: Defaults of the keys, in the order of `_DEEPSEEK`.
         kind: Class of the result.
         **fixed: Other fields of `MoEConfig`.
     """
-    fields = {own: (field, x) for (own, field), x in zip(_DEEPSEEK.items(), usual)}
+    fields = {name: (field, x) for (name, field), x in zip(_DEEPSEEK.items(), defaults)}
     return kind(fields, aux_loss=None, fixed=fixed)
 
 
@@ -148,7 +148,7 @@ MIXTRAL = Family(
     parts=(
         kv_heads(8),
         epsilon(1e-5),
-        Blocks(base=1e6, kind_of=all_slide),
+        Blocks(base=1e6, kind_rule=always_sliding),
         Experts(
             {
                 "expert_num": ("num_local_experts", 8),
@@ -157,8 +157,8 @@ MIXTRAL = Family(
         ),
     ),
     # `transformers` also multiplies the experts' inputs by this noise.
-    refused={"router_jitter_noise": 0.0},
-    ids=USUAL_IDS,
+    supported_values={"router_jitter_noise": 0.0},
+    ids=DEFAULT_IDS,
     router="block_sparse_moe.gate",
     experts={
         f"block_sparse_moe.experts.{{}}.{name}": f"feed_forward/{own}"
@@ -182,5 +182,5 @@ QWEN3_MOE = Family(
         ),
     ),
     fixed={"qk_norm": "rms_norm"},
-    refused={"attention_bias": False, "use_sliding_window": False},
+    supported_values={"attention_bias": False, "use_sliding_window": False},
 )

@@ -35,7 +35,7 @@ _FREE = {
 }
 
 
-def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
+def default_arguments(network: type[TokenModel], *without: str, **overrides) -> dict:
     """Return a network's default arguments, as the fixed arguments of a family.
 
     Config keys of the family may override them.
@@ -43,14 +43,14 @@ def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
     Args:
         network: Class of the network.
         *without: Names of arguments that may have any value.
-        **others: Arguments whose values differ from the network's defaults.
+        **overrides: Arguments whose values differ from the network's defaults.
     """
-    given = inspect.signature(network.__init__).parameters.values()
-    usual = {x.name: x.default for x in given if x.default is not x.empty}
-    return {x: y for x, y in usual.items() if x not in {*_FREE, *without}} | others
+    parameters = inspect.signature(network.__init__).parameters.values()
+    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+    return {x: y for x, y in defaults.items() if x not in {*_FREE, *without}} | overrides
 
 
-_LLAMA = usual_arguments(
+_LLAMA = default_arguments(
     CausalLM,
     embedding_scale=1.0,
     positions="rotary",
@@ -98,10 +98,10 @@ class Family:
 
     Args:
         architecture: Name of the class in `transformers`, including the pretraining head.
-        parts: Tuple of `Part`s. They are added to `usual_parts` and replace its parts
+        parts: Tuple of `Part`s. They are added to `default_parts` and replace its parts
             for the same arguments.
         fixed: Dict of network arguments that are the same for the whole family.
-        refused: Dict from config keys to their only supported value.
+        supported_values: Dict from config keys to their only supported value.
         ids: Dict from config keys of special tokens to their defaults.
         attention: Dict from names of attention products in a block to tuples of paths. A
             tuple of several paths is a fused tensor.
@@ -131,10 +131,10 @@ class Family:
         vectors: Dict from full names of other vectors [features] to paths.
         rows: Dict from full names of other vectors [1, features] to paths.
         base: Dict of network arguments. `fixed` overrides it.
-        usual_parts: Tuple of default `Part`s.
+        default_parts: Tuple of default `Part`s.
         network: Class of the networks.
         special_ids: Dict from network arguments that are token ids to config keys.
-        own_padding: Boolean. Whether to ignore a padding id that is also the start or end
+        needs_unique_padding: Boolean. Whether to ignore a padding id that is also the start or end
             token.
         prefix: Optional prefix of weight names in files. `tensors` omits it.
         heads: Tuple of prefixes of names that never have `prefix`.
@@ -147,16 +147,16 @@ class Family:
         written_positions: Tuple of names of such tables in saved files.
         ignored: Tuple of suffixes of names that are not weights of the network.
         renamed: Dict from suffixes of names in older files to the current suffixes.
-        left_out: Function from the network's arguments to a tuple of prefixes of tensor
+        skipped_prefixes: Function from the network's arguments to a tuple of prefixes of tensor
             names that are skipped with a warning.
-        settled: Function from the network's arguments and the tensor names in a file to the
+        finalize: Function from the network's arguments and the tensor names in a file to the
             final arguments, for facts that the config does not contain.
     """
 
     architecture: str
     parts: tuple[Part, ...] = ()
     fixed: Mapping = dataclasses.field(default_factory=dict)
-    refused: Mapping = dataclasses.field(default_factory=dict)
+    supported_values: Mapping = dataclasses.field(default_factory=dict)
     ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     attention: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: ATTENTION)
     dense: Mapping[str, tuple] | Callable = dataclasses.field(default_factory=lambda: GATED)
@@ -177,10 +177,10 @@ class Family:
     vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     base: Mapping = dataclasses.field(default_factory=lambda: _LLAMA)
-    usual_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
+    default_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
     network: type[TokenModel] = CausalLM
     special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)
-    own_padding: bool = True
+    needs_unique_padding: bool = True
     prefix: str = ""
     heads: tuple[str, ...] = ("lm_head", "score")
     copies: tuple[str, ...] = ("lm_head.weight",)
@@ -189,13 +189,13 @@ class Family:
     written_positions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
-    settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
+    skipped_prefixes: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
+    finalize: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def all_parts(self) -> list[Part]:
         """Return the parts of the family, including the default parts that it does not replace."""
-        own = {name for part in self.parts for name in part.arguments}
-        return [*(x for x in self.usual_parts if not own & set(x.arguments)), *self.parts]
+        overridden = {name for part in self.parts for name in part.arguments}
+        return [*(x for x in self.default_parts if not overridden & set(x.arguments)), *self.parts]
 
     def arguments(self, config: Mapping) -> dict:
         """Return the network arguments for a config.
@@ -204,17 +204,17 @@ class Family:
             InputError: If the config needs an unsupported feature.
         """
         # `is_causal` lets decoders in `transformers` attend in both directions.
-        refused = {"is_causal": True} if hasattr(self.network, "generate") else {}
-        for field, value in {**refused, **self.refused}.items():
-            given = config.get(field)
-            if given is not None and given != value:
+        supported_values = {"is_causal": True} if hasattr(self.network, "generate") else {}
+        for field, supported in {**supported_values, **self.supported_values}.items():
+            value = config.get(field)
+            if value is not None and value != supported:
                 raise InputError(
-                    f"`{field}={json.dumps(given)}` is not supported for {self.architecture}."
+                    f"`{field}={json.dumps(value)}` is not supported for {self.architecture}."
                 )
-        found = {**self.base, **self.fixed, "dropout_rate": 0.0}
+        arguments = {**self.base, **self.fixed, "dropout_rate": 0.0}
         for part in self.all_parts():
-            found |= part.read(config)
-        return found
+            arguments |= part.from_hf(config)
+        return arguments
 
     def config(self, arguments: Mapping) -> dict:
         """Return the config for a network's arguments.
@@ -223,35 +223,35 @@ class Family:
             InputError: If no config of the family can represent the network.
         """
         parts = self.all_parts()
-        said = {name for part in parts for name in part.arguments} | _FREE
-        for name, value in {**self.base, **self.fixed}.items():
-            own = _meant(arguments, name)
-            if name not in said and own != value:
-                raise differs(name, repr(own), repr(value))
-        found = dict(self.refused)
+        covered = {name for part in parts for name in part.arguments} | _FREE
+        for name, expected in {**self.base, **self.fixed}.items():
+            value = _canonical_argument(arguments, name)
+            if name not in covered and value != expected:
+                raise differs(name, repr(value), repr(expected))
+        fields = dict(self.supported_values)
         for part in parts:
-            found |= part.written(arguments)
-        return found
+            fields |= part.to_hf(arguments)
+        return fields
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
         shapes = weight_shapes.of_network(self.network, arguments)
-        found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
+        tensors = [table(name, path) for name, path in self.tables.items() if path in shapes]
         vectors = {**self.vectors, **self.rows}
-        for name, ours in self.top.items():
-            found += _vectors(name, ours, shapes)
-            if f"{ours}/kernel" in shapes:
-                found.append(linear(f"{name}.weight", f"{ours}/kernel"))
-            if f"{ours}/bias" in shapes.keys() - vectors.values():
-                found.append(bias(f"{name}.bias", f"{ours}/bias"))
-        for name, ours in vectors.items():
-            if ours in shapes:
-                found.append(dataclasses.replace(bias(name, ours), is_row=name in self.rows))
-        for argument, own in self.stacks.items():
-            stack = dataclasses.replace(self, **own)
-            for number in range(arguments[argument]):
-                found += stack._numbered_block(number, shapes, arguments)
-        return found
+        for name, path in self.top.items():
+            tensors += _vectors(name, path, shapes)
+            if f"{path}/kernel" in shapes:
+                tensors.append(linear(f"{name}.weight", f"{path}/kernel"))
+            if f"{path}/bias" in shapes.keys() - vectors.values():
+                tensors.append(bias(f"{name}.bias", f"{path}/bias"))
+        for name, path in vectors.items():
+            if path in shapes:
+                tensors.append(dataclasses.replace(bias(name, path), is_row=name in self.rows))
+        for argument, differences in self.stacks.items():
+            stack = dataclasses.replace(self, **differences)
+            for index in range(arguments[argument]):
+                tensors += stack._numbered_block(index, shapes, arguments)
+        return tensors
 
     @property
     def base_prefix(self) -> str:
@@ -263,13 +263,13 @@ class Family:
 
         If a file has a bias twice, the head's copy is used, as in `transformers`.
         """
-        found = {self.own_name(name): name for name in sorted(names)}
+        result = {self.canonical_name(name): name for name in sorted(names)}
         table, prefix = next(iter(self.tables)), self.base_prefix
-        if table.removeprefix(prefix) not in found:
-            return found
-        return {prefix + name: stored for name, stored in found.items()}
+        if table.removeprefix(prefix) not in result:
+            return result
+        return {prefix + name: stored for name, stored in result.items()}
 
-    def own_name(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str:
         """Return the name that `tensors` uses for a tensor in a file."""
         name = name.removeprefix(self.prefix)
         for older, newer in self.renamed.items():
@@ -281,56 +281,62 @@ class Family:
         """Return the name in saved files for a tensor of `tensors`."""
         return name if name.startswith(self.heads) else self.prefix + name
 
-    def is_spare(self, name: str) -> bool:
+    def is_optional(self, name: str) -> bool:
         """Return whether a file may contain a tensor that is not a weight of the network."""
         return name in self.copies or name.endswith(self.ignored + self.position_tables)
 
-    def _numbered_block(self, number, shapes, arguments):
+    def _numbered_block(self, index, shapes, arguments):
         """Return the tensors of the block with an index."""
-        theirs, ours = self.block.format(number), self.path.format(number)
-        own = {x.removeprefix(ours): s for x, s in shapes.items() if x.startswith(ours)}
+        hf_prefix, prefix = self.block.format(index), self.path.format(index)
+        block_shapes = {
+            x.removeprefix(prefix): s for x, s in shapes.items() if x.startswith(prefix)
+        }
         return [
             dataclasses.replace(
                 tensor,
-                name=f"{theirs}{tensor.name}",
-                weights=tuple(f"{ours}{path}" for path in tensor.weights),
+                name=f"{hf_prefix}{tensor.name}",
+                weights=tuple(f"{prefix}{path}" for path in tensor.weights),
             )
-            for tensor in self._block(own, arguments)
+            for tensor in self._block(block_shapes, arguments)
         ]
 
     def _block(self, shapes, arguments):
         """Return the tensors of a block, named relative to the block."""
-        has_experts, found = "feed_forward/router/kernel" in shapes, []
+        has_experts, tensors = "feed_forward/router/kernel" in shapes, []
         norms, dense = (x(arguments) if callable(x) else x for x in (self.norms, self.dense))
-        for name, ours in norms.items():
-            found += _vectors(name, ours, shapes)
-        found += [bias(name, ours) for name, ours in self.block_vectors.items() if ours in shapes]
-        for name, ours in {**self.attention, **dense}.items():
-            is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
-            if is_dense and f"{ours[0]}_kernel" in shapes:
-                found += self._product(name, ours, shapes, arguments)
+        for name, path in norms.items():
+            tensors += _vectors(name, path, shapes)
+        tensors += [bias(name, path) for name, path in self.block_vectors.items() if path in shapes]
+        for name, weight_paths in {**self.attention, **dense}.items():
+            is_dense = (
+                not has_experts or name in self.attention or "/shared_experts/" in weight_paths[0]
+            )
+            if is_dense and f"{weight_paths[0]}_kernel" in shapes:
+                tensors += self._product(name, weight_paths, shapes, arguments)
         if has_experts:
-            found.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
+            tensors.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
             biases = "feed_forward/router/bias", "feed_forward/router/logits_bias"
-            found += [bias(self.router_bias, path) for path in biases if path in shapes]
-            for name, ours in self.stacked.items():
-                found += _stacked(name, ours, shapes)
-            for name, ours in self.experts.items():
-                path = f"{ours}_kernel"
+            tensors += [bias(self.router_bias, path) for path in biases if path in shapes]
+            for name, weight_paths in self.stacked.items():
+                tensors += _stacked(name, weight_paths, shapes)
+            for name, expert_path in self.experts.items():
+                path = f"{expert_path}_kernel"
                 for i in range(shapes[path][0]):
-                    found.append(linear(f"{name.format(i)}.weight", path, expert=i))
-        return found
+                    tensors.append(linear(f"{name.format(i)}.weight", path, expert=i))
+        return tensors
 
-    def _product(self, name, ours, shapes, arguments):
-        kernels = [f"{path}_kernel" for path in ours]
-        groups = shapes["attention/key_kernel"][1] if self.is_grouped and len(ours) == 3 else 1
-        order, inputs = None, 2 if ours[0].endswith("attention/output") else 1
-        if self.is_interleaved and len(ours) == 1:
-            order = _order(ours[0], shapes[kernels[0]][-1], arguments)
-        found = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
-        if f"{ours[0]}_bias" in shapes:
-            found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
-        return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in found]
+    def _product(self, name, weight_paths, shapes, arguments):
+        kernels = [f"{path}_kernel" for path in weight_paths]
+        groups = (
+            shapes["attention/key_kernel"][1] if self.is_grouped and len(weight_paths) == 3 else 1
+        )
+        order, inputs = None, 2 if weight_paths[0].endswith("attention/output") else 1
+        if self.is_interleaved and len(weight_paths) == 1:
+            order = _order(weight_paths[0], shapes[kernels[0]][-1], arguments)
+        tensors = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
+        if f"{weight_paths[0]}_bias" in shapes:
+            tensors.append(bias(f"{name}.bias", *(f"{path}_bias" for path in weight_paths)))
+        return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in tensors]
 
 
 def linear(
@@ -350,37 +356,37 @@ def table(name: str, weight: str) -> StoredTensor:
     return StoredTensor(name, (weight,))
 
 
-def _stacked(name, ours, shapes):
+def _stacked(name, weight_paths, shapes):
     """Return the tensors with the kernels, and biases if any, of all experts."""
-    found = []
+    tensors = []
     for kind, ending, inputs in (("kernel", "", 2), ("bias", "_bias", 1)):
-        paths = tuple(f"{path}_{kind}" for path in ours)
+        paths = tuple(f"{path}_{kind}" for path in weight_paths)
         if paths[0] in shapes:
-            turns = shapes[paths[0]][-1] if len(ours) > 1 else 1
-            found.append(
+            num_groups = shapes[paths[0]][-1] if len(weight_paths) > 1 else 1
+            tensors.append(
                 StoredTensor(
-                    f"{name}{ending}", paths, num_inputs=inputs, groups=turns, is_stacked=True
+                    f"{name}{ending}", paths, num_inputs=inputs, groups=num_groups, is_stacked=True
                 )
             )
-    return found
+    return tensors
 
 
-def _vectors(name, ours, shapes):
+def _vectors(name, path, shapes):
     """Return the tensors of a norm: its scale and its shift, as far as the network has them."""
-    parts = {"weight": "gamma", "bias": "beta"}.items()
-    return [bias(f"{name}.{x}", f"{ours}/{y}") for x, y in parts if f"{ours}/{y}" in shapes]
+    suffixes = {"weight": "gamma", "bias": "beta"}.items()
+    return [bias(f"{name}.{x}", f"{path}/{y}") for x, y in suffixes if f"{path}/{y}" in shapes]
 
 
-def _meant(arguments, name):
+def _canonical_argument(arguments, name):
     """Return an argument. Explicit values that equal the meaning of `None` become `None`."""
     value = arguments[name]
     if name == "qkv_bias" and value is None:
         return arguments["use_bias"]
     size, heads = arguments["hidden_size"], arguments["num_heads"]
     epsilon = {"layer_norm": 1e-5, "rms_norm": 1e-6}.get(arguments["norm"])
-    usual = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
-    usual["norm_epsilon"] = epsilon
-    return None if name in usual and value == usual[name] else value
+    defaults = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
+    defaults["norm_epsilon"] = epsilon
+    return None if name in defaults and value == defaults[name] else value
 
 
 def _order(path, features, arguments):
@@ -390,16 +396,16 @@ def _order(path, features, arguments):
     """
     latent = Latent.of(arguments.get("latent"))
     if latent is not None:
-        first = features - latent.rotary_dim
-        others, turning = range(first), _evens_first(range(first, features))
-        of_path = {"attention/latent": (*others, *turning)}
-        of_path |= dict.fromkeys(("attention/query", "attention/query_up"), (*turning, *others))
-        return of_path.get(path)
+        num_plain = features - latent.rotary_dim
+        plain, rotated = range(num_plain), _evens_first(range(num_plain, features))
+        orders = {"attention/latent": (*plain, *rotated)}
+        orders |= dict.fromkeys(("attention/query", "attention/query_up"), (*rotated, *plain))
+        return orders.get(path)
     if path not in ("attention/query", "attention/key"):
         return None
-    turning = int(features * arguments["rotary_fraction"])
-    return (*_evens_first(range(turning)), *range(turning, features))
+    rotated = int(features * arguments["rotary_fraction"])
+    return (*_evens_first(range(rotated)), *range(rotated, features))
 
 
-def _evens_first(places):
-    return (*places[::2], *places[1::2])
+def _evens_first(indices):
+    return (*indices[::2], *indices[1::2])

@@ -50,5 +50,5 @@ GLM4_MOE = Family(
         deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
     ),
     dense={**paths.GATED, **paths.SHARED},
-    left_out=next_tokens,
+    skipped_prefixes=next_tokens,
 )

@@ -18,16 +18,16 @@ GPT2 = Family(
         Field("num_layers", "n_layer"),
         Field("max_length", "n_positions"),
         Field("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"]),
-        epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
+        epsilon(1e-5, "layer_norm_epsilon", none_value=1e-5),
         Field("dropout_rate", "resid_pdrop", 0.1),
         Field("attention_dropout_rate", "attn_pdrop", 0.1),
         Field("embedding_dropout_rate", "embd_pdrop", 0.1),
         TIED,
         hidden_act("activation_function", "gelu_new"),
     ),
-    usual_parts=(),
+    default_parts=(),
     fixed={**CLASSIC, "positions": "learned"},
-    refused={
+    supported_values={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
@@ -55,9 +55,9 @@ OPT = Family(
         Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
         hidden_act("activation_function", "relu"),
     ),
-    usual_parts=SIZES,
+    default_parts=SIZES,
     fixed={**CLASSIC, "positions": "learned", "position_offset": 2, "embedding_dropout_rate": 0.0},
-    refused={
+    supported_values={
         "do_layer_norm_before": True,
         "_remove_final_layer_norm": False,
         "layer_norm_elementwise_affine": True,

@@ -28,7 +28,7 @@ GPT_OSS = Family(
         kv_heads(8),
         head_dim(64),
         # Blocks with an even index slide.
-        Blocks(base=150000.0, kind_of=every(2), window=128, has_types=True, scaling=_YARN),
+        Blocks(base=150000.0, kind_rule=every(2), window=128, has_types=True, scaling=_YARN),
         Experts(
             {
                 "expert_num": ("num_local_experts", 128),
@@ -37,9 +37,9 @@ GPT_OSS = Family(
             fixed={"router_bias": True},
         ),
     ),
-    usual_parts=llama_parts_without("hidden_act"),
+    default_parts=llama_parts_without("hidden_act"),
     fixed={"use_bias": True, "qkv_bias": True, "sinks": True, "hidden_act": "clamped_swiglu"},
-    refused={
+    supported_values={
         "hidden_act": "silu",
         "attention_bias": True,
         "swiglu_alpha": 1.702,

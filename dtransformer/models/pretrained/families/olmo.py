@@ -29,7 +29,7 @@ OLMO2 = Family(
     "Olmo2ForCausalLM",
     parts=(_EPSILON,),
     fixed={**_FIXED, "norm_placement": "output"},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
 )
@@ -39,15 +39,15 @@ OLMO3 = Family(
         _EPSILON,
         Blocks(
             base=5e5,
-            kind_of=every(4),
+            kind_rule=every(4),
             window=4096,
             has_types=True,
-            by_kind=True,
-            older=dict.fromkeys((FULL, SLIDING), "rope_theta"),
+            per_kind=True,
+            base_keys=dict.fromkeys((FULL, SLIDING), "rope_theta"),
         ),
     ),
     fixed={**_FIXED, "norm_placement": "output"},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
 )
@@ -65,12 +65,12 @@ OLMOE = Family(
         ),
     ),
     fixed=_FIXED,
-    refused={"attention_bias": False, "clip_qkv": None},
+    supported_values={"attention_bias": False, "clip_qkv": None},
     ids=_IDS,
 )
 
 
-def _slides(config, number):
+def _slides(config, index):
     """Return the kind of a block of EXAONE 4.
 
     `sliding_window_pattern` is a period, or one letter per block of a period: `L` slides. The
@@ -80,9 +80,9 @@ def _slides(config, number):
     if config.get("sliding_window", 4096) is None or not period:
         return FULL
     if isinstance(period, str):
-        is_last = number == config["num_hidden_layers"] - 1
-        return SLIDING if period[number % len(period)] == "L" and not is_last else FULL
-    return every(period)(config, number)
+        is_last = index == config["num_hidden_layers"] - 1
+        return SLIDING if period[index % len(period)] == "L" and not is_last else FULL
+    return every(period)(config, index)
 
 
 EXAONE4 = Family(
@@ -90,7 +90,7 @@ EXAONE4 = Family(
     parts=(
         _EPSILON,
         kv_heads(32),
-        Blocks(kind_of=_slides, window=4096, has_types=True, are_full_turned=False),
+        Blocks(kind_rule=_slides, window=4096, has_types=True, full_has_rotary=False),
     ),
     fixed={"qk_norm": "rms_norm", "norm_placement": "output"},
     ids={"bos_token_id": 0, "eos_token_id": 2},

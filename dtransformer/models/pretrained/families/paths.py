@@ -7,21 +7,21 @@ GATE_MAPPING = "feed_forward/gate", "feed_forward/mapping"
 MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
 
 
-def attention(pattern: str, *theirs: str, ours: str = "attention") -> dict[str, tuple[str]]:
+def attention(pattern: str, *hf_names: str, path: str = "attention") -> dict[str, tuple[str]]:
     """Return a dict from the names of an attention's four products to tuples of paths.
 
     Args:
         pattern: Pattern of the names in `transformers`.
-        *theirs: Texts for `{}` in the pattern: queries, keys, values and output.
-        ours: Path of the attention layer.
+        *hf_names: Texts for `{}` in the pattern: queries, keys, values and output.
+        path: Path of the attention layer.
 
     Example:
 
     >>> attention("self_attn.{}_proj", *"qkvo")["self_attn.q_proj"]
     ('attention/query',)
     """
-    names = zip(theirs, ("query", "key", "value", "output"), strict=True)
-    return {pattern.format(x): (f"{ours}/{y}",) for x, y in names}
+    names = zip(hf_names, ("query", "key", "value", "output"), strict=True)
+    return {pattern.format(x): (f"{path}/{y}",) for x, y in names}
 
 
 # Names of products in a block of `transformers` -> paths here.

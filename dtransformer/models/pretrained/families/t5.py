@@ -29,26 +29,26 @@ _HEAD = "lm_head.weight"
 class _FeedForward:
     """Mapping of the activation and of whether the feed-forward layer is gated."""
 
-    usual: str = "relu"
+    default: str = "relu"
     arguments: tuple[str, ...] = ("gated", "hidden_act")
 
-    def read(self, config: Mapping) -> dict:
+    def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`.
 
         Raises:
             InputError: If the layer is unknown.
         """
-        given = first_given(config.get("feed_forward_proj"), self.usual)
-        *gate, name = given.split("-")
+        value = first_given(config.get("feed_forward_proj"), self.default)
+        *gate, name = value.split("-")
         if gate not in ([], ["gated"]):
             raise InputError(
-                f"`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got {shown(given)}."
+                f"`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got {shown(value)}."
             )
         if gate and name == "gelu":
             name = "gelu_new"  # The first T5 1.1 configs mean the tanh approximation.
         return {"gated": bool(gate), "hidden_act": activation(name)}
 
-    def written(self, arguments: Mapping) -> dict:
+    def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`.
 
         Raises:
@@ -79,9 +79,9 @@ def _stack(side, *attentions):
         names = {**(gated if arguments["gated"] else {"wi": "mapping"}), "wo": "projection"}
         return {f"{last}.DenseReluDense.{x}": (f"feed_forward/{y}",) for x, y in names.items()}
 
-    for i, (theirs, ours) in enumerate(attentions):
-        attention |= paths.attention(f"{i}.{theirs}.{{}}", *"qkvo", ours=ours)
-        norms[f"{i}.layer_norm"] = f"{ours}_norm"
+    for i, (hf_name, path) in enumerate(attentions):
+        attention |= paths.attention(f"{i}.{hf_name}.{{}}", *"qkvo", path=path)
+        norms[f"{i}.layer_norm"] = f"{path}_norm"
     return {
         "block": f"{side}.block.{{}}.layer.",
         "path": f"transformer/{side}/block_{{}}/",
@@ -91,10 +91,10 @@ def _stack(side, *attentions):
     }
 
 
-def _settled(arguments: dict, names: Collection[str]) -> dict:
+def _finalize(arguments: dict, tensor_names: Collection[str]) -> dict:
     """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
-    is_own = not arguments["scales_output"] and _HEAD in names
-    return {**arguments, "tied_head": arguments["tied_head"] and not is_own}
+    has_head = not arguments["scales_output"] and _HEAD in tensor_names
+    return {**arguments, "tied_head": arguments["tied_head"] and not has_head}
 
 
 _PARTS = (
@@ -102,7 +102,9 @@ _PARTS = (
     Field("num_heads", "num_heads"),
     Field("ffn_hidden_size", "d_ff"),
     Field(
-        "head_dim", "d_kv", own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"]
+        "head_dim",
+        "d_kv",
+        none_value=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     ),
     Field("encoder_layers", "num_layers"),
     Field("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
@@ -138,7 +140,7 @@ T5 = Family(
         "embedding_scale": 1.0,
         "head_bias": False,
     },
-    refused={"is_decoder": False, "is_encoder_decoder": True},
+    supported_values={"is_decoder": False, "is_encoder_decoder": True},
     stacks={
         "encoder_layers": _stack("encoder", ("SelfAttention", "attention")),
         "decoder_layers": _stack(
@@ -156,13 +158,13 @@ T5 = Family(
         "lm_head": "head",
     },
     base=BASE,
-    usual_parts=(),
+    default_parts=(),
     network=EncoderDecoderLM,
     special_ids=DECODER_IDS,
-    own_padding=False,
+    needs_unique_padding=False,
     copies=COPIES,
     ignored=("EncDecAttention.relative_attention_bias.weight",),
-    settled=_settled,
+    finalize=_finalize,
 )
 # mT5 follows T5 1.1: gated, with unscaled decoder outputs.
 MT5 = dataclasses.replace(

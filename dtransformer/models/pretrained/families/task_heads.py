@@ -15,10 +15,10 @@ from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field, choice
-from dtransformer.models.pretrained.folder import pooling_of
+from dtransformer.models.pretrained.folder import read_pooling_head
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-_MOST_LABELS = 2**20  # maximum number of labels that get a name
+_MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # Families whose class without a head, which returns text vectors, can be saved.
 WITH_VECTORS = (
@@ -39,7 +39,7 @@ class TaskHead:
         fields: Tuple of `Field`s for other arguments of the layer.
         dropouts: Tuple of config keys of the dropout rate. The first one in a config counts.
             An empty tuple disables dropout.
-        usual_dropout: Default dropout rate.
+        default_dropout: Default dropout rate.
     """
 
     layer: Callable
@@ -47,7 +47,7 @@ class TaskHead:
     arguments: Mapping = dataclasses.field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
-    usual_dropout: float = 0.1
+    default_dropout: float = 0.1
 
     def head(
         self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
@@ -60,24 +60,24 @@ class TaskHead:
             rate: Float. Dropout rate.
             config: Published config, possibly empty.
         """
-        own = {name: x for field in self.fields for name, x in field.read(config).items()}
-        own |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
+        arguments = {name: x for field in self.fields for name, x in field.from_hf(config).items()}
+        arguments |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
         if network.pad_id is None and self.arguments.get("pooling") == "last":
-            own["pad_id"] = config.get("pad_token_id")
-        head = self.layer(len(labels), dtype=network.dtype_policy, **own)
+            arguments["pad_id"] = config.get("pad_token_id")
+        head = self.layer(len(labels), dtype=network.dtype_policy, **arguments)
         head.label_names, head.problem_type = tuple(labels), config.get("problem_type")
         return head
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
         """Return the `StoredTensor`s of a head."""
         shapes = weight_shapes.of_layer(head, (None, None, 1))
-        names = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
-        names |= {"bias": ("bias", bias), "beta": ("bias", bias)}
+        suffixes = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
+        suffixes |= {"bias": ("bias", bias), "beta": ("bias", bias)}
         return [
-            make(f"{theirs}.{name}", f"head/{ours}/{kind}")
-            for theirs, ours in self.dense.items()
-            for kind, (name, make) in names.items()
-            if f"{ours}/{kind}" in shapes
+            make(f"{hf_name}.{name}", f"head/{path}/{kind}")
+            for hf_name, path in self.dense.items()
+            for kind, (name, make) in suffixes.items()
+            if f"{path}/{kind}" in shapes
         ]
 
 
@@ -111,10 +111,10 @@ _MODERNBERT = {
     "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
     "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
     "dropouts": ("classifier_dropout",),
-    "usual_dropout": 0.0,
+    "default_dropout": 0.0,
 }
 _POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
-_OF_KIND = {
+_HEADS_BY_KIND = {
     # `transformers` has no token classification for these families.
     **{
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
@@ -132,7 +132,7 @@ _OF_KIND = {
         {
             **_first("pre_classifier", "classifier", "relu"),
             "dropouts": ("seq_classif_dropout",),
-            "usual_dropout": 0.2,
+            "default_dropout": 0.2,
         },
         dropouts=("dropout",),
     ),
@@ -151,10 +151,12 @@ def task_heads(kind: str) -> Mapping[str, TaskHead]:
     Args:
         kind: `model_type` of the family, a key of `FAMILIES`.
     """
-    return _OF_KIND.get(kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {})
+    return _HEADS_BY_KIND.get(
+        kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {}
+    )
 
 
-def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
+def with_stored_head(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
     """Add the task head of a folder, if it has one, to a network that is not built.
 
     Labels come from the config. A folder of sentence-transformers specifies the pooling. A
@@ -172,13 +174,15 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     Raises:
         InputError: If the head's class is not supported.
     """
-    names = config.get("architectures") or [""]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise InputError(f"{folder}: `architectures` must be a list of names, got {shown(names)}.")
-    name = names[0]
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise InputError(
+            f"{folder}: `architectures` must be a list of names, got {shown(architectures)}."
+        )
+    name = architectures[0]
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
-        pooling = pooling_of(folder, network.dtype_policy)
+        pooling = read_pooling_head(folder, network.dtype_policy)
         is_base = name.endswith("Model") and name != FAMILIES[config["model_type"]].architecture
         is_decoder = isinstance(network, CausalLM)
         is_complete = is_decoder and network.arguments["tied_head"]
@@ -189,7 +193,7 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     if form is None:
         raise InputError(f"The head of {name} is not supported.")
     rates = (config.get(field) for field in form.dropouts)
-    rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
+    rate = next((rate for rate in rates if rate is not None), form.default_dropout)
     fields = {**FAMILIES[config["model_type"]].ids, **config}
     return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
 
@@ -208,8 +212,8 @@ def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> Labe
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
     # Texts end with the end token if the vocabulary has no padding.
-    usual = {"pad_token_id": getattr(network, "end_id", None)}
-    return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
+    fallback = {"pad_token_id": getattr(network, "end_id", None)}
+    return form and form.head(labels, network, network.arguments["dropout_rate"], fallback)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
@@ -218,9 +222,9 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     Raises:
         InputError: If `id2label` is not a dict from indices to names.
     """
-    names, number = config.get("id2label"), config.get("num_labels", 2)
+    names, num_labels = config.get("id2label"), config.get("num_labels", 2)
     if not names:
-        return usual_labels(min(check_int(f"{folder}: num_labels", number), _MOST_LABELS))
+        return usual_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
         raise InputError(
             f"{folder}: `id2label` must be a dict from indices to names, got {shown(names)}."
@@ -228,9 +232,9 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def usual_labels(number: int) -> list[str]:
+def usual_labels(num_labels: int) -> list[str]:
     """Return the default names of labels: `"LABEL_0"`, `"LABEL_1"` and so on."""
-    return [f"LABEL_{place}" for place in range(number)]
+    return [f"LABEL_{index}" for index in range(num_labels)]
 
 
 def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
@@ -247,8 +251,8 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
     if not getattr(network, "has_task_head", False):
         return tensors
     is_pooling = isinstance(network.head, PoolingHead)
-    own = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
-    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *own]
+    head_tensors = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
+    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *head_tensors]
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
@@ -272,15 +276,19 @@ def head_fields(kind: str, network: TokenModel) -> dict:
         return {"architectures": [f"{base}Model"]}
     ending, form = _form_of(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
-    kept = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
+    optional_fields = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
     return {
         "architectures": [base + ending],
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
         # Blocks use the key `dropout` as well, so the head must not set it.
         **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},
-        **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
-        **{x: y for x, own in kept if (y := getattr(head, own, None)) is not None},
+        **{x: y for field in form.fields for x, y in field.to_hf(vars(head)).items()},
+        **{
+            x: y
+            for x, attribute in optional_fields
+            if (y := getattr(head, attribute, None)) is not None
+        },
     }
 
 
@@ -296,13 +304,13 @@ def _form_of(kind, head):
     """Return the class suffix and the `TaskHead` for a head."""
     ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
     form = task_heads(kind).get(ending)
-    own = head.get_config()
-    wanted = {} if form is None else {"use_bias": True, **form.arguments}
-    differs = {x: own.get(x) for x, value in wanted.items() if own.get(x) != value}
+    config = head.get_config()
+    expected = {} if form is None else {"use_bias": True, **form.arguments}
+    differs = {x: config.get(x) for x, value in expected.items() if config.get(x) != value}
     if form is None or not isinstance(head, form.layer) or differs:
-        told = f" with {differs}" if differs else ""
+        detail = f" with {differs}" if differs else ""
         raise InputError(
-            f"Models of the family {kind!r} have no {type(head).__name__}{told}. Save the network as "
+            f"Models of the family {kind!r} have no {type(head).__name__}{detail}. Save the network as "
             "another family."
         )
     return ending, form
