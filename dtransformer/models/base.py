@@ -46,7 +46,8 @@ def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
         shape: Shape of the weight. Experts are the first dimension.
         arguments: Arguments of the network.
     """
-    config, expert_rank = get_moe_config(arguments), {"kernel": 3, "bias": 2}
+    config = get_moe_config(arguments)
+    expert_rank = {"kernel": 3, "bias": 2}
     has_expert_weights = config is not None and "/feed_forward/" in path
     rank = expert_rank.get(path.split("_")[-1])
     if (
@@ -209,7 +210,8 @@ class TokenModel(KeepsSettings, keras.Model):
         return PositionEmbedding(length, self.arguments["positions"], **options)
 
     def _make_embedding_norm(self, name):
-        kind, epsilon = self.arguments["norm"], self.arguments["norm_epsilon"]
+        kind = self.arguments["norm"]
+        epsilon = self.arguments["norm_epsilon"]
         norm = make_norm(kind, epsilon, dtype=self.dtype_policy, name=name)
         norm.pipeline_stage = 0
         return norm

@@ -184,7 +184,9 @@ class CausalLM(OneStackModel):
                 "would hide the prefix from later tokens. Remove one of them."
             )
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
-        self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
+        self.pad_id = pad_id
+        self.start_id = start_id
+        self.end_id = end_id
         self.vocab_size = vocab_size
         # DTensor cannot compile the decoding loop over a cache that has a prefix.
         never = (pad_id,)
@@ -192,7 +194,8 @@ class CausalLM(OneStackModel):
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
-        options, kind = self.arguments, self.arguments["positions"]
+        options = self.arguments
+        kind = self.arguments["positions"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = None
         length = check_int("max_length", options["max_length"])
@@ -213,8 +216,11 @@ class CausalLM(OneStackModel):
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         named = self.named_inputs(inputs)
-        ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_mask(named)
-        mask, start = get_mask(named), 0
+        ids = named["tokens"]
+        segments = named.get("segments")
+        prefix = self._prefix_mask(named)
+        mask = get_mask(named)
+        start = 0
         if self.arguments["position_offset"] and mask is not None and segments is None:
             start = start_after_padding(tf.cast(mask, "int32"), 0)
         x, table = self.embed(ids, start, segments, training)
@@ -314,7 +320,8 @@ class CausalLM(OneStackModel):
             raise ValueError(
                 f"`generate` accepts 'tokens' and 'attention_mask', got {sorted(unexpected)[0]!r}."
             )
-        mask, ids = get_mask(named), np.asarray(named["tokens"])
+        mask = get_mask(named)
+        ids = np.asarray(named["tokens"])
         if mask is None:
             return ids
         return [row[is_token] for row, is_token in zip(ids, mask.numpy(), strict=True)]

@@ -57,7 +57,10 @@ class EncoderDecoderModel(TokenModel):
         `source_vocab_size` instead of `vocab_size`.
         """
         options = self.arguments
-        get_option = lambda name, default: options.get(name, options.get(default))
+
+        def get_option(name, default):
+            return options.get(name, options.get(default))
+
         source_size, self.vocab_size = (get_option(f"{x}_vocab_size", "vocab_size") for x in SIDES)
         self._max_lengths = {x: get_option(f"max_{x}_length", "max_length") for x in SIDES}
         self.pad_id, self.start_id, self.end_id = (
@@ -288,7 +291,8 @@ class EncoderDecoderModel(TokenModel):
         if not isinstance(source, Mapping):
             return source
         named = dataclasses.replace(self.input_keys, needed=("source",)).named(source, "generate")
-        mask, ids = get_mask(named), tf.convert_to_tensor(named["source"])
+        mask = get_mask(named)
+        ids = tf.convert_to_tensor(named["source"])
         if mask is not None and not np.array_equal(mask, ids != self.pad_id):
             raise ValueError(
                 f"`attention_mask` must be 0 where the source has `pad_id={self.pad_id}`, and 1 "
@@ -307,5 +311,6 @@ class EncoderDecoderModel(TokenModel):
         Returns:
             A dict from the stacks' names, `"encoder"` and `"decoder"`, to shapes (b, s, h).
         """
-        h, input_shapes = self.arguments["hidden_size"], self.named_inputs(input_shapes)
+        h = self.arguments["hidden_size"]
+        input_shapes = self.named_inputs(input_shapes)
         return {"encoder": (*input_shapes["source"], h), "decoder": (*input_shapes["target"], h)}

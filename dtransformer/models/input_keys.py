@@ -107,7 +107,8 @@ def _check_mask(name, mask, ids_name, ids_tensor):
     # Specs and plain values have no shape to compare.
     if mask_shape is None or ids_shape is None:
         return
-    mask_shape, ids_shape = tf.TensorShape(mask_shape), tf.TensorShape(ids_shape)
+    mask_shape = tf.TensorShape(mask_shape)
+    ids_shape = tf.TensorShape(ids_shape)
     if mask_shape.rank != 2 or not mask_shape.is_compatible_with(ids_shape):
         raise ValueError(
             f"`{name}` has shape {tuple(mask_shape)}, but {ids_name!r} has shape "

@@ -111,7 +111,8 @@ def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_othe
 
     def check():
         for path in settings:
-            layer, kernel = layers.get(path.rpartition("/")[0]), kernels.get(path)
+            layer = layers.get(path.rpartition("/")[0])
+            kernel = kernels.get(path)
             if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):
                 raise ValueError(
                     f"{path} cannot have a low-rank adapter. Choose kernels of attention, "

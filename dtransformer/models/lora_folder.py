@@ -86,8 +86,10 @@ def save_lora(
     }
     arrays = from_all_stages(local_factors, "lora/factors")
 
-    kernels, error_text = adapters_of(network), None
-    config, tensors = {"format": _OWN, "kernels": kernels}, arrays
+    kernels = adapters_of(network)
+    error_text = None
+    config = {"format": _OWN, "kernels": kernels}
+    tensors = arrays
     kind = family or (network.origin or [_OWN])[0]
     if kind != _OWN:
         try:
@@ -186,7 +188,8 @@ def _read(network, folder):
             raise InputError(
                 f"{folder / name} does not exist. Pass a folder with {CONFIG} and {WEIGHTS}."
             )
-    config, file = read_json(folder / CONFIG), SafetensorsFile(folder / WEIGHTS)
+    config = read_json(folder / CONFIG)
+    file = SafetensorsFile(folder / WEIGHTS)
     factors = {
         name: convert(file[name], np.dtype("float32"), f"{folder / WEIGHTS}: {name}")
         for name in file.shapes

@@ -149,11 +149,13 @@ class MaskedLM(OneStackModel):
                 f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
             )
         check_ids(vocab_size, pad_id=pad_id)
-        self.pad_id, self.vocab_size = pad_id, vocab_size
+        self.pad_id = pad_id
+        self.vocab_size = vocab_size
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
-        options, policy = self.arguments, self.dtype_policy
+        options = self.arguments
+        policy = self.dtype_policy
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = self.token_types = None
         if options["positions"] != "rotary":
@@ -193,7 +195,8 @@ class MaskedLM(OneStackModel):
         self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False
     ) -> tf.Tensor | dict[str, tf.Tensor]:
         named = self.named_inputs(inputs)
-        ids, segments = named["tokens"], named.get("segments")
+        ids = named["tokens"]
+        segments = named.get("segments")
         if segments is not None and self.sentence_head is not None:
             raise ValueError(
                 "'segments' pack several texts into a row, but `next_sentence=True` classifies each "

@@ -62,7 +62,8 @@ class OneStackModel(TokenModel):
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        head, settings = config.pop("task_head", None), config.pop(KEY, None)
+        head = config.pop("task_head", None)
+        settings = config.pop(KEY, None)
         network = super().from_config(config)
         if head is not None:
             with_task_head(network, keras.saving.deserialize_keras_object(head))

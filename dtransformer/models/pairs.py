@@ -26,7 +26,8 @@ class GroupModel(keras.Model):
 
     def __init__(self, core: TokenModel, scores: SequenceLogProbability | None = None):
         super().__init__(name="group")
-        self.core, self.scores = core, scores
+        self.core = core
+        self.scores = scores
         self.built = True
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:

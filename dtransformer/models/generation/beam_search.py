@@ -31,9 +31,12 @@ class BeamSearch:
 
     def __init__(self, ids: SpecialIds, max_length: int | tf.Tensor, options: GenerationOptions):
         k = options.beam_size
-        self.max_length, self.num_beams = max_length, k
+        self.max_length = max_length
+        self.num_beams = k
         self.num_results = options.num_return_sequences
-        self._ids, self._options, self._alpha = ids, options, options.length_penalty
+        self._ids = ids
+        self._options = options
+        self._alpha = options.length_penalty
         # With this number, k unfinished hypotheses remain even if all end tokens are candidates.
         num_candidates = (1 + max(1, len(ids.end_ids))) * k
         self._num_candidates_each = min(num_candidates, ids.vocab_size)
@@ -80,7 +83,8 @@ class BeamSearch:
         Returns:
             An `(entries, mask)` tuple: the new entries, and a bool mask [b, k, capacity·k].
         """
-        k, shape = self.num_beams, static_or_dynamic_shape(entries)
+        k = self.num_beams
+        shape = static_or_dynamic_shape(entries)
         entries = tf.reshape(tf.gather(tf.reshape(entries, [-1, shape[2]]), state["beams"]), shape)
         hypotheses = tf.range(k)
         is_new = tf.range(shape[2]) == state["position"]
@@ -94,7 +98,8 @@ class BeamSearch:
             state: State from `start` or the previous `update`.
             logits: Float tensor [b·k, V] of the tokens that follow `state["last"]`.
         """
-        position, k = state["position"], self.num_beams
+        position = state["position"]
+        k = self.num_beams
         batch_size = static_or_dynamic_shape(state["alive"])[0]
         log_p, tokens = tf.math.top_k(self._log_p(state, logits), self._num_candidates_each)
         log_p = tf.reshape(log_p, [batch_size, k, -1]) + state["alive_log_p"][:, :, None]
@@ -138,12 +143,14 @@ class BeamSearch:
 
         `SpecialIds.never` is excluded before normalization, the other rules apply after it.
         """
-        k, texts = self.num_beams, state.get("texts")
+        k = self.num_beams
+        texts = state.get("texts")
         texts = None if texts is None else tf.repeat(texts, k, axis=0)
         results = tf.reshape(state["alive"], [-1, self.max_length])
         logits = logits_rules.without_ids(logits, self._ids.never)
         log_p = tf.nn.log_softmax(logits)
-        position, options = state["position"], self._options
+        position = state["position"]
+        options = self._options
         log_p = logits_rules.apply_history_rules(log_p, options, texts, results, position)
         return logits_rules.apply_position_rules(
             log_p, options, self._ids.end_ids, position, self.max_length

@@ -19,7 +19,8 @@ class Generation:
     """
 
     def __init__(self, model, search: Search):
-        self.search, self._model = search, model
+        self.search = search
+        self._model = model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
         """Return the start tokens of the targets: int32 [b, 1]."""
@@ -40,7 +41,8 @@ class Generation:
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the updated cache."""
-        model, search = self._model, self.search
+        model = self._model
+        search = self.search
         entries, mask = search.next_entries(cache["entries"], state)
         logits, blocks = model.decode_step(
             state["last"], state["position"], cache["blocks"], memory_mask, mask
@@ -61,7 +63,8 @@ class Continuation:
     """
 
     def __init__(self, model, search: Search):
-        self.search, self._model = search, model
+        self.search = search
+        self._model = model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
         """Return the prompts, int32 [b, s]."""
@@ -73,7 +76,8 @@ class Continuation:
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
         """Return the cache of prompts [b, s]; see `loops.Decoding`."""
-        model, search = self._model, self.search
+        model = self._model
+        search = self.search
         # The first step of the search computes the keys of the last token. With a bidirectional
         # prefix, earlier tokens attend to the last token, so it is part of this pass as well.
         last = None if model.arguments["prefix"] else -1
@@ -96,7 +100,8 @@ class Continuation:
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the updated cache."""
-        model, search = self._model, self.search
+        model = self._model
+        search = self.search
         entries, mask = search.next_entries(cache["entries"], state)
         start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)

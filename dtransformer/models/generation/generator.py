@@ -37,9 +37,12 @@ class Generator:
         never: tuple[int | None, ...] = (),
         loops_on_mesh: bool = True,
     ):
-        self._network, self._decode, self._never = network, decode, never
+        self._network = network
+        self._decode = decode
+        self._never = never
         self._loops_on_mesh = loops_on_mesh
-        self._stream, self._functions = _TokenStream(), {}
+        self._stream = _TokenStream()
+        self._functions = {}
 
     def __call__(
         self,
@@ -113,12 +116,18 @@ class _TokenStream:
     """
 
     def __init__(self):
-        self._on_tokens, self._end_ids, self._ended, self._error = None, (), set(), None
+        self._on_tokens = None
+        self._end_ids = ()
+        self._ended = set()
+        self._error = None
 
     @contextlib.contextmanager
     def streaming_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
         """Use a callback inside of the context. Its errors are raised instead of TensorFlow's."""
-        self._on_tokens, self._end_ids, self._ended, self._error = on_tokens, end_ids, set(), None
+        self._on_tokens = on_tokens
+        self._end_ids = end_ids
+        self._ended = set()
+        self._error = None
         try:
             yield
         except tf.errors.OpError:

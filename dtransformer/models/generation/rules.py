@@ -34,7 +34,8 @@ def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size
     Raises:
         InputError: If a supported field has a wrong type, or an id is out of the vocabulary.
     """
-    rules, asks = {}, {}
+    rules = {}
+    asks = {}
 
     def ids(name, value):
         id_list = value if isinstance(value, list) else [value]

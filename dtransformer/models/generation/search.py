@@ -74,7 +74,9 @@ class Sampling:
         options: GenerationOptions,
     ):
         self.max_length = max_length
-        self._ids, self._seed, self._options = ids, seed, options
+        self._ids = ids
+        self._seed = seed
+        self._options = options
 
     def start(self, texts: tf.Tensor) -> dict:
         """Return the initial state, a dict of tensors.
@@ -111,7 +113,9 @@ class Sampling:
             state: State from `start` or the previous `update`.
             logits: Float tensor [b, V] of the tokens that follow `state["last"]`.
         """
-        position, finished, ids = state["position"], state["finished"], state["ids"]
+        position = state["position"]
+        finished = state["finished"]
+        ids = state["ids"]
         logits = logits_rules.without_ids(logits, self._ids.never)
         logits = logits_rules.apply_history_rules(
             logits, self._options, state.get("texts"), ids, position

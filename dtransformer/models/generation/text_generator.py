@@ -93,9 +93,12 @@ class TextGenerator:
         self._silent_ids = set(end_ids(model, tokenizer))
         if options.get("stop_ids") is None:
             options["stop_ids"] = end_ids(model, tokenizer) or None
-        self.model, self.tokenizer = model, tokenizer
-        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self._max_source_length, self._on_truncation = max_source_length, on_truncation
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.batch_size = batch_size
+        self._max_source_length = max_source_length
+        self._on_truncation = on_truncation
         self._continues = isinstance(model, CausalLM)
         self._search = GenerationOptions.of(**options)
         self._options = options
@@ -130,7 +133,8 @@ class TextGenerator:
             raise TypeError(
                 f"`prompts` must be a list of strings, got the string {shown(prompts)}."
             )
-        rows, n = self._encode(prompts), self.num_results
+        rows = self._encode(prompts)
+        n = self.num_results
         if self._continues and not all(rows):
             raise ValueError(
                 f"Prompt {rows.index([])} has no token, and the model has no start token to begin with."
@@ -162,9 +166,11 @@ class TextGenerator:
         if not prompts:
             return []
         if hasattr(self.tokenizer, "encode_prompts"):
-            rows, start = as_lists(self.tokenizer.encode_prompts(list(prompts))), None
+            rows = as_lists(self.tokenizer.encode_prompts(list(prompts)))
+            start = None
         else:
-            rows, start = as_lists(self.tokenizer.encode(list(prompts))), self.model.start_id
+            rows = as_lists(self.tokenizer.encode(list(prompts)))
+            start = self.model.start_id
         if not self._continues:
             return self._truncate(rows)
         if start is not None:
@@ -208,9 +214,11 @@ class _Parts:
     """
 
     def __init__(self, tokenizer, context):
-        self._tokenizer, self._context = tokenizer, context
+        self._tokenizer = tokenizer
+        self._context = context
         (self._context_text,) = tokenizer.decode([context])
-        self._ids, self._returned = [], ""
+        self._ids = []
+        self._returned = ""
 
     def text(self, ids):
         """Return the text of `ids` after the context."""
@@ -229,5 +237,6 @@ class _Parts:
         """Return the part of `text` that was not returned before, and mark it as returned."""
         if not text.startswith(self._returned):
             return ""
-        new_text, self._returned = text[len(self._returned) :], text
+        new_text = text[len(self._returned) :]
+        self._returned = text
         return new_text

@@ -154,7 +154,8 @@ def write_modules(folder: pathlib.Path, head: PoolingHead, hidden_size: int) -> 
     """
     pooling = {name: mode == head.pooling for name, mode in _MODES.items()}
     listed = [("", "Transformer"), (_POOLING, "Pooling")]
-    listed += [(_NORMALIZE, "Normalize")] * head.normalize
+    if head.normalize:
+        listed.append((_NORMALIZE, "Normalize"))
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": _TYPES + kind}
         for index, (path, kind) in enumerate(listed)

@@ -111,7 +111,10 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
     content, family, network_args, rules = together(open_folder, "pretrained/folder")
     network_args |= arguments
-    read_tied_head = lambda: has_tied_head(content, family, network_args)
+
+    def read_tied_head():
+        return has_tied_head(content, family, network_args)
+
     network_args["tied_head"] = from_chief(read_tied_head, "pretrained/copies")
     with refusing(content.path / CONFIG):
         network = family.network(**network_args)
@@ -148,7 +151,8 @@ def _generation_rules(content, family):
     """Return the generation rules of a folder. In older folders `config.json` contains them."""
     if not hasattr(family.network, "generate"):
         return {}
-    path, fields = content.path / GENERATION, content.config
+    path = content.path / GENERATION
+    fields = content.config
     if path.exists():
         fields = read_object(path)
     else:
@@ -195,7 +199,8 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
             f"{family.architecture}."
         )
     try:
-        vocab_size, special_ids = config["vocab_size"], family.special_ids
+        vocab_size = config["vocab_size"]
+        special_ids = family.special_ids
         arguments = {"vocab_size": vocab_size, **family.arguments(config)}
         for argument, field in special_ids.items():
             default = family.ids.get(field)

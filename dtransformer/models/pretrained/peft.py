@@ -48,7 +48,8 @@ def to_peft(
     if modules_by_path is None:
         names = ", ".join(name for name, _ in _fitting(network))
         raise InputError(f"`family` must be one of {names}, got {family!r}.")
-    tensors, modules = {}, {path: module for path, (module, _) in modules_by_path.items()}
+    tensors = {}
+    modules = {path: module for path, (module, _) in modules_by_path.items()}
     for path in kernels:
         if path not in modules_by_path:
             raise InputError(
@@ -57,7 +58,8 @@ def to_peft(
             )
         shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
         for letter in KINDS[kernels[path]["kind"]]:
-            value, name = factors[f"{path}.{letter}"], _NAMES[letter]
+            value = factors[f"{path}.{letter}"]
+            name = _NAMES[letter]
             if letter != "a" and modules_by_path[path][1].order is not None:
                 value = value[..., np.argsort(modules_by_path[path][1].order)]
             name = f"{_PREFIX}{modules[path]}.{name}{'' if letter == 'm' else '.weight'}"
@@ -67,11 +69,14 @@ def to_peft(
         raise InputError(
             "Some adapters are of kind dora, others of lora. peft needs a single kind."
         )
-    differing = lambda name: {
-        modules[path]: settings[name]
-        for path, settings in kernels.items()
-        if settings[name] != first[name]
-    }
+
+    def differing(name):
+        return {
+            modules[path]: settings[name]
+            for path, settings in kernels.items()
+            if settings[name] != first[name]
+        }
+
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(type(network).__name__),
@@ -120,13 +125,16 @@ def from_peft(
         raise InputError(f"{folder}: {unexpected[0]} is not a factor of a low-rank adapter.")
     modules = {name.rpartition(".lora_")[0] for name in names}
     paths_by_module = _places(network, modules, folder)
-    shapes, kernels, factors = network.weight_shapes(), {}, {}
+    shapes = network.weight_shapes()
+    kernels = {}
+    factors = {}
     for module in sorted(modules):
         path, stored = paths_by_module[module]
         rank, alpha = _rank_and_alpha(config, module, folder)
         kernels[path] = {"rank": rank, "alpha": alpha, "kind": kind}
         num_inputs = stored.num_inputs
-        inputs, outputs = shapes[path][:num_inputs], shapes[path][num_inputs:]
+        inputs = shapes[path][:num_inputs]
+        outputs = shapes[path][num_inputs:]
         sizes = np.prod(inputs), np.prod(outputs)
         forms = {
             "a": ((*inputs, rank), (sizes[0], rank)),
@@ -178,7 +186,8 @@ def _rank_and_alpha(config, module, folder):
     """Return a module's rank and α, from the first pattern that matches its name, as in `peft`."""
     values = []
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        value, overrides = config.get(name), config.get(patterns) or {}
+        value = config.get(name)
+        overrides = config.get(patterns) or {}
         try:
             matches = [
                 x for pattern, x in overrides.items() if re.match(rf"(.*\.)?({pattern})$", module)
@@ -216,7 +225,8 @@ def _places(network, modules, folder):
 
 def _fitting(network):
     """Yield compatible families and their modules, first the family that the network came from."""
-    origin, shapes = (network.origin or [None])[0], network.weight_shapes()
+    origin = (network.origin or [None])[0]
+    shapes = network.weight_shapes()
     for name in sorted(FAMILIES, key=lambda name: name != origin):
         if isinstance(network, FAMILIES[name].network):
             if (modules := _modules(network, name, shapes)) is not None:
@@ -233,7 +243,8 @@ def _modules(network, family, shapes):
         tensors = FAMILIES[family].tensors(network.arguments)
     except InputError:
         return None
-    stored_paths, network_paths = {x for tensor in tensors for x in tensor.weights}, shapes.keys()
+    stored_paths = {x for tensor in tensors for x in tensor.weights}
+    network_paths = shapes.keys()
     if stored_paths - network_paths or any(
         not path.startswith("head/") for path in network_paths - stored_paths
     ):

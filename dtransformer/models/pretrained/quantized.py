@@ -137,7 +137,8 @@ def quantized_tensors(
     Raises:
         InputError: If the shapes of a tensor and its scales do not match.
     """
-    result, form = {}, quantization_form(config)
+    result = {}
+    form = quantization_form(config)
     if form is None:
         return result
     suffix, scales_suffix, get_shape, values = form

@@ -86,17 +86,22 @@ def save_pretrained(
         return config
 
     config = together(checked, "pretrained/save")
-    values, shapes = _values_on_chief(network), network.weight_shapes()
+    values = _values_on_chief(network)
+    shapes = network.weight_shapes()
 
     def write(fresh):
-        kind, arguments = config["model_type"], network.arguments
+        kind = config["model_type"]
+        arguments = network.arguments
         family = FAMILIES[kind]
         stored = {} if dtype else network.stored_dtypes
         main = dtype or next(iter(stored.values()), None)
-        full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
+
+        def without_padding(path):
+            return values[path][tuple(slice(size) for size in shapes[path])]
+
         tensors = {}
-        for tensor in tensors_of(kind, network):  # excludes the padding of vocabularies
-            array = tensor.join([full(path) for path in tensor.weights])
+        for tensor in tensors_of(kind, network):
+            array = tensor.join([without_padding(path) for path in tensor.weights])
             tensor_dtype = stored.get(tensor.weights[0], main)
             tensors[tensor.name] = (
                 array if tensor_dtype is None else convert(array, tensor_dtype, tensor.name)
@@ -113,7 +118,8 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
-        path, rules = fresh / GENERATION, rules_to_fields(network.generation_rules)
+        path = fresh / GENERATION
+        rules = rules_to_fields(network.generation_rules)
         saved = read_object(path) if path.exists() else {}
         if rules.keys() - saved.keys():
             ids = {x: y for x, y in config.items() if x.endswith("_token_id")}
@@ -133,7 +139,10 @@ def save_on_chief(
 
     See `write_into` for the arguments.
     """
-    save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
+
+    def save():
+        return str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
+
     with job.doing("saving"):
         target = together(save, "pretrained/write")
         return pathlib.Path(from_chief(lambda: target, "pretrained/landed"))
@@ -142,10 +151,8 @@ def save_on_chief(
 def _values_on_chief(network):
     """Return a dict of the full weights of all stages on rank 0. Call it on all ranks."""
     variables = {path_without_network(variable): variable for variable in network.variables}
-    group, paths_by_rank = (
-        job.pipeline_group(),
-        all_gather_json(list(variables), "pretrained/paths"),
-    )
+    group = job.pipeline_group()
+    paths_by_rank = all_gather_json(list(variables), "pretrained/paths")
     result = {}
     for path in dict.fromkeys(path for rank in group.ranks for path in paths_by_rank[rank]):
         value = np.asarray(variables[path].numpy()) if path in variables else None
@@ -191,7 +198,8 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
         name = network.origin[0]
     if name not in FAMILIES:
         raise InputError(f"`family` must be one of {', '.join(FAMILIES)}, got {name!r}.")
-    family, arguments = FAMILIES[name], network.arguments
+    family = FAMILIES[name]
+    arguments = network.arguments
     if not isinstance(network, family.network):
         raise InputError(
             f"The network is a {type(network).__name__}, but the family {name!r} needs a "

@@ -36,8 +36,13 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
         InputError: If the encoder's or decoder's embedding table differs from the shared
             one, or a stored table of positions differs from the sinusoidal formula.
     """
-    names, table = family.stored_names(content.shapes), next(iter(family.tables))
-    is_tied, tensor = arguments["tied_head"], lambda name: content[names[name]][...]
+    names = family.stored_names(content.shapes)
+    table = next(iter(family.tables))
+    is_tied = arguments["tied_head"]
+
+    def tensor(name):
+        return content[names[name]][...]
+
     heads = {f"{name}.weight" for name in family.top}
     copies = {*family.copies} if is_tied is True else {*family.copies} - heads
     differing = {x for x in names if x.endswith(family.position_tables)}
@@ -143,7 +148,8 @@ class StoredWeights:
         path = path.partition("/")[2]
         if (path, None) in self._places:
             return self._rectangle(path, None, bounds, dtype)
-        experts, inner_bounds = range(*bounds[0]), bounds[1:]
+        experts = range(*bounds[0])
+        inner_bounds = bounds[1:]
         return np.stack([self._rectangle(path, expert, inner_bounds, dtype) for expert in experts])
 
     def dtypes(self) -> dict[str, str]:
@@ -154,9 +160,11 @@ class StoredWeights:
     def _rectangle(self, path, expert, bounds, dtype):
         """Read a rectangle of a weight, or of a single expert's part of it."""
         stored, index, name = self._places[path, expert]
-        shapes, part = [self._shapes[weight] for weight in stored.weights], slice(None)
+        shapes = [self._shapes[weight] for weight in stored.weights]
+        part = slice(None)
         if stored.is_stacked:  # read the needed experts only
-            part, bounds = slice(*bounds[0]), [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
+            part = slice(*bounds[0])
+            bounds = [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
             shapes = [(bounds[0][1], *shape[1:]) for shape in shapes]
         weight = stored.of(self._content[name][part], index, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype

@@ -37,7 +37,8 @@ COPIES = "lm_head.weight", *_EMBEDDINGS
 
 def _stack(side):
     """Return the `Family` fields that differ in one side's blocks."""
-    attention, norms = {}, {}
+    attention = {}
+    norms = {}
     for hf_name, path in _ATTENTIONS[side].items():
         attention |= paths.attention(f"{hf_name}.{{}}_proj", *"qkv", "out", path=path)
         norms[f"{hf_name}_layer_norm"] = f"{path}_norm"

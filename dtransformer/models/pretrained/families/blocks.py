@@ -81,7 +81,8 @@ class Blocks:
         Raises:
             InputError: If `layer_types` has an unsupported kind or a wrong length.
         """
-        num_blocks, kinds = config["num_hidden_layers"], self._block_kinds(config)
+        num_blocks = config["num_hidden_layers"]
+        kinds = self._block_kinds(config)
         has_rotary = self._rotary_flags(config)
         kind_arguments = {kind: self._kind_arguments(config, kind) for kind in dict.fromkeys(kinds)}
         blocks = [dict(kind_arguments[kind]) for kind in kinds]
@@ -97,7 +98,8 @@ class Blocks:
         return split_pattern(blocks)
 
     def _block_kinds(self, config):
-        num_blocks, layer_types = config["num_hidden_layers"], config.get("layer_types")
+        num_blocks = config["num_hidden_layers"]
+        layer_types = config.get("layer_types")
         supported = {FULL} if self.kind_rule is None else {FULL, SLIDING}
         if unsupported := sorted({*(layer_types or ())} - supported):
             raise InputError(
@@ -149,7 +151,8 @@ class Blocks:
         fields = {key: value for key, value in fields.items() if value is not None}
         if self.has_alpha and name == "dynamic" and fields.get("alpha"):
             # The other fields have no effect then.
-            name, fields = "ntk", {"factor": fields["alpha"]}
+            name = "ntk"
+            fields = {"factor": fields["alpha"]}
         return {
             "rotary_base": float(base),
             "rotary_fraction": float(fraction or self.fraction),
@@ -164,7 +167,8 @@ class Blocks:
         if self.rotary_blocks is None:
             return None
         field, interval, default = self.rotary_blocks
-        period, num_blocks = config.get(interval) or default, config["num_hidden_layers"]
+        period = config.get(interval) or default
+        num_blocks = config["num_hidden_layers"]
         return config.get(field) or [int((i + 1) % period != 0) for i in range(num_blocks)]
 
     def to_hf(self, arguments: Mapping) -> dict:
@@ -204,8 +208,9 @@ class Blocks:
                 int(block["rotary_base"] is not None) for block in blocks
             ]
         plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
-        if plain != [0] * self.first_has_no_norm:
-            raise differs("blocks without attention norm", plain, [0] * self.first_has_no_norm)
+        expected_plain = [0] if self.first_has_no_norm else []
+        if plain != expected_plain:
+            raise differs("blocks without attention norm", plain, expected_plain)
         if self.dense is not None:
             fields |= self.dense[1]([not block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
@@ -239,13 +244,15 @@ class Blocks:
 
     def _parameters(self, block):
         """Return `rope_parameters` for a block's arguments."""
-        base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
+        base = block["rotary_base"]
+        scaling = dict(block["rotary_scaling"] or {"type": "default"})
         if scaling["type"] == "ntk" and self.has_alpha:
             scaling = {"type": "dynamic", "alpha": scaling["factor"], "factor": 1.0}
         elif scaling["type"] == "ntk":  # configs express it with the base
             head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
             rotary_dim = int(head_dim * block["rotary_fraction"])
-            base, scaling = ntk_base(base, scaling["factor"], rotary_dim), {"type": "default"}
+            base = ntk_base(base, scaling["factor"], rotary_dim)
+            scaling = {"type": "default"}
         parameters = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
         fraction = block["rotary_fraction"]
         return parameters if fraction == 1 else {**parameters, "partial_rotary_factor": fraction}

@@ -67,7 +67,8 @@ class _Latents:
         Raises:
             InputError: If the network has no latents, or an unsupported query factor.
         """
-        latent, size = Latent.of(arguments["latent"]), arguments["head_dim"]
+        latent = Latent.of(arguments["latent"])
+        size = arguments["head_dim"]
         if latent is None:
             raise InputError(
                 "The family has latent attention, the network does not. Save it as another family."
@@ -100,10 +101,8 @@ class _GroupLimitedExperts(Experts):
         Raises:
             InputError: If the routing method is unknown.
         """
-        moe_config, method = (
-            super().from_hf(config)["moe_config"],
-            config.get("topk_method") or _METHODS[0],
-        )
+        moe_config = super().from_hf(config)["moe_config"]
+        method = config.get("topk_method") or _METHODS[0]
         if method not in _METHODS:
             raise InputError(f"`topk_method` must be one of {', '.join(_METHODS)}, got {method!r}.")
         if method == _METHODS[0]:

@@ -25,7 +25,7 @@ from dtransformer.models.pretrained.families.parts import (
     kv_heads,
 )
 from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear, table
 
 # Arguments that change no result, or that are saved in the same way for all families.
 _FREE = {
@@ -264,7 +264,8 @@ class Family:
         If a file has a bias twice, the head's copy is used, as in `transformers`.
         """
         result = {self.canonical_name(name): name for name in sorted(names)}
-        table, prefix = next(iter(self.tables)), self.base_prefix
+        table = next(iter(self.tables))
+        prefix = self.base_prefix
         if table.removeprefix(prefix) not in result:
             return result
         return {prefix + name: stored for name, stored in result.items()}
@@ -287,7 +288,8 @@ class Family:
 
     def _numbered_block(self, index, shapes, arguments):
         """Return the tensors of the block with an index."""
-        hf_prefix, prefix = self.block.format(index), self.path.format(index)
+        hf_prefix = self.block.format(index)
+        prefix = self.path.format(index)
         block_shapes = {
             x.removeprefix(prefix): s for x, s in shapes.items() if x.startswith(prefix)
         }
@@ -302,7 +304,8 @@ class Family:
 
     def _block(self, shapes, arguments):
         """Return the tensors of a block, named relative to the block."""
-        has_experts, tensors = "feed_forward/router/kernel" in shapes, []
+        has_experts = "feed_forward/router/kernel" in shapes
+        tensors = []
         norms, dense = (x(arguments) if callable(x) else x for x in (self.norms, self.dense))
         for name, path in norms.items():
             tensors += _vectors(name, path, shapes)
@@ -330,30 +333,14 @@ class Family:
         groups = (
             shapes["attention/key_kernel"][1] if self.is_grouped and len(weight_paths) == 3 else 1
         )
-        order, inputs = None, 2 if weight_paths[0].endswith("attention/output") else 1
+        order = None
+        inputs = 2 if weight_paths[0].endswith("attention/output") else 1
         if self.is_interleaved and len(weight_paths) == 1:
             order = _order(weight_paths[0], shapes[kernels[0]][-1], arguments)
         tensors = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
         if f"{weight_paths[0]}_bias" in shapes:
             tensors.append(bias(f"{name}.bias", *(f"{path}_bias" for path in weight_paths)))
         return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in tensors]
-
-
-def linear(
-    name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
-) -> StoredTensor:
-    """Return a `StoredTensor` for a kernel [outputs, inputs], possibly of a single expert."""
-    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
-
-
-def bias(name: str, *weights: str) -> StoredTensor:
-    """Return a `StoredTensor` for a vector [features]: a bias, or the scale of a norm."""
-    return StoredTensor(name, weights, num_inputs=0)
-
-
-def table(name: str, weight: str) -> StoredTensor:
-    """Return a `StoredTensor` for an embedding table [entries, features]."""
-    return StoredTensor(name, (weight,))
 
 
 def _stacked(name, weight_paths, shapes):
@@ -382,7 +369,8 @@ def _canonical_argument(arguments, name):
     value = arguments[name]
     if name == "qkv_bias" and value is None:
         return arguments["use_bias"]
-    size, heads = arguments["hidden_size"], arguments["num_heads"]
+    size = arguments["hidden_size"]
+    heads = arguments["num_heads"]
     epsilon = {"layer_norm": 1e-5, "rms_norm": 1e-6}.get(arguments["norm"])
     defaults = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
     defaults["norm_epsilon"] = epsilon
@@ -397,7 +385,8 @@ def _order(path, features, arguments):
     latent = Latent.of(arguments.get("latent"))
     if latent is not None:
         num_plain = features - latent.rotary_dim
-        plain, rotated = range(num_plain), _evens_first(range(num_plain, features))
+        plain = range(num_plain)
+        rotated = _evens_first(range(num_plain, features))
         orders = {"attention/latent": (*plain, *rotated)}
         orders |= dict.fromkeys(("attention/query", "attention/query_up"), (*rotated, *plain))
         return orders.get(path)

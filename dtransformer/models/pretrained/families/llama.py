@@ -41,7 +41,8 @@ def _last_slide(config, index):
 
 def _slides_without_rotary(config, index):
     """Return the kind of a SmolLM3 block. Blocks without rotary positions may slide."""
-    period, slides = config.get("no_rope_layer_interval") or 4, config.get("use_sliding_window")
+    period = config.get("no_rope_layer_interval") or 4
+    slides = config.get("use_sliding_window")
     has_rotary = config.get("no_rope_layers") or [
         int((i + 1) % period != 0) for i in range(index + 1)
     ]

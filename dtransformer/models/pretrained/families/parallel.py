@@ -30,7 +30,10 @@ def parallel_residual(default: bool, placement: str) -> Field:
         default: Default of a config without the key.
         placement: Norm placement of parallel blocks, from `block_forms.PLACEMENTS`.
     """
-    to_argument = lambda value: placement if value else None
+
+    def to_argument(value):
+        return placement if value else None
+
     to_config = {placement: True, None: False, "pre": False}.get
     return Field("norm_placement", "use_parallel_residual", default, to_argument, to_config)
 
@@ -115,10 +118,12 @@ class _FalconHeads:
 
     def from_hf(self, config: Mapping) -> dict:
         """Return the arguments from a config; see `Part`."""
-        heads, is_multi_query = config.get("num_kv_heads"), config.get("multi_query", True)
+        heads = config.get("num_kv_heads")
+        is_multi_query = config.get("multi_query", True)
         has_two = config.get("num_ln_in_parallel_attn") != 1
         if not config.get("new_decoder_architecture"):
-            heads, has_two = 1 if is_multi_query else None, False
+            heads = 1 if is_multi_query else None
+            has_two = False
         return {
             "num_kv_heads": heads or config["num_attention_heads"],
             "norm_placement": "parallel" if has_two else _ONE_NORM,

@@ -143,7 +143,10 @@ def hidden_act(field: str = "hidden_act", default: str = "silu", **means: str) -
         default: Default activation of a config without the key.
         **means: Names in configs that stand for other activations.
     """
-    to_argument = lambda name: activation(means.get(name, name))
+
+    def to_argument(name):
+        return activation(means.get(name, name))
+
     return Field("hidden_act", field, default, to_argument, published_activation)
 
 
@@ -212,7 +215,9 @@ class AfterPadding:
         if pad_id is None:
             raise InputError("The field `pad_token_id` is missing. Positions start after it.")
         length = first_given(config.get("max_position_embeddings"), self.length)
-        return {"position_offset": pad_id + 1, "max_length": length - (pad_id + 1) * self.counts}
+        if self.counts:
+            length -= pad_id + 1
+        return {"position_offset": pad_id + 1, "max_length": length}
 
     def to_hf(self, arguments: Mapping) -> dict:
         """Return the config fields from network arguments; see `Part`.
@@ -220,10 +225,12 @@ class AfterPadding:
         Raises:
             InputError: If the positions do not start after the padding id.
         """
-        offset, pad_id = arguments["position_offset"], arguments["pad_id"]
+        offset = arguments["position_offset"]
+        pad_id = arguments["pad_id"]
         if pad_id is None or offset != pad_id + 1:
             raise differs("position_offset", offset, "pad_id + 1" if pad_id is None else pad_id + 1)
-        return {"max_position_embeddings": arguments["max_length"] + offset * self.counts}
+        length = arguments["max_length"]
+        return {"max_position_embeddings": length + offset if self.counts else length}
 
 
 def reciprocal(value: float) -> float:
@@ -245,7 +252,10 @@ def epsilon(
         same: Other arguments that the key sets, such as `qk_norm_epsilon`.
         none_value: Value that `None` means in a network.
     """
-    to_config = lambda value: none_value if value is None else value
+
+    def to_config(value):
+        return first_given(value, none_value)
+
     return Field("norm_epsilon", field, default, to_config=to_config, same=same)
 
 

@@ -72,7 +72,9 @@ def _stack(side, *attentions):
         side: `"encoder"` or `"decoder"`.
         *attentions: Tuples of an attention's name in `transformers` and its path here.
     """
-    last, attention, norms = len(attentions), {}, {}
+    last = len(attentions)
+    attention = {}
+    norms = {}
 
     def dense(arguments):
         gated = {"wi_0": "gate", "wi_1": "mapping"}

@@ -13,10 +13,9 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field, choice
 from dtransformer.models.pretrained.folder import read_pooling_head
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear
 
 _MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -65,7 +64,8 @@ class TaskHead:
         if network.pad_id is None and self.arguments.get("pooling") == "last":
             arguments["pad_id"] = config.get("pad_token_id")
         head = self.layer(len(labels), dtype=network.dtype_policy, **arguments)
-        head.label_names, head.problem_type = tuple(labels), config.get("problem_type")
+        head.label_names = tuple(labels)
+        head.problem_type = config.get("problem_type")
         return head
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
@@ -222,7 +222,8 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     Raises:
         InputError: If `id2label` is not a dict from indices to names.
     """
-    names, num_labels = config.get("id2label"), config.get("num_labels", 2)
+    names = config.get("id2label")
+    num_labels = config.get("num_labels", 2)
     if not names:
         return usual_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
@@ -269,7 +270,8 @@ def head_fields(kind: str, network: TokenModel) -> dict:
         return {}
     head = network.head
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
-    base += "Text" * (kind == "gemma3_text")  # the plain name belongs to the multimodal class
+    if kind == "gemma3_text":  # the plain name belongs to the multimodal class
+        base += "Text"
     if isinstance(head, PoolingHead):
         if kind not in WITH_VECTORS:
             raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
