@@ -25,12 +25,12 @@ class InputKeys:
         needed: Tuple of the names of required inputs. A network with a single required
             input also accepts it without a dict.
         optional: Tuple of the names of optional inputs.
-        theirs: Dict from input names of `transformers` to the names in this library.
+        aliases: Dict from input names of `transformers` to the names in this library.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
-    theirs: Mapping[str, str]
+    aliases: Mapping[str, str]
 
     def named(self, inputs: Any, owner: str) -> dict[str, Any]:
         """Return the inputs as a dict with this library's names. Drop inputs that are `None`.
@@ -46,13 +46,13 @@ class InputKeys:
         if not isinstance(inputs, Mapping):
             if len(self.needed) > 1 or isinstance(inputs, list):
                 raise ValueError(
-                    f"The inputs of {owner} must be a dict with {_listed(self.needed)}, got "
+                    f"The inputs of {owner} must be a dict with {_quote_names(self.needed)}, got "
                     f"{type(inputs).__name__}."
                 )
             return {self.needed[0]: inputs}
         result = {}
         for key, value in inputs.items():
-            name = self.theirs.get(key, key)
+            name = self.aliases.get(key, key)
             if name not in (*self.needed, *self.optional):
                 raise ValueError(self._unknown(key, owner))
             if name in result:
@@ -64,17 +64,17 @@ class InputKeys:
                 result[name] = value
         for name in self.needed:
             if name not in result:
-                also = [alias for alias, target in self.theirs.items() if target == name]
+                also = [alias for alias, target in self.aliases.items() if target == name]
                 raise ValueError(
                     f"The inputs of {owner} must contain {' or '.join(map(repr, [name, *also]))}, got "
-                    f"{_listed(inputs)}."
+                    f"{_quote_names(inputs)}."
                 )
         for name, ids in zip(_MASKS, (self.needed[0], self.needed[-1])):
             _check_mask(name, result.get(name), ids, result[ids])
         return result
 
     def _unknown(self, key, owner):
-        known_names = [*self.needed, *self.optional, *self.theirs]
+        known_names = [*self.needed, *self.optional, *self.aliases]
         return (
             f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known_names, 0.5)}"
         )
@@ -116,5 +116,5 @@ def _check_mask(name, mask, ids_name, ids_tensor):
         )
 
 
-def _listed(names):
+def _quote_names(names):
     return ", ".join(map(repr, names))

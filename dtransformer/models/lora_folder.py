@@ -25,16 +25,17 @@ from dtransformer.parallel.ops.low_rank import KINDS
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OWN = "dtransformer"
+_FORMAT = "dtransformer"
 
 
-_ALONE = {**STRICT, "extra": "forbid"}  # An unknown field could change the meaning of the others.
+# An unknown field could change the meaning of the others.
+_STRICT = {**STRICT, "extra": "forbid"}
 
 
 class _Kernel(pydantic.BaseModel):
     """Config of one adapted kernel."""
 
-    model_config = _ALONE
+    model_config = _STRICT
     rank: Annotated[int, Field(gt=0)]
     alpha: Annotated[float, Field(gt=0, strict=False)]
     kind: typing.Literal[tuple(KINDS)] = "lora"
@@ -43,8 +44,8 @@ class _Kernel(pydantic.BaseModel):
 class _Config(pydantic.BaseModel):
     """Content of `adapter_config.json` in this library's format."""
 
-    model_config = _ALONE
-    format: typing.Literal[_OWN]
+    model_config = _STRICT
+    format: typing.Literal[_FORMAT]
     kernels: dict[str, _Kernel]
 
 
@@ -88,10 +89,10 @@ def save_lora(
 
     kernels = adapters_of(network)
     error_text = None
-    config = {"format": _OWN, "kernels": kernels}
+    config = {"format": _FORMAT, "kernels": kernels}
     tensors = arrays
-    kind = family or (network.origin or [_OWN])[0]
-    if kind != _OWN:
+    kind = family or (network.origin or [_FORMAT])[0]
+    if kind != _FORMAT:
         try:
             config, tensors = peft.to_peft(network, kind, kernels, arrays)
         except InputError as error:

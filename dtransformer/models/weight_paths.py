@@ -118,7 +118,7 @@ def freeze(network: keras.Model, patterns: str | Iterable[str]) -> list[str]:
     >>> sorted({weight.path.split("/")[2] for weight in network.trainable_variables})
     ['block_1', 'final_norm']
     """
-    return _set(network, patterns, False)
+    return _set_trainable(network, patterns, False)
 
 
 def unfreeze(network: keras.Model, patterns: str | Iterable[str] = "*") -> list[str]:
@@ -134,10 +134,10 @@ def unfreeze(network: keras.Model, patterns: str | Iterable[str] = "*") -> list[
     Raises:
         ValueError: If the network is not built, or a pattern matches no weight.
     """
-    return _set(network, patterns, True)
+    return _set_trainable(network, patterns, True)
 
 
-def _set(network, patterns, trainable):
+def _set_trainable(network, patterns, trainable):
     paths = matching_paths(network, patterns)
     chosen = set(paths)
     for layer in _compat.flat_layers(network):

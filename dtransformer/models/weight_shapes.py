@@ -20,7 +20,7 @@ def of_network(kind: Callable[..., keras.Model], arguments: Mapping) -> Shapes:
         kind: Class of the network.
         arguments: Dict of the constructor's arguments.
     """
-    return _built(lambda: kind(**arguments), None)
+    return _built_shapes(lambda: kind(**arguments), None)
 
 
 def of_layer(layer: keras.Layer, input_shape: tuple) -> Shapes:
@@ -30,10 +30,10 @@ def of_layer(layer: keras.Layer, input_shape: tuple) -> Shapes:
         layer: Layer, built or not. The function builds a copy of it.
         input_shape: Input shape to build the copy with.
     """
-    return _built(lambda: type(layer).from_config(layer.get_config()), input_shape)
+    return _built_shapes(lambda: type(layer).from_config(layer.get_config()), input_shape)
 
 
-def _built(make, input_shape):
+def _built_shapes(make, input_shape):
     with shapes_alone():
         layer = make()
         layer.build(input_shape)

@@ -78,7 +78,7 @@ class Generator:
                 f"`on_tokens` does not work with `beam_size={options.beam_size}`, because beam "
                 "search may replace earlier tokens. Set `beam_size=1`."
             )
-        function = self._function(ids, options, on_tokens is not None)
+        function = self._get_function(ids, options, on_tokens is not None)
         with self._stream.streaming_to(on_tokens, ids.end_ids):
             results = function(source, max_length, options.seed % _NUM_SEEDS)
         return _without_padding(tf.reshape(results, [-1, max_length]), ids)
@@ -87,7 +87,7 @@ class Generator:
         """Drop all compiled functions. Call it after weights were added or removed."""
         self._functions.clear()
 
-    def _function(self, ids, options, streams):
+    def _get_function(self, ids, options, streams):
         # The seed is an argument of the compiled function, not part of its key.
         options = dataclasses.replace(options, seed=0)
         key = options, streams

@@ -107,7 +107,7 @@ def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> t
     Positive logits are divided by `penalty`, negative ones multiplied, as in `transformers`
     (Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1).
     """
-    is_present = _marked(texts, texts != NO_TOKEN, logits.shape[-1])
+    is_present = _token_mask(texts, texts != NO_TOKEN, logits.shape[-1])
     return tf.where(is_present, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -137,7 +137,7 @@ def no_repeated_ngrams(
         candidates = padded[:, size - 1 + offset : size - 1 + offset + num_columns]
         is_match &= (candidates == last) & (last != NO_TOKEN)
     next_tokens = padded[:, 2 * (size - 1) : 2 * (size - 1) + num_columns]
-    repeated = _marked(next_tokens, is_match & (next_tokens != NO_TOKEN), logits.shape[-1])
+    repeated = _token_mask(next_tokens, is_match & (next_tokens != NO_TOKEN), logits.shape[-1])
     return tf.where(repeated, NEVER, logits)
 
 
@@ -182,7 +182,7 @@ def min_p(logits: tf.Tensor, p: float) -> tf.Tensor:
     return tf.where(probabilities < min_probability, NEVER, logits)
 
 
-def _marked(tokens, counts, vocab_size):
+def _token_mask(tokens, counts, vocab_size):
     """Return a bool tensor [r, V], True for ids among the `tokens` [r, t] where `counts`."""
     num_texts, num_columns = static_or_dynamic_shape(tokens)
     rows = tf.repeat(tf.range(num_texts), num_columns)

@@ -9,11 +9,11 @@ from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.published_fields import FIELDS
 
 _FIELDS = FIELDS["generation"]
-SILENT, _IDS, _NUMBERS = set(_FIELDS["silent"]), _FIELDS["ids"], _FIELDS["numbers"]
-TAKEN = {*_IDS, *_NUMBERS, *_FIELDS["also_taken"]}
-_DRAWING, _BEAMS, _NEUTRAL = _FIELDS["drawing"], _FIELDS["beams"], _FIELDS["neutral"]
-_OPTIONS = {**_FIELDS["others"], **_DRAWING, **_BEAMS}
-NAMED = {*_OPTIONS, *_NEUTRAL}
+IGNORED_FIELDS, _IDS, _NUMBERS = set(_FIELDS["ignored"]), _FIELDS["ids"], _FIELDS["numbers"]
+SUPPORTED_FIELDS = {*_IDS, *_NUMBERS, *_FIELDS["also_supported"]}
+_SAMPLING, _BEAMS, _NEUTRAL = _FIELDS["sampling"], _FIELDS["beams"], _FIELDS["neutral"]
+_OPTIONS = {**_FIELDS["others"], **_SAMPLING, **_BEAMS}
+REPORTED_FIELDS = {*_OPTIONS, *_NEUTRAL}
 
 
 def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
@@ -47,7 +47,7 @@ def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size
         return id_list
 
     for name, value in fields.items():
-        if value is None or name in SILENT:
+        if value is None or name in IGNORED_FIELDS:
             continue
         if name in _IDS:
             rules[_IDS[name]] = [*rules.get(_IDS[name], []), *ids(name, value)]
@@ -101,7 +101,7 @@ def _are_single_tokens(words):
 
 def _changes_generation(name, value, fields):
     """Return whether an unsupported field has a value that would change the generation."""
-    if name in _DRAWING and not fields.get("do_sample"):
+    if name in _SAMPLING and not fields.get("do_sample"):
         return False
     if name in _BEAMS and fields.get("num_beams", 1) in (None, 1):
         return False

@@ -142,7 +142,9 @@ class TextGenerator:
         texts = [""] * (n * len(rows))
         for start, batch in enumerate(group_by_length(rows, self.batch_size)):
             indices = [n * index + i for index in batch for i in range(n)]
-            decoders = [_Parts(self.tokenizer, self._context(rows[x // n])) for x in indices]
+            decoders = [
+                _IncrementalDecoder(self.tokenizer, self._context(rows[x // n])) for x in indices
+            ]
 
             def stream_part(row_index, ids, decoders=decoders, indices=indices):
                 if new_text := decoders[row_index].add(self._until_end(ids)):
@@ -204,7 +206,7 @@ class TextGenerator:
         return ids
 
 
-class _Parts:
+class _IncrementalDecoder:
     """Incremental decoder of a continuation.
 
     Args:

@@ -23,9 +23,15 @@ from dtransformer.models.published_fields import FIELDS
 from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.variable_factory import values_from
 
-SILENT, _TRAINING, _REFUSED = (set(FIELDS["config"][x]) for x in ("silent", "training", "refused"))
-_GENERATION = generation_rules.TAKEN | generation_rules.NAMED | generation_rules.SILENT
-KNOWN = SILENT | _TRAINING | _REFUSED | _GENERATION
+IGNORED_FIELDS, _TRAINING, _UNSUPPORTED = (
+    set(FIELDS["config"][x]) for x in ("ignored", "training", "unsupported")
+)
+_GENERATION_FIELDS = (
+    generation_rules.SUPPORTED_FIELDS
+    | generation_rules.REPORTED_FIELDS
+    | generation_rules.IGNORED_FIELDS
+)
+KNOWN_FIELDS = IGNORED_FIELDS | _TRAINING | _UNSUPPORTED | _GENERATION_FIELDS
 
 
 class ReadFields(dict):
@@ -63,13 +69,13 @@ def check_unused_fields(config: ReadFields, path: os.PathLike) -> None:
     """
     known = {"quantization_config"} if quantization_form(dict(config)) else set()
     unused = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
-    for name in sorted(unused.keys() & _REFUSED):
+    for name in sorted(unused.keys() & _UNSUPPORTED):
         raise InputError(
             f"`{name}={shown(unused[name])}` is not supported. Use the unmodified weights."
         )
     for names, intro in (
         (unused.keys() & _TRAINING, "Training ignores"),
-        (unused.keys() - KNOWN, "Ignored unknown fields"),
+        (unused.keys() - KNOWN_FIELDS, "Ignored unknown fields"),
     ):
         if names:
             message = ", ".join(f"{name}={shown(unused[name])}" for name in sorted(names))
@@ -157,7 +163,7 @@ def _generation_rules(content, family):
         fields = read_object(path)
     else:
         path = content.path / CONFIG
-        relevant = generation_rules.TAKEN | generation_rules.NAMED
+        relevant = generation_rules.SUPPORTED_FIELDS | generation_rules.REPORTED_FIELDS
         fields = {x: fields[x] for x in fields if x in relevant}
     has_source = issubclass(family.network, EncoderDecoderModel)
     return generation_rules.parse_rules(fields, path, has_source, content.config["vocab_size"])

@@ -19,9 +19,12 @@ _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
 # Factor letters in this library -> names in `peft`. `m` is the magnitude of DoRA.
 _NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
-_FIELDS, _NONE = FIELDS["adapters"], (None, False, {}, [])
-_PLAIN = {**_FIELDS["plain"], **dict.fromkeys(_FIELDS["unset"], _NONE)}
-KNOWN = {*_FIELDS["taken"], *_FIELDS["silent"], *_PLAIN}
+_FIELDS, _UNSET_VALUES = FIELDS["adapters"], (None, False, {}, [])
+_REQUIRED_VALUES = {
+    **_FIELDS["required_values"],
+    **dict.fromkeys(_FIELDS["must_be_unset"], _UNSET_VALUES),
+}
+KNOWN_FIELDS = {*_FIELDS["supported"], *_FIELDS["ignored"], *_REQUIRED_VALUES}
 
 
 def to_peft(
@@ -44,9 +47,11 @@ def to_peft(
         InputError: If the family is unknown, its files store an adapted kernel together with
             others in one tensor, or the adapters are of different kinds.
     """
-    modules_by_path = next((paths for name, paths in _fitting(network) if name == family), None)
+    modules_by_path = next(
+        (paths for name, paths in _compatible_families(network) if name == family), None
+    )
     if modules_by_path is None:
-        names = ", ".join(name for name, _ in _fitting(network))
+        names = ", ".join(name for name, _ in _compatible_families(network))
         raise InputError(f"`family` must be one of {names}, got {family!r}.")
     tensors = {}
     modules = {path: module for path, (module, _) in modules_by_path.items()}
@@ -124,7 +129,7 @@ def from_peft(
     if unexpected := [name for name in names if not name.endswith(endings)]:
         raise InputError(f"{folder}: {unexpected[0]} is not a factor of a low-rank adapter.")
     modules = {name.rpartition(".lora_")[0] for name in names}
-    paths_by_module = _places(network, modules, folder)
+    paths_by_module = _kernels_by_module(network, modules, folder)
     shapes = network.weight_shapes()
     kernels = {}
     factors = {}
@@ -168,9 +173,9 @@ def _check_fields(config, folder):
                 f"{folder}: `lora_dropout={value}` is ignored if these adapters are trained further.",
                 stacklevel=2,
             )
-        elif name not in KNOWN and value not in _NONE:
+        elif name not in KNOWN_FIELDS and value not in _UNSET_VALUES:
             raise InputError(f"{folder}: {shown(name)} is not a known field of adapter configs.")
-        elif name in _PLAIN and value not in _PLAIN[name]:
+        elif name in _REQUIRED_VALUES and value not in _REQUIRED_VALUES[name]:
             hint = ""
             if name == "init_lora_weights":
                 hint = (
@@ -208,10 +213,10 @@ def _rank_and_alpha(config, module, folder):
     return rank, float(alpha)
 
 
-def _places(network, modules, folder):
+def _kernels_by_module(network, modules, folder):
     """Return a dict from module names to tuples of the kernel's path and its `StoredTensor`."""
     missing = modules
-    for _, paths in _fitting(network):
+    for _, paths in _compatible_families(network):
         by_module = {module: (path, tensor) for path, (module, tensor) in paths.items()}
         if modules and modules <= by_module.keys():
             return {module: by_module[module] for module in modules}
@@ -223,7 +228,7 @@ def _places(network, modules, folder):
     )
 
 
-def _fitting(network):
+def _compatible_families(network):
     """Yield compatible families and their modules, first the family that the network came from."""
     origin = (network.origin or [None])[0]
     shapes = network.weight_shapes()

@@ -32,7 +32,7 @@ from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.runtime import job
 
 # `transformers` would load these files instead of `WEIGHTS`.
-_HIDE = ("model*.safetensors", "model*.safetensors.index.json")
+_REPLACED_FILES = ("model*.safetensors", "model*.safetensors.index.json")
 # Files of the tokenizer and of generation that `transformers` reads next to the weights.
 _TOKENIZER = (
     *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
@@ -129,7 +129,7 @@ def save_pretrained(
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])
 
-    return save_on_chief(folder, write, overwrite, _HIDE)
+    return save_on_chief(folder, write, overwrite, _REPLACED_FILES)
 
 
 def save_on_chief(

@@ -50,16 +50,16 @@ class StoredTensor:
         >>> q.shape([(16, 2, 4)])
         (8, 16)
         """
-        shapes = self._own(shapes)
-        columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
-        rows = math.prod(shapes[0][: self._inputs(shapes[0])])
+        shapes = self._part_shapes(shapes)
+        columns = sum(math.prod(shape[self._num_input_dims(shape) :]) for shape in shapes)
+        rows = math.prod(shapes[0][: self._num_input_dims(shapes[0])])
         if self.is_stacked:
-            return (*shapes[0][: self._inputs(shapes[0])], columns)
-        if self._inputs(shapes[0]) == 0:
+            return (*shapes[0][: self._num_input_dims(shapes[0])], columns)
+        if self._num_input_dims(shapes[0]) == 0:
             return (1, columns) if self.is_row else (columns,)
         return (columns, rows) if self.is_transposed else (rows, columns)
 
-    def of(self, stored: np.ndarray, index: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
+    def extract(self, stored: np.ndarray, index: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
         """Return a weight, or an expert's part of it, from the tensor.
 
         The result is a view, which reads nothing from disk, unless `order` or `groups` require a
@@ -70,8 +70,8 @@ class StoredTensor:
             index: Integer. Index of the weight in `weights`.
             shapes: List of the weights' shapes.
         """
-        shapes = self._own(shapes)
-        sizes = [math.prod(shape[self._inputs(shape) :]) // self.groups for shape in shapes]
+        shapes = self._part_shapes(shapes)
+        sizes = [math.prod(shape[self._num_input_dims(shape) :]) // self.groups for shape in shapes]
         ends = np.cumsum([0, *sizes])
         columns = stored.T if self.is_transposed else stored
         if self.groups > 1:
@@ -80,23 +80,23 @@ class StoredTensor:
         return weight if self.order is None else weight[..., list(self.order)]
 
     def join(self, values: list[np.ndarray]) -> np.ndarray:
-        """Return the tensor of the given weights. The inverse of `of`."""
+        """Return the tensor of the given weights. The inverse of `extract`."""
         flat = []
         for value in values if self.expert is None else [value[self.expert] for value in values]:
             if self.order is not None:
                 value = value[..., np.argsort(self.order)]
-            rows = value.shape[: self._inputs(value.shape)]
+            rows = value.shape[: self._num_input_dims(value.shape)]
             flat.append(value.reshape([*([math.prod(rows)] if rows else []), self.groups, -1]))
         joint = np.concatenate(flat, axis=-1)
         joint = joint.reshape([*(rows if self.is_stacked else joint.shape[:-2]), -1])
         joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 
-    def _own(self, shapes):
+    def _part_shapes(self, shapes):
         """Return the shapes of the weights, or of a single expert's part of them."""
         return shapes if self.expert is None else [shape[1:] for shape in shapes]
 
-    def _inputs(self, shape):
+    def _num_input_dims(self, shape):
         """Return the number of input dimensions of a weight. A bias has none."""
         is_bias = self.num_inputs == 0
         return 0 if is_bias else min(self.num_inputs, len(shape) - 1)

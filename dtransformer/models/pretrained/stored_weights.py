@@ -124,7 +124,7 @@ class StoredWeights:
             problems = "; ".join(message[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
             raise InputError(f"{content.path} does not match its config: {problems}.")
         # Keys are the weight's path and the expert's index, or `None` without experts.
-        self._places = {
+        self._sources = {
             (weight, tensor.expert): (tensor, index, names[tensor.name])
             for tensor in tensors
             for index, weight in enumerate(tensor.weights)
@@ -146,7 +146,7 @@ class StoredWeights:
             InputError: If a value is not finite.
         """
         path = path.partition("/")[2]
-        if (path, None) in self._places:
+        if (path, None) in self._sources:
             return self._rectangle(path, None, bounds, dtype)
         experts = range(*bounds[0])
         inner_bounds = bounds[1:]
@@ -154,19 +154,19 @@ class StoredWeights:
 
     def dtypes(self) -> dict[str, str]:
         """Return a dict from weight paths to the types of their tensors, except quantized ones."""
-        stored = {path: self._content[name] for (path, _), (*_, name) in self._places.items()}
+        stored = {path: self._content[name] for (path, _), (*_, name) in self._sources.items()}
         return {path: str(x.dtype) for path, x in stored.items() if isinstance(x, np.ndarray)}
 
     def _rectangle(self, path, expert, bounds, dtype):
         """Read a rectangle of a weight, or of a single expert's part of it."""
-        stored, index, name = self._places[path, expert]
+        stored, index, name = self._sources[path, expert]
         shapes = [self._shapes[weight] for weight in stored.weights]
         part = slice(None)
         if stored.is_stacked:  # read the needed experts only
             part = slice(*bounds[0])
             bounds = [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
             shapes = [(bounds[0][1], *shape[1:]) for shape in shapes]
-        weight = stored.of(self._content[name][part], index, shapes)
+        weight = stored.extract(self._content[name][part], index, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype
         value = convert(
             weight[tuple(slice(*ends) for ends in bounds)], kind, f"{self._content.path}: {name}"

@@ -120,9 +120,9 @@ def test_what_is_not_built_is_refused(tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     names, usual = json.loads((made() / "fields.json").read_text())
-    assert set(names) <= peft.KNOWN and not peft._PLAIN.keys() - set(names)
+    assert set(names) <= peft.KNOWN_FIELDS and not peft._REQUIRED_VALUES.keys() - set(names)
     others = {name: usual[name] for name in usual if name not in config}
-    told = {field: f"with `{field}=" for field in peft._PLAIN if field != "lora_dropout"}
+    told = {field: f"with `{field}=" for field in peft._REQUIRED_VALUES if field != "lora_dropout"}
     told |= {"r": "`r` must be .* got 'other'", "of_tomorrow": "not a known field"}
     for field, words in {**told, "rank_pattern": "`rank_pattern` must be .* got 'other'"}.items():
         changed = {**others, **config, field: "other"}

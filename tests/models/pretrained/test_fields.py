@@ -17,7 +17,12 @@ from dtransformer.models import (
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.generation.rules import resolve_options
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.load import KNOWN, SILENT, ReadFields, network_arguments
+from dtransformer.models.pretrained.load import (
+    IGNORED_FIELDS,
+    KNOWN_FIELDS,
+    ReadFields,
+    network_arguments,
+)
 from tests.models.pretrained.family_rows import DEFAULT_SIZES
 from tests.models.pretrained.published import NEW_TOKENS, published, results, with_transformers
 from tests.models.pretrained.search_cases import FOLDER_RULES
@@ -38,7 +43,9 @@ def test_each_field_of_a_config_is_known(family):
     usual |= {x: 0.0 for x in usual if x.endswith("layerdrop")}  # which is named
     config = ReadFields(usual)
     FAMILIES[family].arguments(config)
-    assert not usual.keys() - config.read - KNOWN - set(FAMILIES[family].special_ids.values())
+    assert (
+        not usual.keys() - config.read - KNOWN_FIELDS - set(FAMILIES[family].special_ids.values())
+    )
     expected = network_arguments(FAMILIES[family], usual, "config.json")
     for name in usual:
         try:
@@ -59,7 +66,11 @@ def test_default_configs_of_published_sizes_have_as_many_parameters(family):
 
 @with_transformers
 def test_each_field_of_a_generation_config_is_known():
-    known = generation_rules.SILENT | generation_rules.TAKEN | generation_rules.NAMED
+    known = (
+        generation_rules.IGNORED_FIELDS
+        | generation_rules.SUPPORTED_FIELDS
+        | generation_rules.REPORTED_FIELDS
+    )
     assert not set(fields()["generation"]) - known
 
 
@@ -150,7 +161,7 @@ def test_start_tokens_may_lack_in_the_config_alone(tmp_path):
     change_config(folder, decoder_start_token_id=KeyError)
     with pytest.raises(InputError, match="`decoder_start_token_id` is missing"):
         from_pretrained(folder)
-    assert "decoder_start_token_id" in SILENT
+    assert "decoder_start_token_id" in IGNORED_FIELDS
 
 
 def test_ids_that_never_come_are_those_of_all_fields(llama):

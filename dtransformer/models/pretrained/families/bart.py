@@ -58,7 +58,7 @@ def _finalize(arguments, tensor_names):
 _LENGTH = Field("max_length", "max_position_embeddings", 1024)
 
 
-def _both(argument, field):
+def _shared_field(argument, field):
     return Field(argument, f"encoder_{field}", also=(f"decoder_{field}",), needs_also=True)
 
 
@@ -77,8 +77,8 @@ def _family(
         architecture,
         parts=(
             Field("hidden_size", "d_model"),
-            _both("num_heads", "attention_heads"),
-            _both("ffn_hidden_size", "ffn_dim"),
+            _shared_field("num_heads", "attention_heads"),
+            _shared_field("ffn_hidden_size", "ffn_dim"),
             Field("encoder_layers", "encoder_layers"),
             Field("decoder_layers", "decoder_layers"),
             Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),

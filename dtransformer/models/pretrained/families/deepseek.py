@@ -117,7 +117,7 @@ class _GroupLimitedExperts(Experts):
 
 _METHODS = "greedy", "group_limited_greedy"
 _REFUSED = {"attention_bias": False, "moe_layer_freq": 1}
-_BOTH = {
+_COMMON = {
     "default_parts": llama_parts_without("num_kv_heads", "head_dim"),
     "attention": {
         "self_attn.q_proj": ("attention/query",),
@@ -151,7 +151,7 @@ DEEPSEEK_V2 = Family(
         "mlp_bias": False,
     },
     ids={"bos_token_id": 1, "eos_token_id": 2},
-    **_BOTH,
+    **_COMMON,
 )
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -167,5 +167,5 @@ DEEPSEEK_V3 = Family(
         "topk_method": "noaux_tc",
     },
     ids={"bos_token_id": 0, "eos_token_id": 1},
-    **_BOTH,
+    **_COMMON,
 )

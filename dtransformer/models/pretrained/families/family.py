@@ -28,7 +28,7 @@ from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GA
 from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear, table
 
 # Arguments that change no result, or that are saved in the same way for all families.
-_FREE = {
+_UNCHECKED_ARGUMENTS = {
     *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "implementation"),
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
     *("trains_head_bias", "trains_padding", "name"),
@@ -47,7 +47,9 @@ def default_arguments(network: type[TokenModel], *without: str, **overrides) -> 
     """
     parameters = inspect.signature(network.__init__).parameters.values()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
-    return {x: y for x, y in defaults.items() if x not in {*_FREE, *without}} | overrides
+    return {
+        x: y for x, y in defaults.items() if x not in {*_UNCHECKED_ARGUMENTS, *without}
+    } | overrides
 
 
 _LLAMA = default_arguments(
@@ -223,7 +225,7 @@ class Family:
             InputError: If no config of the family can represent the network.
         """
         parts = self.all_parts()
-        covered = {name for part in parts for name in part.arguments} | _FREE
+        covered = {name for part in parts for name in part.arguments} | _UNCHECKED_ARGUMENTS
         for name, expected in {**self.base, **self.fixed}.items():
             value = _canonical_argument(arguments, name)
             if name not in covered and value != expected:
@@ -336,7 +338,7 @@ class Family:
         order = None
         inputs = 2 if weight_paths[0].endswith("attention/output") else 1
         if self.is_interleaved and len(weight_paths) == 1:
-            order = _order(weight_paths[0], shapes[kernels[0]][-1], arguments)
+            order = _interleaved_order(weight_paths[0], shapes[kernels[0]][-1], arguments)
         tensors = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
         if f"{weight_paths[0]}_bias" in shapes:
             tensors.append(bias(f"{name}.bias", *(f"{path}_bias" for path in weight_paths)))
@@ -377,7 +379,7 @@ def _canonical_argument(arguments, name):
     return None if name in defaults and value == defaults[name] else value
 
 
-def _order(path, features, arguments):
+def _interleaved_order(path, features, arguments):
     """Return the feature order of a product with interleaved rotary pairs, or `None`.
 
     This library stores the first features of all pairs, then the second features.

@@ -20,7 +20,7 @@ from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, lin
 _MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # Families whose class without a head, which returns text vectors, can be saved.
-WITH_VECTORS = (
+_TEXT_ENCODER_FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
     *("llama", "mistral", "qwen2", "qwen3"),
 )
@@ -89,14 +89,14 @@ def _heads(sequence, tokens="classifier", **options):
     }
 
 
-def _first(pooler, classifier, activation="tanh"):
+def _first_token_head(pooler, classifier, activation="tanh"):
     return {
         "dense": {pooler: "pooler", classifier: "classifier"},
         "arguments": {"pooling": "first", "hidden_act": activation},
     }
 
 
-_ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
+_ROBERTA = _heads(_first_token_head("classifier.dense", "classifier.out_proj"))
 # Decoders classify the last token before the padding, without dropout. `score` has a bias only
 # for token classification.
 _LAST = {
@@ -124,13 +124,13 @@ _HEADS_BY_KIND = {
     # `transformers` has no task heads for these families.
     **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
     **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
-    "bert": _heads(_first("bert.pooler.dense", "classifier")),
+    "bert": _heads(_first_token_head("bert.pooler.dense", "classifier")),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "distilbert": _heads(
         {
-            **_first("pre_classifier", "classifier", "relu"),
+            **_first_token_head("pre_classifier", "classifier", "relu"),
             "dropouts": ("seq_classif_dropout",),
             "default_dropout": 0.2,
         },
@@ -252,7 +252,7 @@ def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
     if not getattr(network, "has_task_head", False):
         return tensors
     is_pooling = isinstance(network.head, PoolingHead)
-    head_tensors = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
+    head_tensors = [] if is_pooling else _find_form(kind, network.head)[1].tensors(network.head)
     return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *head_tensors]
 
 
@@ -273,10 +273,10 @@ def head_fields(kind: str, network: TokenModel) -> dict:
     if kind == "gemma3_text":  # the plain name belongs to the multimodal class
         base += "Text"
     if isinstance(head, PoolingHead):
-        if kind not in WITH_VECTORS:
+        if kind not in _TEXT_ENCODER_FAMILIES:
             raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
         return {"architectures": [f"{base}Model"]}
-    ending, form = _form_of(kind, head)
+    ending, form = _find_form(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
     optional_fields = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
     return {
@@ -302,7 +302,7 @@ def file_name(kind: str, name: str, network: TokenModel) -> str:
     return family.file_name(name)
 
 
-def _form_of(kind, head):
+def _find_form(kind, head):
     """Return the class suffix and the `TaskHead` for a head."""
     ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
     form = task_heads(kind).get(ending)
