@@ -58,10 +58,10 @@ class TextGenerator:
             default of an encoder–decoder's `generate`.
         batch_size: Integer. Number of prompts per batch.
         max_source_length: Integer. Maximum number of tokens per source or prompt. Longer
-            sources are cut at the end, and longer prompts of a `CausalLM` at the start.
+            sources lose their end, and longer prompts of a `CausalLM` their start.
             `None` disables the limit.
         on_truncation: Callable `on_truncation(index, length, max_source_length)`, called for
-            each source that is cut, with its index from 0 and its token count.
+            each truncated source, with its index from 0 and its token count.
         **options: Fields of `GenerationOptions`. `stop_ids` defaults to all known end ids of
             the tokenizer, the model and its generation rules.
 

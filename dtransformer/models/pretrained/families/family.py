@@ -109,8 +109,7 @@ class Family:
             tuple of several paths is a fused tensor.
         dense: Like `attention`, for feed-forward layers and shared experts. It may be a
             function of the network's arguments that returns the dict.
-        experts: Dict from names of expert kernels in a block to paths. `{}` is the expert
-            index.
+        experts: Dict from names of expert kernels in a block to paths. `{}` is the index.
         norms: Dict from names of norms in a block to paths, or a function of the network's
             arguments that returns it.
         stacked: Dict from names of tensors with all experts, [experts, inputs, outputs], to
@@ -120,8 +119,7 @@ class Family:
         router_bias: Full name of the router's bias.
         is_grouped: Boolean. Whether a fused tensor of queries, keys and values stores one
             group of heads after another.
-        is_transposed: Boolean. Whether kernels are [outputs, inputs], like PyTorch's
-            `Linear`.
+        is_transposed: Boolean. Whether kernels are [outputs, inputs], as in PyTorch.
         is_interleaved: Boolean. Whether rotary positions rotate pairs of neighboring
             features. Loading reorders them to the order of this library.
         block, path: Prefixes of a block's weight names, in `transformers` and here. `{}` is
@@ -136,8 +134,7 @@ class Family:
         default_parts: Tuple of default `Part`s.
         network: Class of the networks.
         special_ids: Dict from network arguments that are token ids to config keys.
-        needs_unique_padding: Boolean. Whether to ignore a padding id that is also the start or end
-            token.
+        needs_unique_padding: Boolean. Whether to ignore a start or end token as padding.
         prefix: Optional prefix of weight names in files. `tensors` omits it.
         heads: Tuple of prefixes of names that never have `prefix`.
         copies: Tuple of names of tensors that repeat the first of `tables`: a tied head, or

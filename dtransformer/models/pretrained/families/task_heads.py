@@ -20,7 +20,7 @@ from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, lin
 _MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # Families whose class without a head, which returns text vectors, can be saved.
-_TEXT_ENCODER_FAMILIES = (
+WITH_VECTORS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
     *("llama", "mistral", "qwen2", "qwen3"),
 )
@@ -273,7 +273,7 @@ def head_fields(kind: str, network: TokenModel) -> dict:
     if kind == "gemma3_text":  # the plain name belongs to the multimodal class
         base += "Text"
     if isinstance(head, PoolingHead):
-        if kind not in _TEXT_ENCODER_FAMILIES:
+        if kind not in WITH_VECTORS:
             raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
         return {"architectures": [f"{base}Model"]}
     ending, form = _find_form(kind, head)
