@@ -90,7 +90,10 @@ TEXTS = {
     "cohere": Row({}, ({"use_qk_norm": True}, "`use_qk_norm=true` is not supported")),
     "cohere2": Row(
         {"num_hidden_layers": 4, "sliding_window": 5},
-        ({"sliding_window": None}, "sliding_window=null, blocks without positions"),
+        (
+            {"sliding_window": None},
+            "sliding_window=null. .blocks without positions. is not supported",
+        ),
     ),
     "arcee": Row({}, NO_BIAS),
     "nemotron": Row({}, NO_BIAS),
@@ -291,7 +294,7 @@ PAIRS = {
             "tie_word_embeddings": False,
             "decoder_start_token_id": 3,
         },
-        ({"feed_forward_proj": "twice-gelu"}, "which is not known"),
+        ({"feed_forward_proj": "twice-gelu"}, "got 'twice-gelu'"),
     ),
 }
 ROWS = {**TEXTS, **MASKED, **PAIRS}
