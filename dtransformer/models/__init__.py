@@ -1,6 +1,6 @@
-"""Networks made of the layers."""
+"""Transformer models for language modeling, masked language modeling and translation."""
 
-import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+import dtransformer.start  # noqa: F401 (Must come first: it silences TensorFlow's startup notes.)
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.generation.options import GenerationOptions

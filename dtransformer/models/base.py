@@ -1,4 +1,4 @@
-"""Base of networks of tokens: embeddings, building, the config, and which weights are active."""
+"""Base class of token models: embeddings, building, configs and parameter counts."""
 
 import math
 
@@ -28,30 +28,39 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-def experts_of(arguments: dict) -> MoEConfig | None:
-    """Return the `MoEConfig` of a network's arguments; None where there is one expert alone."""
-    given = arguments.get("moe_config")
-    config = None if given is None else as_moe_config(given)
+def get_moe_config(arguments: dict) -> MoEConfig | None:
+    """Return the `MoEConfig` in a network's arguments, or `None` with fewer than two experts."""
+    value = arguments.get("moe_config")
+    config = None if value is None else as_moe_config(value)
     return None if config is None or config.expert_num == 1 else config
 
 
 def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
-    """Return which share of a weight's elements a token is computed with.
+    """Return the fraction of a weight's elements that one token uses.
+
+    The fraction is `num_experts_chosen / expert_num` for kernels and biases of routed
+    experts, and 1 for every other weight, including routers and shared experts.
 
     Args:
-        path: the weight's.
-        shape: its shape; experts are its first dimension.
-        arguments: the network's.
+        path: Path of the weight, without the network's name.
+        shape: Shape of the weight. Experts are the first dimension.
+        arguments: Arguments of the network.
     """
-    config, of_expert = experts_of(arguments), {"kernel": 3, "bias": 2}
-    is_one = config is not None and "/feed_forward/" in path
-    rank = of_expert.get(path.split("_")[-1])
-    if not is_one or "/router/" in path or "/shared_experts/" in path or len(shape) != rank:
+    config = get_moe_config(arguments)
+    expert_rank = {"kernel": 3, "bias": 2}
+    has_expert_weights = config is not None and "/feed_forward/" in path
+    rank = expert_rank.get(path.split("_")[-1])
+    if (
+        not has_expert_weights
+        or "/router/" in path
+        or "/shared_experts/" in path
+        or len(shape) != rank
+    ):
         return 1.0
     return config.num_experts_chosen / config.expert_num
 
 
-# Of the blocks' arguments those that networks take by the same names.
+# Block arguments that networks accept under the same names.
 _BLOCK_ARGUMENTS = (
     *("hidden_size", "num_heads", "ffn_hidden_size"),
     *("norm", "norm_epsilon", "gated", "use_bias", "num_kv_heads", "head_dim", "qkv_bias"),
@@ -60,7 +69,7 @@ _BLOCK_ARGUMENTS = (
     *("residual_scale", "block_pattern", "sinks", "latent", "qk_norm_after_rotary"),
 )
 
-# Arguments of networks that are sizes of at least 1, and those that are rates of dropout.
+# Sizes must be integers of at least 1. Dropout rates must be numbers in [0, 1).
 _SIZES = (
     *("vocab_size", "source_vocab_size", "target_vocab_size"),
     *("hidden_size", "num_layers", "decoder_layers"),
@@ -69,24 +78,26 @@ _RATES = "dropout_rate", "attention_dropout_rate", "embedding_dropout_rate"
 
 
 class TokenModel(KeepsSettings, keras.Model):
-    """A network whose inputs are the ids of tokens.
+    """Base class of networks whose inputs are token ids.
 
     Attributes:
-        arguments: dict of the arguments from which `from_config` makes the network again.
-        vocab_size: number of entries of the vocabulary of the logits.
-        input_keys: the names of the inputs; see `InputKeys`.
-        origin: the family and the folder of the published weights that it has, or had before it
-            was trained; None where there are none. Configs keep it.
-        stored_dtypes: Types of the published tensors by the weights' paths. A saved network has the same
-            types by default.
-        generation_rules: what published weights say of generation; see `rules_of`. Configs keep it.
-        embedding_noise: what is added to embeddings while a trainer trains; None for nothing.
+        arguments: Dict of the constructor's arguments. `from_config` creates an equal
+            network from them.
+        vocab_size: Number of vocabulary entries in the logits.
+        input_keys: `InputKeys` with the names of the inputs.
+        origin: Tuple of the model family and the folder of the published weights that the
+            network started from, or `None`. Saved in configs.
+        stored_dtypes: Dict from weight paths to the data types of the published tensors.
+            Saving the network uses these types by default.
+        generation_rules: Dict of the generation settings that came with published weights;
+            see `parse_rules`. Saved in configs.
+        embedding_noise: `EmbeddingNoise` added to embeddings in training, or `None`.
     """
 
     origin: tuple[str, str] | None = None
     stored_dtypes: dict = {}
     generation_rules: dict = {}
-    has_told_rules = False
+    has_warned_rules = False
     embedding_noise: EmbeddingNoise | None = None
     input_keys: InputKeys
 
@@ -99,52 +110,54 @@ class TokenModel(KeepsSettings, keras.Model):
 
     @_compat.told_as_it_is
     def __call__(self, inputs, *args, **kwargs):
-        self.named_inputs(inputs)  # before Keras, which makes ten lines of an error
+        # Keras' error for unknown inputs is ten lines long: check the names first.
+        self.named_inputs(inputs)
         return super().__call__(inputs, *args, **kwargs)
 
     def named_inputs(self, inputs) -> dict:
-        """Return a dict of `call`'s inputs, or of their shapes, by the names of `input_keys`.
+        """Return `call`'s inputs, or their shapes, as a dict with the names in `input_keys`.
 
         Raises:
-            ValueError: there is a name that is not known, or one lacks.
+            ValueError: If a name is unknown, or a required input is missing.
         """
         return self.input_keys.named(inputs, type(self).__name__)
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied with; by default √h (Vaswani et al., 2017, §3.4)."""
+        """Factor on embeddings. Defaults to √h (Vaswani et al., 2017, §3.4)."""
         scale = self.arguments.get("embedding_scale")
         return first_given(scale, float(self.arguments["hidden_size"]) ** 0.5)
 
     def check_positions(self, length: int, name: str = "max_length") -> None:
-        """Check that there are so many positions.
+        """Check that a sequence fits into the learned positions.
 
         Args:
-            length: number of positions.
-            name: the argument that has the number of the learned ones.
+            length: Integer. Number of positions.
+            name: Name of the argument that limits learned positions.
 
         Raises:
-            ValueError: there are fewer learned ones.
+            ValueError: If positions are learned and `length` exceeds the limit.
         """
         limit = self.arguments[name]
         if self.arguments["positions"] == "learned" and length > limit:
             raise ValueError(
-                f"{length} positions are asked for, but the learned positions end at {name}={limit}"
+                f"{length} positions exceed the learned positions, `{name}={limit}`. Shorten the "
+                "sequence, or create the network with more positions."
             )
 
     def logits_vocab_size(self) -> int:
-        """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
+        """Return the vocabulary size V of logits [..., V']. Entries from V on are padding."""
         return self.vocab_size
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights by their paths, before any is made.
+        """Return a dict from weight paths to shapes, without creating any weight.
 
-        They are those of every layout: a vocabulary's without its padding.
+        The shapes are the same in every layout: vocabularies have no padding.
         """
         return weight_shapes.of_network(type(self), self.arguments)
 
     def num_parameters(self) -> int:
-        """Return the number of elements of all weights, before any is made.
+        """Return the number of elements in all weights, without creating any weight.
 
         Example:
 
@@ -155,7 +168,7 @@ class TokenModel(KeepsSettings, keras.Model):
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
     def num_active_parameters(self) -> int:
-        """Return the number of elements that a token is computed with: of experts a few.
+        """Return the number of parameters that one token uses, with its chosen experts only.
 
         Example:
 
@@ -173,7 +186,8 @@ class TokenModel(KeepsSettings, keras.Model):
 
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]
-        # Unit variance after the multiplication with √h, and a sensible tied head.
+        # Embeddings then have unit variance after scaling by √h, and a tied head has logits of a
+        # sensible size.
         deviation = 1.0 if self.arguments.get("scales_output") else h**-0.5
         normal = keras.initializers.RandomNormal(stddev=deviation)
         return VocabEmbedding(vocab_size, h, normal, dtype=self.dtype_policy, name=name)
@@ -191,13 +205,13 @@ class TokenModel(KeepsSettings, keras.Model):
         )
 
     def _make_positions(self, length, name):
-        """Return the embedding of positions up to a length, of the kind of the arguments."""
         offset = self.arguments.get("position_offset", 0)
-        own = {"offset": offset, "dtype": self.dtype_policy, "name": name}
-        return PositionEmbedding(length, self.arguments["positions"], **own)
+        options = {"offset": offset, "dtype": self.dtype_policy, "name": name}
+        return PositionEmbedding(length, self.arguments["positions"], **options)
 
     def _make_embedding_norm(self, name):
-        kind, epsilon = self.arguments["norm"], self.arguments["norm_epsilon"]
+        kind = self.arguments["norm"]
+        epsilon = self.arguments["norm_epsilon"]
         norm = make_norm(kind, epsilon, dtype=self.dtype_policy, name=name)
         norm.pipeline_stage = 0
         return norm
@@ -207,7 +221,7 @@ class TokenModel(KeepsSettings, keras.Model):
         return Dropout(rate, dtype=self.dtype_policy, name=name)
 
     def _block_arguments(self, lambda_func):
-        """Return the arguments of a stack of blocks that the network's say, but for their number."""
+        """Return the arguments of a stack of blocks, except the number of blocks."""
         is_rotary = self.arguments["positions"] == "rotary"
         return {
             "lambda_func": lambda_func,
@@ -223,7 +237,7 @@ class TokenModel(KeepsSettings, keras.Model):
     def _embed_ids(
         self, ids, embedding, positions, dropout, start=0, segments=None, norm=None, training=False
     ):
-        """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
+        """Return the first block's input [b, s, h] for ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
         if self.embedding_noise is not None:
             x = self.embedding_noise(x)
@@ -238,13 +252,17 @@ class TokenModel(KeepsSettings, keras.Model):
             x = norm(x)
         return dropout(x, training=training), table
 
-    def _build_layers(self, embeddings, others, example_inputs):
-        """Build what takes ids, then what takes [b, s, h]; inputs are nested specs."""
+    def _build_layers(self, embeddings, layers, example_inputs):
+        """Build the embeddings on [b, s] and the other layers on [b, s, h].
+
+        `example_inputs` is a nested structure of tensor specs.
+        """
         with keras.name_scope(self.name, caller=self):
             for embedding in embeddings:
-                if not embedding.built:  # source and target may share one
+                # Source and target may share an embedding.
+                if not embedding.built:
                     embedding.build((None, None))
-            for layer in filter(None, others):
+            for layer in filter(None, layers):
                 layer.build((None, None, self.arguments["hidden_size"]))
         self.built = True
         share_weights(self, example_inputs)
@@ -254,53 +272,61 @@ class TokenModel(KeepsSettings, keras.Model):
         return {**config, **as_config(self.arguments), **settings_of(self)}
 
 
-_LAST = 2**30  # a place after all others
+_LAST = 2**30  # larger than every position
 
 
 def start_after_padding(ids: tf.Tensor, pad_id: int) -> tf.Tensor:
-    """Return the position of each row's first id, so that its first token's is 0: int32 [b].
+    """Return the start position of each row that gives its first token position 0.
 
     Args:
-        ids: int tensor [b, s]; padding may come before the tokens.
-        pad_id: id of the padding.
+        ids: Int tensor [b, s]. Padding may precede the tokens.
+        pad_id: Id of the padding token.
+
+    Returns:
+        Int32 tensor [b]: minus the number of leading padding tokens.
     """
     length = static_or_dynamic_shape(ids)[1]
-    places = tf.where(ids != pad_id, tf.range(length), _LAST)
-    return -tf.minimum(tf.reduce_min(places, axis=1), length)
+    positions = tf.where(ids != pad_id, tf.range(length), _LAST)
+    return -tf.minimum(tf.reduce_min(positions, axis=1), length)
 
 
-def completed(arguments: dict) -> dict:
-    """Return a network's arguments, checked, with the defaults that depend on other arguments.
+def complete_arguments(arguments: dict) -> dict:
+    """Check a network's arguments and fill in defaults that depend on other arguments.
 
-    Other dropouts are `dropout_rate`, and `ffn_hidden_size` is 4·h, where they are None. A
-    `lambda_func` of None is left out.
+    Dropout rates that are `None` become `dropout_rate`, and an `ffn_hidden_size` of `None`
+    becomes 4·h. A `lambda_func` of `None` is removed.
+
+    Returns:
+        A new dict of the arguments.
 
     Raises:
-        TypeError: a size is not an int, or a rate is not a number.
-        ValueError: a size or a rate is out of range.
+        TypeError: If a size is not an integer, or a rate is not a number.
+        ValueError: If a size or a rate is out of range.
     """
-    found = dict(arguments)
-    for name in filter(found.__contains__, _SIZES):
-        check_int(name, found[name])
+    result = dict(arguments)
+    for name in filter(result.__contains__, _SIZES):
+        check_int(name, result[name])
     for name in _RATES:
-        found[name] = check_rate(name, first_given(found[name], found["dropout_rate"]))
-    found["ffn_hidden_size"] = first_given(found["ffn_hidden_size"], 4 * found["hidden_size"])
-    if found["lambda_func"] is None:
-        del found["lambda_func"]
-    return found
+        result[name] = check_rate(name, first_given(result[name], result["dropout_rate"]))
+    result["ffn_hidden_size"] = first_given(result["ffn_hidden_size"], 4 * result["hidden_size"])
+    if result["lambda_func"] is None:
+        del result["lambda_func"]
+    return result
 
 
 def first_given(value, default):
-    """Return `value`, or `default` where it is None."""
+    """Return `value`, or `default` if `value` is `None`."""
     return default if value is None else value
 
 
 def check_ids(vocab_size: int, **ids: int | None) -> None:
-    """Check that special tokens are entries of the vocabulary.
+    """Check that special tokens are in the vocabulary. Ids of `None` pass.
 
     Raises:
-        ValueError: names the one that is not.
+        ValueError: If an id is negative, or `vocab_size` or larger.
     """
     for name, value in ids.items():
         if value is not None and not 0 <= value < vocab_size:
-            raise ValueError(f"{name} must be in the vocabulary of {vocab_size}, got {value}")
+            raise ValueError(
+                f"`{name}` must be in the vocabulary of {vocab_size} entries, got {value}."
+            )

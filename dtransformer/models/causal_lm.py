@@ -1,4 +1,4 @@
-"""A decoder-only Transformer: a language model."""
+"""Decoder-only Transformer language model."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.models.base import check_ids, completed, start_after_padding
+from dtransformer.models.base import check_ids, complete_arguments, start_after_padding
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
-from dtransformer.models.generation.rules import options_of
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.generation.rules import resolve_options
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -24,74 +24,88 @@ _POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
 
 @register
 class CausalLM(OneStackModel):
-    """Give each position of a text the logits of its next token.
+    """Decoder-only Transformer that returns next-token logits at each position.
 
-    The labels of a text are the text itself, one token further.
+    The labels of a text are its tokens shifted by one position. Llama (arXiv 2302.13971) is
+    `positions="rotary", norm="rms_norm", gated=True, hidden_act="silu", use_bias=False,
+    tied_head=False, embedding_scale=1.0`.
 
-    Reference: Radford et al., 2018, "Improving language understanding by generative
-    pre-training", and 2019, "Language models are unsupervised multitask learners";
-    Vaswani et al., 2017, "Attention is all you need"; Touvron et al., 2023, "LLaMA", arXiv
-    2302.13971, which is `positions="rotary", norm="rms_norm", gated=True, hidden_act="silu",
-    use_bias=False, tied_head=False, embedding_scale=1.0`.
+    Reference:
+        - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+        - Radford et al., 2018, "Improving language understanding by generative pre-training"
+        - Radford et al., 2019, "Language models are unsupervised multitask learners"
+        - [Touvron et al., 2023](https://arxiv.org/abs/2302.13971)
 
     Args:
-        vocab_size: number V of entries of the vocabulary.
-        hidden_size: size h of embeddings and blocks.
-        num_heads: number of attention heads; divides h.
-        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
-        num_layers: number of blocks.
-        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
-        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
-        hidden_act: a Keras activation's name, or a callable.
-        positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` or `"alibi"` in each
-            block.
-        max_length: number of learned positions, in tokens.
-        position_offset: number of the first position, see `PositionEmbedding`; where it is more than
-            0, positions begin at the first token that an `"attention_mask"` has.
-        tied_head: whether the head's kernel is the embedding's table.
-        head_bias: whether the head has a bias.
-        post_layernorm_residual: whether blocks normalize after the residual.
-        pad_id, start_id, end_id: ids of the padding, start and end tokens; None for none.
-        lambda_func: places each block on a pipeline stage.
-        embedding_scale: what embeddings are multiplied with; √h by default.
-        norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
+        vocab_size: Integer. Size V of the vocabulary.
+        hidden_size: Integer. Size h of embeddings and blocks.
+        num_heads: Integer. Number of attention heads. Must divide `hidden_size`, unless
+            `head_dim` is set.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
+        num_layers: Integer. Number of blocks.
+        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
+        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
+            Defaults to `dropout_rate`.
+        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
+            `dropout_rate`.
+        hidden_act: Name of a Keras activation, or a callable.
+        positions: `"learned"`, `"sinusoidal"`, `"rotary"` or `"alibi"`. Learned positions
+            are limited to `max_length`. The last two act inside each block.
+        max_length: Integer. Number of learned positions, in tokens.
+        position_offset: Integer. Index of the first position; see `PositionEmbedding`. If
+            positive and the inputs have an `"attention_mask"`, positions start at the first
+            token in the mask.
+        tied_head: Boolean. Whether the embedding table is also the head's kernel.
+        head_bias: Boolean. Whether the head has a bias.
+        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
+            addition.
+        pad_id, start_id, end_id: Integers. Ids of the padding, start and end tokens. `None`
+            if the vocabulary has no such token.
+        lambda_func: Callable that assigns blocks to pipeline stages.
+        embedding_scale: Float. Factor on embeddings. Defaults to √h.
+        norm, norm_epsilon, gated, use_bias: See `TransformerEncoderLayer`.
         num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon,
-            qk_norm_after_rotary, sinks: as `MultiHeadAttention`'s.
-        rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
-            `rotary_frequencies`.
-        norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
-        block_pattern: what differs from block to block: their windows, rotary positions and
-            experts; see `block_forms`. None for nothing.
-        latent: sizes of attention through latents, a dict of the fields of `block_forms.Latent`,
-            where `head_dim` is the size of queries and keys; None for attention of plain projections.
-        logits_scale, logits_soft_cap: of the head; see `VocabHead`.
-        window: how many positions each may attend to, its own and those before it; None for all.
-        implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.
-        prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
-            et al., 2020, arXiv 1910.10683, §3.2.1): what `"prefix"` tells in training, and in
-            `generate` the prompt.
-        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
-            for none.
-        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
+            qk_norm_after_rotary, sinks: See `MultiHeadAttention`.
+        rotary_base, rotary_fraction, rotary_scaling: See `rotary_frequencies`.
+        norm_placement, residual_scale: See `TransformerEncoderLayer`.
+        block_pattern: List of dicts with the arguments that differ between blocks, such as
+            windows, rotary positions and experts; see `block_forms`. `None` if all blocks
+            are equal.
+        latent: Dict of the fields of `block_forms.Latent` for multi-head latent attention.
+            `head_dim` is then the size of queries and keys. `None` disables latents.
+        logits_scale, logits_soft_cap: See `VocabHead`.
+        window: Integer. Number of positions that each position attends to, including
+            itself and the preceding ones. `None` disables the limit.
+        implementation: Attention implementation: `"auto"`, `"reference"`, `"blockwise"` or
+            `"cudnn"`.
+        prefix: Boolean. Whether each text starts with a prefix that all of its tokens
+            attend to in both directions (Raffel et al., 2020, arXiv 1910.10683, §3.2.1). In
+            training, the input `"prefix"` marks it. In `generate`, it is the prompt.
+        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
+            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
+        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
+            choose other blocks.
 
     Call arguments:
-        inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
-            packed into a row, a dict of `"tokens"` and `"segments"`, int tensors [b, s]: the
-            number of each token's sequence, from 1, and 0 for padding. With `prefix` a dict that
-            has `"prefix"`, too, [b, s]: 1 where a token is of the prefix of its sequence. A dict
-            may have `"attention_mask"` [b, s]: 1 where there is a token and 0 for padding, which
-            may be on the left then, whatever its id is. `"input_ids"` are the tokens.
-        training: whether dropout applies.
+        inputs: Int tensor [b, s] of token ids, padded at the end with `pad_id`, or a dict of
+            int tensors [b, s]:
+            `"tokens"` (or `"input_ids"`): The token ids.
+            `"segments"`: For packed sequences. Sequence index of each token, from 1; 0 for
+            padding.
+            `"prefix"`: Required with `prefix=True`. 1 for tokens in the prefix of their
+            sequence, else 0.
+            `"attention_mask"`: 1 for tokens and 0 for padding. Padding may then be on the
+            left and have any id.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, s, V'], V' being the vocabulary padded to a multiple of model_parallel.
+        [b, s, V'], with V' the vocabulary size padded to a multiple of `model_parallel`.
 
     Raises:
-        TypeError: a size is not an int, or a rate is not a number.
-        ValueError: a size or a rate is out of range, `num_heads` does not divide
+        TypeError: If a size is not an integer, or a rate is not a number.
+        ValueError: If a size or a rate is out of range, `num_heads` does not divide
             `hidden_size`, `positions` is unknown, a text is longer than the learned
-            positions, or another argument does not fit; see the layers.
+            positions, or a layer rejects an argument.
 
     Example:
 
@@ -156,53 +170,61 @@ class CausalLM(OneStackModel):
         name: str = "causal_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         if positions not in _POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
-        windows = [window, *(one.get("window") for one in check_pattern(block_pattern))]
+            raise ValueError(
+                f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
+            )
+        windows = [window, *(block.get("window") for block in check_pattern(block_pattern))]
         if prefix and any(windows):
             raise ValueError(
-                f"prefix=True does not work with window={max(filter(None, windows))}, which would hide "
-                "the prefix from what comes later: leave one of them out"
+                f"`prefix=True` does not work with `window={max(filter(None, windows))}`: the window "
+                "would hide the prefix from later tokens. Remove one of them."
             )
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
-        self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
+        self.pad_id = pad_id
+        self.start_id = start_id
+        self.end_id = end_id
         self.vocab_size = vocab_size
-        # DTensor does not compile the loop of a cache with a prefix.
+        # DTensor cannot compile the decoding loop over a cache that has a prefix.
         never = (pad_id,)
         self._generator = Generator(self, Continuation, never, loops_on_mesh=False)
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
-        options, kind = self.arguments, self.arguments["positions"]
+        options = self.arguments
+        kind = self.arguments["positions"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = None
         length = check_int("max_length", options["max_length"])
         if kind not in ("rotary", "alibi"):
             self.positions = self._make_positions(length, "positions")
         self.dropout = self._make_embedding_dropout("dropout")
-        own = {"name": "blocks", "causal": True, "alibi": kind == "alibi"}
+        stack_options = {"name": "blocks", "causal": True, "alibi": kind == "alibi"}
         arguments = self._block_arguments(lambda_func)
-        self.blocks = TransformerEncoder(options["num_layers"], **own, **arguments)
+        self.blocks = TransformerEncoder(options["num_layers"], **stack_options, **arguments)
         self.head = self._make_head()
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
-            others = [self.positions, self.dropout, self.blocks, self.head]
+            layers = [self.positions, self.dropout, self.blocks, self.head]
             ids = tf.TensorSpec([1, 1], "int32")
             example = {"tokens": ids, "prefix": ids} if self.arguments["prefix"] else ids
-            self._build_layers([self.embedding], others, example)
+            self._build_layers([self.embedding], layers, example)
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         named = self.named_inputs(inputs)
-        ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
-        mask, start = mask_of(named), 0
+        ids = named["tokens"]
+        segments = named.get("segments")
+        prefix = self._prefix_mask(named)
+        mask = get_mask(named)
+        start = 0
         if self.arguments["position_offset"] and mask is not None and segments is None:
             start = start_after_padding(tf.cast(mask, "int32"), 0)
         x, table = self.embed(ids, start, segments, training)
-        segments = segments_of(segments, mask)
+        segments = masked_segments(segments, mask)
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
         if segments is None and prefix is not None:
@@ -211,16 +233,16 @@ class CausalLM(OneStackModel):
         x = self.blocks(x, mask, training=training)
         return self.labels(x, ids, mask, training) if self.has_task_head else self.head(x, table)
 
-    def _prefix_of(self, inputs):
-        """Return which tokens are of a prefix, bool [b, s]; None where there is none."""
-        is_told = "prefix" in inputs
-        if is_told != self.arguments["prefix"]:
+    def _prefix_mask(self, inputs):
+        """Return a bool mask [b, s], True for prefix tokens, or `None` without prefixes."""
+        has_prefix = "prefix" in inputs
+        if has_prefix != self.arguments["prefix"]:
             raise ValueError(
-                f"the network was made with prefix={self.arguments['prefix']}, and its inputs "
-                f'{"have" if is_told else "lack"} "prefix": give a dict of "tokens" and '
-                '"prefix" to a network with prefix=True, and to no other'
+                f"The network has `prefix={self.arguments['prefix']}`, but its inputs "
+                f'{"contain" if has_prefix else "lack"} "prefix". Pass a dict with "tokens" and '
+                '"prefix" if and only if the network has `prefix=True`.'
             )
-        return tf.cast(inputs["prefix"], "bool") if is_told else None
+        return tf.cast(inputs["prefix"], "bool") if has_prefix else None
 
     def embed(
         self,
@@ -229,13 +251,13 @@ class CausalLM(OneStackModel):
         segments: tf.Tensor | None = None,
         training: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h].
+        """Return the first block's input [b, s, h] for ids [b, s], and the table [V', h].
 
         Args:
-            ids: int tensor [b, s].
-            start: position of the first id, or of each row's.
-            segments: int tensor [b, s], where sequences are packed; see `call`.
-            training: whether dropout applies.
+            ids: Int tensor [b, s].
+            start: Position of the first id: an integer, or an int tensor [b] with one per row.
+            segments: Int tensor [b, s] of sequence indices for packed sequences; see `call`.
+            training: Boolean. Whether to apply dropout.
         """
         layers = self.embedding, self.positions, self.dropout
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
@@ -247,50 +269,59 @@ class CausalLM(OneStackModel):
         on_tokens: OnTokens | None = None,
         **options,
     ) -> tf.Tensor:
-        """Continue texts, by greedy or beam search, or by sampling.
+        """Continue prompts with greedy search, beam search or sampling.
 
         Args:
-            prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids;
-                or a dict of such a tensor, `"tokens"` or `"input_ids"`, and its
-                `"attention_mask"`, 0 for padding on either side.
-            max_new_tokens: most tokens of a continuation, the end token included.
-            on_tokens: called as `on_tokens(number, ids)` as soon as the text of a number has got
-                other ids, its end token included; not where there are beams. On one device that is
-                a call from TensorFlow to Python a token; elsewhere each token is a call of its own
-                anyway. Every rank calls its own.
-            **options: those of `GenerationOptions`, by their names; greedy search by default, with
-                the rules that came with published weights.
+            prompts: Int tensor [b, s], padded at the end with `pad_id`; a list of lists of ids;
+                or a dict of the tensor as `"tokens"` or `"input_ids"` and an `"attention_mask"`
+                with 0 for padding on either side.
+            max_new_tokens: Integer. Maximum number of tokens per continuation, including the end
+                token.
+            on_tokens: Callable `on_tokens(index, ids)` for streaming. It receives the index of a
+                result and its new ids as soon as they are decoded, including the end token.
+                Every rank calls its callback. Not supported with beams. On one device, each
+                token costs a call from TensorFlow to Python. Meshes and pipelines call a
+                function per token anyway.
+            **options: Fields of `GenerationOptions`. Defaults to greedy search with the
+                generation rules of published weights.
 
         Returns:
-            An int32 tensor [b·n, t ≤ max_new_tokens] of n = `num_return_sequences` continuations of
-            each prompt, one after the other, with end tokens, padded with `pad_id`; with an end
-            token where there is none.
+            An int32 tensor [b·n, t] with t ≤ `max_new_tokens` and n = `num_return_sequences`.
+            The n continuations of a prompt are consecutive rows. Each ends with its end token,
+            if it has one, and is padded with `pad_id`, or with an end token if the vocabulary
+            has no padding.
 
         Raises:
-            TypeError: there is no such option.
-            ValueError: an option is out of range, a prompt is empty, beams are asked for together
-                with a temperature or `on_tokens`, there are not enough learned positions, or the
-                network has a task's head.
+            TypeError: If an option is unknown.
+            ValueError: If an option is out of range, a prompt is empty, beams are combined with
+                a temperature or `on_tokens`, the learned positions are too few, or the network
+                has a task head.
         """
         if self.has_task_head:
-            raise ValueError(f"a {type(self.head).__name__} gives labels: generate needs tokens")
+            raise ValueError(
+                f"`generate` needs a language model head, but the network has a "
+                f"{type(self.head).__name__}, which returns labels."
+            )
         check_int("max_new_tokens", max_new_tokens)
         self.build()
-        source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
-        options = options_of(self, options, source.shape[1])
+        source = as_prompts(
+            self._remove_padding(prompts), self.vocab_size, self.pad_id, self.end_id
+        )
+        options = resolve_options(self, options, source.shape[1])
         self.check_positions(source.shape[1] + max_new_tokens - 1)
         return self._generator(tf.constant(source), max_new_tokens, options, on_tokens)
 
-    def _rows_of(self, prompts):
-        """Return prompts, without what their mask says is padding."""
+    def _remove_padding(self, prompts):
+        """Return the prompts without the padding in their attention mask."""
         if not isinstance(prompts, Mapping):
             return prompts
         named = self.named_inputs(prompts)
-        if others := named.keys() - {"tokens", "attention_mask"}:
+        if unexpected := named.keys() - {"tokens", "attention_mask"}:
             raise ValueError(
-                f"generate takes tokens and an attention_mask, not {sorted(others)[0]!r}"
+                f"`generate` accepts 'tokens' and 'attention_mask', got {sorted(unexpected)[0]!r}."
             )
-        mask, ids = mask_of(named), np.asarray(named["tokens"])
-        return (
-            ids if mask is None else [row[own] for row, own in zip(ids, mask.numpy(), strict=True)]
-        )
+        mask = get_mask(named)
+        ids = np.asarray(named["tokens"])
+        if mask is None:
+            return ids
+        return [row[is_token] for row, is_token in zip(ids, mask.numpy(), strict=True)]

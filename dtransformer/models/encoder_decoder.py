@@ -1,4 +1,4 @@
-"""Base of networks of an encoder and a decoder, whatever their arguments are called."""
+"""Base class of encoder–decoder networks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
 from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
-from dtransformer.models.generation.rules import options_of
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.generation.rules import resolve_options
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -23,20 +23,23 @@ _RELATIVE = "relative"
 
 
 class EncoderDecoderModel(TokenModel):
-    """An encoder of a source and a decoder of a target.
+    """Encoder of a source sequence and decoder of a target sequence.
 
     Call arguments:
-        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the target so far,
-            from the start token on; padded with `pad_id`. Where several pairs are packed into a
-            row (`TranslationBatches(packed_length=…)`), also `"source_segments"` and
-            `"target_segments"`, int tensors of the same shapes: the number of each token's pair,
-            from 1, and 0 for padding. `"attention_mask"` and `"decoder_attention_mask"` are 1
-            where there is a token, for other padding; `"input_ids"` and `"decoder_input_ids"` are
-            source and target.
-        training: whether dropout applies.
+        inputs: Dict of int tensors:
+            `"source"` (or `"input_ids"`): [b, s], source ids, padded with `pad_id`.
+            `"target"` (or `"decoder_input_ids"`): [b, t], target ids that begin with the
+            start token, padded with `pad_id`.
+            `"source_segments"` and `"target_segments"`: [b, s] and [b, t], for packed pairs
+            (`TranslationBatches(packed_length=…)`). Pair index of each token, from 1; 0 for
+            padding.
+            `"attention_mask"` and `"decoder_attention_mask"`: [b, s] and [b, t], 1 for
+            tokens and 0 for padding. Defaults to 0 where the id is `pad_id`.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, t, V'], V' being the target's vocabulary padded to a multiple of model_parallel.
+        [b, t, V'], with V' the target vocabulary size padded to a multiple of
+        `model_parallel`.
     """
 
     input_keys = InputKeys(
@@ -44,15 +47,22 @@ class EncoderDecoderModel(TokenModel):
         ("source_segments", "target_segments", "attention_mask", "decoder_attention_mask"),
         {"input_ids": "source", "decoder_input_ids": "target"},
     )
-    # Whether all tokens are one function on a mesh; see `decoding.compiled`.
+    # Whether a mesh decodes all tokens in one compiled function; see `loops.compiled`.
     loops_on_mesh = False
 
     def _set_up(self, lambda_func):
-        """Make the layers, of the arguments; those of one side have its name where sides differ."""
+        """Create the layers from `self.arguments`.
+
+        Subclasses whose source and target differ have arguments per side, such as
+        `source_vocab_size` instead of `vocab_size`.
+        """
         options = self.arguments
-        of_side = lambda name, usual: options.get(name, options.get(usual))
-        source_size, self.vocab_size = (of_side(f"{x}_vocab_size", "vocab_size") for x in SIDES)
-        self._max_lengths = {x: of_side(f"max_{x}_length", "max_length") for x in SIDES}
+
+        def get_option(name, default):
+            return options.get(name, options.get(default))
+
+        source_size, self.vocab_size = (get_option(f"{x}_vocab_size", "vocab_size") for x in SIDES)
+        self._max_lengths = {x: get_option(f"max_{x}_length", "max_length") for x in SIDES}
         self.pad_id, self.start_id, self.end_id = (
             options[f"{name}_id"] for name in ("pad", "start", "end")
         )
@@ -80,8 +90,8 @@ class EncoderDecoderModel(TokenModel):
         self.source_positions = self.target_positions = self.source_norm = self.target_norm = None
         if options["positions"] != _RELATIVE:
             for side in SIDES:
-                made = self._make_positions(self._max_lengths[side], f"{side}_positions")
-                setattr(self, f"{side}_positions", made)
+                positions = self._make_positions(self._max_lengths[side], f"{side}_positions")
+                setattr(self, f"{side}_positions", positions)
         if options.get("embedding_norm"):
             for side in SIDES:
                 setattr(self, f"{side}_norm", self._make_embedding_norm(f"{side}_norm"))
@@ -90,25 +100,25 @@ class EncoderDecoderModel(TokenModel):
         )
 
     def _relative_positions(self):
-        """Return what the stacks are told of positions, where embeddings have none."""
+        """Return the stacks' arguments for relative positions; empty for other positions."""
         if self.arguments["positions"] != _RELATIVE:
             return {}
         names = ("relative_ranges", "relative_max_distance")
-        found = {name: self.arguments[name] for name in names}
-        distance_ranges(*found.values())  # which checks them
-        return found
+        arguments = {name: self.arguments[name] for name in names}
+        distance_ranges(*arguments.values())  # raises an error for invalid values
+        return arguments
 
     def build(self, input_shape: tuple | None = None) -> None:
         if self.built:
             return
         embeddings = [self.source_embedding, self.target_embedding]
-        others = [
+        layers = [
             *(self.source_positions, self.source_norm, self.source_dropout),
             *(self.target_positions, self.target_norm, self.target_dropout),
             *(self.transformer, self.head),
         ]
         ids = tf.TensorSpec([1, 1], "int32")
-        self._build_layers(embeddings, others, {"source": ids, "target": ids})
+        self._build_layers(embeddings, layers, {"source": ids, "target": ids})
         if self.head.use_bias and not self.arguments.get("trains_head_bias", True):
             self.head.bias.trainable = False
 
@@ -119,19 +129,19 @@ class EncoderDecoderModel(TokenModel):
         )
         if (source_segments is None) != (segments is None):
             raise ValueError(
-                "packed inputs have 'source_segments' and 'target_segments'; got "
-                f"{', '.join(sorted(inputs))}"
+                "Packed inputs need both 'source_segments' and 'target_segments', got "
+                f"{', '.join(sorted(inputs))}."
             )
-        mask = mask_of(inputs)
+        mask = get_mask(inputs)
         memory, memory_mask = self.encode(inputs["source"], source_segments, mask, training)
         target = inputs["target"]
         start = self._start(target, segments)
         x, table = self._embed_target(target, start=start, segments=segments, training=training)
-        own = segments_of(segments, mask_of(inputs, "decoder_attention_mask"))
-        own = self._is_token(target) if own is None else own
-        decoder_mask = Segments(own, own)
+        target_segments = masked_segments(segments, get_mask(inputs, "decoder_attention_mask"))
+        target_segments = self._is_token(target) if target_segments is None else target_segments
+        decoder_mask = Segments(target_segments, target_segments)
         if segments is not None:
-            memory_mask = Segments(segments, segments_of(source_segments, mask))
+            memory_mask = Segments(segments, masked_segments(source_segments, mask))
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self._logits(x, table)
 
@@ -141,7 +151,7 @@ class EncoderDecoderModel(TokenModel):
         return self.head(x, table)
 
     def _is_token(self, target):
-        """Return where a target [b, t] has tokens, bool [b, t]: the first one is, whatever it is."""
+        """Return a bool mask [b, t] of tokens. The start token counts even if it is the padding."""
         is_token = target != self.pad_id
         if self.start_id == self.pad_id:
             is_token |= tf.range(static_or_dynamic_shape(target)[1]) == 0
@@ -154,18 +164,19 @@ class EncoderDecoderModel(TokenModel):
         mask: tf.Tensor | None = None,
         training: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return what the decoder attends to.
+        """Encode source ids.
 
         Args:
-            source: int tensor [b, s], padded with `pad_id`.
-            segments: int tensor [b, s], where sentences are packed; see `call`.
-            mask: bool tensor [b, s], where there is a token; by default where no padding is.
-            training: whether dropout applies.
+            source: Int tensor [b, s], padded with `pad_id`.
+            segments: Int tensor [b, s] of pair indices for packed pairs; see `call`.
+            mask: Bool tensor [b, s], True at tokens. Defaults to `source != pad_id`.
+            training: Boolean. Whether to apply dropout.
 
         Returns:
-            The memory [b, s, h], and its mask [b, s] (bool).
+            A `(memory, mask)` tuple: encoder outputs [b, s, h] for the decoder to attend to,
+            and a bool mask [b, s] of its tokens.
         """
-        segments = None if segments is None else segments_of(segments, mask)
+        segments = None if segments is None else masked_segments(segments, mask)
         mask = source != self.pad_id if mask is None else mask
         x, _ = self._embed_ids(
             source,
@@ -177,11 +188,11 @@ class EncoderDecoderModel(TokenModel):
             start=self._start(source, segments),
             training=training,
         )
-        own = mask if segments is None else Segments(segments, segments)
-        return self.transformer.encoder(x, own, training=training), mask
+        attention_mask = mask if segments is None else Segments(segments, segments)
+        return self.transformer.encoder(x, attention_mask, training=training), mask
 
     def _start(self, ids, segments):
-        """Return the position of the first id, or of each row's, before which padding may be."""
+        """Return the position of the first id, or one per row if padding may precede the tokens."""
         is_counted = self.arguments.get("positions_after_padding") and segments is None
         return start_after_padding(ids, self.pad_id) if is_counted else 0
 
@@ -192,7 +203,16 @@ class EncoderDecoderModel(TokenModel):
     def init_cache(
         self, memory: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
     ) -> list[dict]:
-        """Return the decoder's cache for translations of up to `max_length` tokens."""
+        """Return the decoder's empty cache for targets of up to `max_length` tokens.
+
+        Args:
+            memory: Float tensor [b, s, h], encoder outputs.
+            max_length: Integer or int scalar. Maximum number of target tokens.
+            num_hypotheses: Integer. Number k of hypotheses per source.
+
+        Returns:
+            A list with one dict of tensors per block.
+        """
         return self.transformer.decoder.init_cache(memory, max_length, num_hypotheses)
 
     def decode_step(
@@ -203,18 +223,18 @@ class EncoderDecoderModel(TokenModel):
         memory_mask: tf.Tensor,
         entries_mask: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, list[dict]]:
-        """Give the logits of the token after `tokens`.
+        """Return logits of the tokens that follow `tokens`.
 
         Args:
-            tokens: int tensor [b·k], the last tokens of k translations of each source.
-            position: int scalar, their position.
-            cache: from `init_cache`, or from the step before.
-            memory_mask: bool tensor [b, s].
-            entries_mask: what each translation may attend to of the cache: bool [b, k,
-                max_length·k]; see `MultiHeadAttention.init_cache`. None where k is 1.
+            tokens: Int tensor [b·k], the last tokens of k hypotheses per source.
+            position: Int scalar. Position of `tokens`.
+            cache: Cache from `init_cache` or from the previous step.
+            memory_mask: Bool tensor [b, s], True at source tokens.
+            entries_mask: Bool tensor [b, k, max_length·k] of the cache entries that each
+                hypothesis attends to; see `MultiHeadAttention.init_cache`. `None` if k is 1.
 
         Returns:
-            Logits [b·k, V] in float32, and the cache for the next step.
+            A `(logits, cache)` tuple: float32 logits [b·k, V] and the cache for the next step.
         """
         x, table = self._embed_target(tokens[:, None], start=position)
         x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
@@ -228,34 +248,35 @@ class EncoderDecoderModel(TokenModel):
         on_tokens: OnTokens | None = None,
         **options,
     ) -> tf.Tensor:
-        """Return targets of sources, by greedy or beam search, or by sampling.
+        """Generate targets with greedy search, beam search or sampling.
 
         Args:
-            source: int tensor [b, s], padded with `pad_id`; or a dict of it, `"source"` or
-                `"input_ids"`, and of an `"attention_mask"`.
-            max_length: most tokens of a target, the end token included; by
-                default 2·s + 10, or what learned positions allow.
-            on_tokens: called as `on_tokens(number, ids)` as soon as the target of a number has got
-                other ids; as of `CausalLM.generate`. On a mesh each token then is a call, which
-                takes five times as long as all of them in one.
-            **options: those of `GenerationOptions`, by their names; greedy search by default, with
-                the rules that came with published weights. On a
-                mesh `repetition_penalty` and `no_repeat_ngram_size` make each token a call, too.
+            source: Int tensor [b, s], padded with `pad_id`, or a dict of the tensor as
+                `"source"` or `"input_ids"` and an `"attention_mask"`.
+            max_length: Integer. Maximum number of tokens per target, including the end token.
+                Defaults to 2·s + 10, limited by learned positions.
+            on_tokens: Callable `on_tokens(index, ids)` for streaming; see `CausalLM.generate`.
+                On a mesh, streaming calls a function per token, which takes five times as long
+                as one call for all tokens.
+            **options: Fields of `GenerationOptions`. Defaults to greedy search with the
+                generation rules of published weights. On a mesh, `repetition_penalty` and
+                `no_repeat_ngram_size` also call a function per token.
 
         Returns:
-            An int32 tensor [b·n, t ≤ max_length] of n = `num_return_sequences` targets of each
-            source, one after the other, with their end tokens, padded with `pad_id`.
+            An int32 tensor [b·n, t] with t ≤ `max_length` and n = `num_return_sequences`. The n
+            targets of a source are consecutive rows. Each ends with its end token, if it has
+            one, and is padded with `pad_id`.
 
         Raises:
-            TypeError: there is no such option.
-            ValueError: an option is out of range, beams are asked for together with a temperature
-                or `on_tokens`, or there are not enough learned positions.
+            TypeError: If an option is unknown.
+            ValueError: If an option is out of range, beams are combined with a temperature or
+                `on_tokens`, or the learned positions are too few.
         """
-        options = options_of(self, options, 1)
+        options = resolve_options(self, options, 1)
         if max_length is not None:
             check_int("max_length", max_length)
         self.build()
-        source = tf.convert_to_tensor(self._source_of(source), dtype="int32")
+        source = tf.convert_to_tensor(self._source_ids(source), dtype="int32")
         for side, length in zip(SIDES, (source.shape[1], max_length)):
             name = f"max_{side}_length"
             self.check_positions(length or 0, name if name in self.arguments else "max_length")
@@ -265,16 +286,17 @@ class EncoderDecoderModel(TokenModel):
                 max_length = min(max_length, self._max_lengths["target"])
         return self._generator(source, max_length, options, on_tokens)
 
-    def _source_of(self, source):
-        """Return the ids of a source; what its mask leaves out has to be padding, and no more."""
+    def _source_ids(self, source):
+        """Return the source ids. A mask must mark exactly the padding tokens."""
         if not isinstance(source, Mapping):
             return source
         named = dataclasses.replace(self.input_keys, needed=("source",)).named(source, "generate")
-        mask, ids = mask_of(named), tf.convert_to_tensor(named["source"])
+        mask = get_mask(named)
+        ids = tf.convert_to_tensor(named["source"])
         if mask is not None and not np.array_equal(mask, ids != self.pad_id):
             raise ValueError(
-                f"attention_mask is not 0 where the source has pad_id={self.pad_id}, and 1 elsewhere: "
-                "pad sources with that id"
+                f"`attention_mask` must be 0 where the source has `pad_id={self.pad_id}`, and 1 "
+                "elsewhere. Pad sources with that id."
             )
         return ids
 
@@ -284,10 +306,11 @@ class EncoderDecoderModel(TokenModel):
         """Return the shape of the residual stream in each stack of blocks.
 
         Args:
-            input_shapes: dict of the shapes of `call`'s inputs.
+            input_shapes: Dict with the shapes of `call`'s inputs.
 
         Returns:
-            A dict of the stack's name and (b, s, h).
+            A dict from the stacks' names, `"encoder"` and `"decoder"`, to shapes (b, s, h).
         """
-        h, input_shapes = self.arguments["hidden_size"], self.named_inputs(input_shapes)
+        h = self.arguments["hidden_size"]
+        input_shapes = self.named_inputs(input_shapes)
         return {"encoder": (*input_shapes["source"], h), "decoder": (*input_shapes["target"], h)}

@@ -1,78 +1,93 @@
-"""Encoder–decoders of one vocabulary, as published ones are: BART, Marian and T5."""
+"""Encoder–decoder networks with one vocabulary, such as BART, Marian and T5."""
 
 from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models.base import completed
+from dtransformer.models.base import complete_arguments
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
 
 
 @register
 class EncoderDecoderLM(EncoderDecoderModel):
-    """Give each position of a target the logits of its next token; source and target are alike.
+    """Encoder–decoder that returns next-token logits at each target position.
 
-    They share a vocabulary and its table.
+    Source and target share the vocabulary and the embedding table.
 
-    Reference: Lewis et al., 2020, "BART", arXiv 1910.13461, which is `positions="learned",
-    position_offset=2, embedding_norm=True, pad_id=1, start_id=2, end_id=2`; Junczys-Dowmunt et al.,
-    2018, "Marian", arXiv 1804.00344, which is `positions="sinusoidal_paper", hidden_act="silu"`,
-    with embeddings that are multiplied with √h, and the padding as the start, which is not trained;
-    Raffel et al., 2019, "T5", arXiv 1910.10683, which is `positions="relative", norm="rms_norm",
-    use_bias=False, post_layernorm_residual=False, query_scale=1.0, scales_output=True`, and in its
-    version 1.1 `gated=True, hidden_act="gelu_tanh", tied_head=False, scales_output=False`.
+    Published models use these arguments:
+        BART: `positions="learned", position_offset=2, embedding_norm=True, pad_id=1,
+        start_id=2, end_id=2`.
+        Marian: `positions="sinusoidal_paper", hidden_act="silu", embedding_scale=None`. The
+        start token is the padding token, whose embedding is not trained.
+        T5: `positions="relative", norm="rms_norm", use_bias=False,
+        post_layernorm_residual=False, query_scale=1.0, scales_output=True`.
+        T5 1.1: as T5, with `gated=True, hidden_act="gelu_tanh", tied_head=False,
+        scales_output=False`.
+
+    Reference:
+        - [Lewis et al., 2020, BART](https://arxiv.org/abs/1910.13461)
+        - [Junczys-Dowmunt et al., 2018, Marian](https://arxiv.org/abs/1804.00344)
+        - [Raffel et al., 2019, T5](https://arxiv.org/abs/1910.10683)
 
     Args:
-        vocab_size: number V of entries of the vocabulary.
-        hidden_size: size h of embeddings and blocks.
-        num_heads: number of attention heads; divides h.
-        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
-        encoder_layers: number of the encoder's blocks.
-        decoder_layers: number of the decoder's blocks.
-        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
-        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
-        hidden_act: a Keras activation's name, or a callable.
-        positions: `"learned"` up to `max_length`, a sinusoidal kind of `PositionEmbedding`, or
-            `"relative"`: a bias of scores by distance in each stack; see `relative_bias`.
-        max_length: number of learned positions of the source, and of the target.
-        position_offset: number of the first position; see `PositionEmbedding`.
-        positions_after_padding: whether positions begin at the first token, before which padding
-            may be.
-        embedding_norm: whether embeddings are normalized.
-        embedding_scale: what embeddings are multiplied with; √h where it is None.
-        tied_head: whether the head's kernel is the embeddings' table.
-        head_bias: whether the head has a bias.
-        trains_head_bias: whether that is trained: published ones are not.
-        trains_padding: whether the embedding of the padding is trained, which may be the start's,
-            where it is looked up: Marian's is not.
-        post_layernorm_residual: whether blocks normalize after the residual.
-        norm, norm_epsilon: of the blocks and the embeddings; as `TransformerEncoderLayer`'s.
-        gated, use_bias, head_dim, query_scale: as there.
-        relative_ranges, relative_max_distance: of relative positions.
-        scales_output: whether the decoder's output is multiplied with h^(-1/2) before the head.
-        pad_id, start_id, end_id: ids of the padding, start and end tokens. The start may be the
-            padding, or the end.
-        lambda_func: places each block on a pipeline stage.
-        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
-            for none.
-        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
+        vocab_size: Integer. Size V of the vocabulary.
+        hidden_size: Integer. Size h of embeddings and blocks.
+        num_heads: Integer. Number of attention heads. Must divide `hidden_size`, unless
+            `head_dim` is set.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
+        encoder_layers: Integer. Number of encoder blocks.
+        decoder_layers: Integer. Number of decoder blocks.
+        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
+        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
+            Defaults to `dropout_rate`.
+        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
+            `dropout_rate`.
+        hidden_act: Name of a Keras activation, or a callable.
+        positions: `"learned"`, limited to `max_length`; a sinusoidal kind of
+            `PositionEmbedding`; or `"relative"`, a bias of the attention scores by distance
+            in each stack (see `relative_bias`).
+        max_length: Integer. Number of learned positions of the source and of the target.
+        position_offset: Integer. Index of the first position; see `PositionEmbedding`.
+        positions_after_padding: Boolean. Whether positions start at the first token, which
+            padding may precede.
+        embedding_norm: Boolean. Whether to normalize embeddings.
+        embedding_scale: Float. Factor on embeddings. `None` means √h.
+        tied_head: Boolean. Whether the embedding table is also the head's kernel.
+        head_bias: Boolean. Whether the head has a bias.
+        trains_head_bias: Boolean. Whether to train the head's bias. In published models it
+            is fixed.
+        trains_padding: Boolean. Whether to train the padding embedding, which may also be
+            the start embedding. Marian does not train it.
+        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
+            addition.
+        norm, norm_epsilon: For blocks and embeddings; see `TransformerEncoderLayer`.
+        gated, use_bias, head_dim, query_scale: See `TransformerEncoderLayer`.
+        relative_ranges, relative_max_distance: For `positions="relative"`; see
+            `relative_bias`.
+        scales_output: Boolean. Whether to multiply decoder outputs by h^(-1/2) before the
+            head.
+        pad_id, start_id, end_id: Integers. Ids of the padding, start and end tokens. The
+            start token may be the padding or end token.
+        lambda_func: Callable that assigns blocks to pipeline stages.
+        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
+            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
+        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
+            choose other blocks.
 
     Call arguments:
-        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the target so far,
-            from the start token on; padded at the end with `pad_id`. Where several pairs are packed
-            into a row, also `"source_segments"` and `"target_segments"`: the number of each token's
-            pair, from 1, and 0 for padding.
-        training: whether dropout applies.
+        inputs: Dict of int tensors `"source"` [b, s] and `"target"` [b, t], padded at the
+            end with `pad_id`. Targets begin with the start token. Packed pairs need
+            `"source_segments"` and `"target_segments"`; see `EncoderDecoderModel`.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, t, V'], V' being the vocabulary padded to a multiple of model_parallel.
+        [b, t, V'], with V' the vocabulary size padded to a multiple of `model_parallel`.
 
     Raises:
-        TypeError: a size is not an int, or a rate is not a number.
-        ValueError: a size or a rate is out of range, `num_heads` does not divide `hidden_size`, or
-            a text is longer than the learned positions.
+        TypeError: If a size is not an integer, or a rate is not a number.
+        ValueError: If a size or a rate is out of range, `num_heads` does not divide
+            `hidden_size`, or a text is longer than the learned positions.
 
     Example:
 
@@ -126,7 +141,7 @@ class EncoderDecoderLM(EncoderDecoderModel):
         name: str = "encoder_decoder_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         self._set_up(lambda_func)

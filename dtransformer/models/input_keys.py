@@ -1,4 +1,4 @@
-"""The names of a network's inputs: its own, and those that `transformers` has for them."""
+"""Names of a network's inputs, including the names that `transformers` uses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,102 +9,112 @@ import tensorflow as tf
 from dtransformer.errors import nearest
 
 _REFUSED = {
-    "labels": "give labels beside the inputs, as a tuple (inputs, labels)",
-    "position_ids": "positions follow from the places of tokens: 'segments' number the texts of a row",
-    "decoder_position_ids": "positions follow from the places of tokens",
-    "inputs_embeds": "give ids",
+    "labels": "pass labels next to the inputs, as a tuple `(inputs, labels)`.",
+    "position_ids": "positions follow from the order of tokens. Use 'segments' for packed texts.",
+    "decoder_position_ids": "positions follow from the order of tokens.",
+    "inputs_embeds": "pass token ids.",
 }
 _MASKS = "attention_mask", "decoder_attention_mask"
 
 
 @dataclasses.dataclass(frozen=True)
 class InputKeys:
-    """Which inputs a network takes.
+    """Names of the inputs that a network accepts.
 
     Args:
-        needed: names of those without which it computes nothing; where there is one, inputs may be
-            that one alone.
-        optional: names of others.
-        theirs: dict of what `transformers` calls some of them, and their names here.
+        needed: Tuple of the names of required inputs. A network with a single required
+            input also accepts it without a dict.
+        optional: Tuple of the names of optional inputs.
+        aliases: Dict from input names of `transformers` to the names in this library.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
-    theirs: Mapping[str, str]
+    aliases: Mapping[str, str]
 
     def named(self, inputs: Any, owner: str) -> dict[str, Any]:
-        """Return a dict of the inputs by this library's names; those that are None are left out.
+        """Return the inputs as a dict with this library's names. Drop inputs that are `None`.
 
         Args:
-            inputs: tensors, or their shapes: a dict, or the one that is needed.
-            owner: the network's class, for errors.
+            inputs: Dict of tensors or of their shapes, or the single required input.
+            owner: Class name of the network, for error messages.
 
         Raises:
-            ValueError: there is a name that is not known, one lacks, or a mask has not its ids' shape.
+            ValueError: If a name is unknown or appears twice, a required input is missing, or
+                the shape of a mask differs from the shape of its ids.
         """
         if not isinstance(inputs, Mapping):
             if len(self.needed) > 1 or isinstance(inputs, list):
                 raise ValueError(
-                    f"{owner} takes a dict of {_listed(self.needed)}, got {type(inputs).__name__}"
+                    f"The inputs of {owner} must be a dict with {_quote_names(self.needed)}, got "
+                    f"{type(inputs).__name__}."
                 )
             return {self.needed[0]: inputs}
-        found = {}
+        result = {}
         for key, value in inputs.items():
-            name = self.theirs.get(key, key)
+            name = self.aliases.get(key, key)
             if name not in (*self.needed, *self.optional):
                 raise ValueError(self._unknown(key, owner))
-            if name in found:
-                raise ValueError(f"the inputs of {owner} have {name!r} twice, as {key!r}, too")
-            if value is not None:
-                found[name] = value
-        for name in self.needed:
-            if name not in found:
-                also = [theirs for theirs, own in self.theirs.items() if own == name]
+            if name in result:
                 raise ValueError(
-                    f"the inputs of {owner} lack {' or '.join(map(repr, [name, *also]))}; they have "
-                    f"{_listed(inputs)}"
+                    f"The inputs of {owner} contain {name!r} twice, the second time as {key!r}. "
+                    "Remove one of them."
+                )
+            if value is not None:
+                result[name] = value
+        for name in self.needed:
+            if name not in result:
+                also = [alias for alias, target in self.aliases.items() if target == name]
+                raise ValueError(
+                    f"The inputs of {owner} must contain {' or '.join(map(repr, [name, *also]))}, got "
+                    f"{_quote_names(inputs)}."
                 )
         for name, ids in zip(_MASKS, (self.needed[0], self.needed[-1])):
-            _check_mask(name, found.get(name), ids, found[ids])
-        return found
+            _check_mask(name, result.get(name), ids, result[ids])
+        return result
 
     def _unknown(self, key, owner):
-        known = [*self.needed, *self.optional, *self.theirs]
-        return f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known, 0.5)}"
+        known_names = [*self.needed, *self.optional, *self.aliases]
+        return (
+            f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known_names, 0.5)}"
+        )
 
 
-def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:
-    """Return a mask of named inputs, bool [b, s]: where there is a token; None where it lacks.
+def get_mask(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:
+    """Return a mask as a bool tensor [b, s], True at tokens, or `None` if it is missing.
 
     Args:
-        inputs: as of `InputKeys.named`.
-        name: the mask's name.
+        inputs: Dict of inputs from `InputKeys.named`.
+        name: Name of the mask.
     """
     mask = inputs.get(name)
     return None if mask is None else tf.cast(mask, "bool")
 
 
-def segments_of(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
-    """Return what positions may attend to each other: segments [b, s], of which a mask takes some.
+def masked_segments(segments: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor | None:
+    """Combine segment ids [b, s] with a bool mask [b, s].
 
-    None where neither is given.
+    Positions outside of the mask get segment 0, which is padding. If only one of them is
+    given, it is returned. Without both, the result is `None`.
     """
     if segments is None or mask is None:
         return mask if segments is None else segments
     return tf.where(mask, segments, tf.zeros_like(segments))
 
 
-def _check_mask(name, mask, ids, of):
-    own, expected = (getattr(x, "shape", None) for x in (mask, of))
-    if own is None or expected is None:  # of shapes, or without any
+def _check_mask(name, mask, ids_name, ids_tensor):
+    mask_shape, ids_shape = (getattr(x, "shape", None) for x in (mask, ids_tensor))
+    # Specs and plain values have no shape to compare.
+    if mask_shape is None or ids_shape is None:
         return
-    own, expected = tf.TensorShape(own), tf.TensorShape(expected)
-    if own.rank != 2 or not own.is_compatible_with(expected):
+    mask_shape = tf.TensorShape(mask_shape)
+    ids_shape = tf.TensorShape(ids_shape)
+    if mask_shape.rank != 2 or not mask_shape.is_compatible_with(ids_shape):
         raise ValueError(
-            f"{name} has the shape {tuple(own)}, expected that of {ids!r}, {tuple(expected)}: 1 where "
-            "there is a token, 0 for padding"
+            f"`{name}` has shape {tuple(mask_shape)}, but {ids_name!r} has shape "
+            f"{tuple(ids_shape)}. Use equal shapes, with 1 for tokens and 0 for padding."
         )
 
 
-def _listed(names):
+def _quote_names(names):
     return ", ".join(map(repr, names))

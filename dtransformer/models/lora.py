@@ -1,7 +1,8 @@
-"""Low-rank adapters: what frozen kernels learn is a product of two small factors beside them.
+"""Low-rank adapters (LoRA and DoRA) for fine-tuning with frozen kernels.
 
-Reference: Hu et al., 2021, "LoRA: Low-rank adaptation of large language models", arXiv
-2106.09685; Liu et al., 2024, "DoRA: Weight-decomposed low-rank adaptation", arXiv 2402.09353.
+Reference:
+    - [Hu et al., 2021, LoRA](https://arxiv.org/abs/2106.09685)
+    - [Liu et al., 2024, DoRA](https://arxiv.org/abs/2402.09353)
 """
 
 import math
@@ -30,37 +31,42 @@ def add_lora(
     dropout: float = 0.0,
     kind: str = "lora",
 ) -> list[str]:
-    """Give kernels low-rank adapters, and freeze all that is none.
+    """Add low-rank adapters to kernels and freeze all other weights.
 
-    A product with a kernel W becomes x · W + α/r · (x · A) · B, with A [inputs, r] drawn from
-    U(−1/√inputs, 1/√inputs), by the job's seed and the kernel's path, and B [r, outputs] zeros:
-    the first outputs are those without adapters. The factors are float32 weights of the kernel's
-    layer, `KERNEL_lora_a` and `KERNEL_lora_b`, sharded as the kernel is; the dimension of the
-    rank is replicated. Call it before `compile`, on all ranks, and with the kernels' values there.
+    A product with kernel W becomes x · W + α/r · (x · A) · B. The factor A [inputs, r] is
+    drawn from U(−1/√inputs, 1/√inputs) with the job's seed and the kernel's path, and B
+    [r, outputs] is zero, so the outputs do not change at first. The factors are float32
+    weights of the kernel's layer, `KERNEL_lora_a` and `KERNEL_lora_b`. They are sharded like
+    the kernel; the rank dimension is replicated. Call it on all ranks, after the kernels are
+    loaded and before `compile`.
 
-    Of kind `"dora"` the product is multiplied with m / ‖W + α/r · A · B‖ besides, a number for each
-    output: the norm is a constant to gradients, and the magnitudes m, `KERNEL_lora_m` [*outputs],
-    begin as ‖W‖. That norm reads the kernel, and takes its size in float32, in each forward pass.
+    `kind="dora"` also multiplies each output by m / ‖W + α/r · A · B‖. The magnitudes m,
+    `KERNEL_lora_m` [*outputs], start as ‖W‖, and gradients treat the norm as a constant. Each
+    forward pass computes the norm of the full kernel in float32.
 
     Args:
-        network: a `keras.Model` of this library's layers, built. Of Keras' own layers `Dense` and
-            others have an `enable_lora`.
-        rank: size r of the dimension between the factors.
-        alpha: α.
-        targets: patterns of the paths of kernels without the network's name, as of `freeze`: of
-            attention, feed-forward layers, `Linear` and the head, `"*_kernel"` or `"head/kernel"`.
-        freeze_others: whether all weights but those of adapters are frozen.
-        dropout: the share of a kernel's inputs that its factors do not see in a trainer's training
-            steps, in [0, 1); the kernel sees all of them. Of `"dora"` it is multiplied with what
-            the factors see once more, for what magnitudes change (as the package `peft` does).
+        network: Built `keras.Model` with layers of this library. Keras' own layers, such as
+            `Dense`, have a method `enable_lora` instead.
+        rank: Integer. Size r of the dimension between the factors.
+        alpha: Float. Scale α of the adapters.
+        targets: String or iterable of strings. Patterns of kernel paths without the
+            network's name; see `freeze`. Kernels of attention, feed-forward layers, `Linear`
+            and the head qualify. Examples: `"*_kernel"`, `"head/kernel"`.
+        freeze_others: Boolean. Whether to freeze all weights except adapters.
+        dropout: Float in [0, 1). Fraction of the kernel's inputs that are zero for the
+            factors in training steps. The kernel itself receives all inputs. With DoRA, the
+            difference that magnitudes make is also computed from the reduced inputs, as in
+            the `peft` package.
         kind: `"lora"` or `"dora"`.
 
     Returns:
-        A list of the paths of the kernels, on all stages of a pipeline.
+        A list of the kernels' paths, on all stages of a pipeline.
 
     Raises:
-        ValueError: a pattern matches no weight, or one that is no kernel or has an adapter; or
-            rank or alpha is not more than 0, dropout no rate, or kind another one.
+        TypeError: If `rank` is not an integer, or `dropout` is not a number.
+        ValueError: If a pattern matches no weight, or matches a weight that is not a kernel
+            or already has an adapter; or if `rank`, `alpha`, `dropout` or `kind` is out of
+            range.
 
     Example:
 
@@ -74,37 +80,51 @@ def add_lora(
     """
     check_int("rank", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
+        raise ValueError(f"`alpha` must be a positive number, got {alpha!r}.")
     if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    asked = {"rank": rank, "alpha": alpha, "dropout": check_rate("dropout", dropout), "kind": kind}
+        raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}.")
+    settings = {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": check_rate("dropout", dropout),
+        "kind": kind,
+    }
     paths = matching_paths(network, targets)
-    give_adapters(network, dict.fromkeys(paths, asked), freeze_others)
+    add_adapters(network, dict.fromkeys(paths, settings), freeze_others)
     return paths
 
 
-def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others: bool) -> None:
-    """Give some kernels new adapters; see `add_lora`.
+def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_others: bool) -> None:
+    """Add adapters with individual settings to kernels; see `add_lora`.
 
     Args:
-        network: a `keras.Model`, built.
-        asked: arguments of `TakesLowRank.add_low_rank` by the kernels' paths without the network's
-            name.
-        freeze_others: whether all weights but those of adapters are frozen.
+        network: Built `keras.Model`.
+        settings: Dict from kernel paths, without the network's name, to dicts of arguments of
+            `TakesLowRank.add_low_rank`.
+        freeze_others: Boolean. Whether to freeze all weights except adapters.
+
+    Raises:
+        ValueError: If a path is not a kernel, or its kernel already has an adapter.
     """
     layers = {path_in(network, layer): layer for layer in _layers(network)}
     kernels = {path_in(network, variable): variable for variable in network.variables}
 
     def check():
-        for path in asked:
-            layer, kernel = layers.get(path.rpartition("/")[0]), kernels.get(path)
+        for path in settings:
+            layer = layers.get(path.rpartition("/")[0])
+            kernel = kernels.get(path)
             if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):
-                raise ValueError(f"{path} is no kernel that can have a low-rank adapter")
+                raise ValueError(
+                    f"{path} cannot have a low-rank adapter. Choose kernels of attention, "
+                    "feed-forward layers, `Linear` or the head."
+                )
             if path.rpartition("/")[2] in layer.low_rank:
-                raise ValueError(f"{path} has an adapter already: merge_lora adds it to the kernel")
+                raise ValueError(
+                    f"{path} has an adapter already. Call `merge_lora` to add it to the kernel."
+                )
 
     together(check, "lora/check")
-    for path, options in asked.items():
+    for path, options in settings.items():
         layer, _, name = path.rpartition("/")
         layers[layer].add_low_rank(name, **options)
     if freeze_others:
@@ -116,23 +136,25 @@ def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others
 
 
 def merge_lora(network: keras.Model) -> list[str]:
-    """Add all adapters to their kernels, and take them away: W becomes W + α/r · A · B.
+    """Add all adapters to their kernels and remove them: W becomes W + α/r · A · B.
 
-    With magnitudes it becomes m · (W + α/r · A · B) / ‖W + α/r · A · B‖.
+    DoRA kernels become m · (W + α/r · A · B) / ‖W + α/r · A · B‖. Outputs do not change,
+    except for rounding to the kernels' storage type. Kernels stay frozen. Call it on all
+    ranks.
 
-    Outputs stay what they were, but for rounding to the type that the kernels are stored in. The
-    kernels stay frozen. All ranks have to call.
+    Args:
+        network: Network with adapters.
 
     Returns:
-        A list of the paths of this rank's kernels, without the network's name.
+        A list of the paths of this rank's merged kernels, without the network's name.
 
     Raises:
-        ValueError: the network has no adapters.
+        ValueError: If the network has no adapters.
     """
-    check_adapted(network, "merge_lora")
+    check_has_adapters(network, "merge_lora")
     merged = adapted_kernels(network)
     for kernel in merged.values() if _compat.makes_values() else ():
-        kernel.assign(tf.cast(_with_addition(kernel), kernel.dtype))
+        kernel.assign(tf.cast(_merged_value(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):
             layer.remove_low_rank(name)
@@ -141,7 +163,7 @@ def merge_lora(network: keras.Model) -> list[str]:
 
 
 def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
-    """Return this rank's kernels that have adapters, by their paths without the network's name."""
+    """Return a dict from paths, without the network's name, to this rank's adapted kernels."""
     return {
         path_in(network, variable): variable
         for variable in network.variables
@@ -150,47 +172,57 @@ def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
 
 
 def adapters_of(network: keras.Model) -> dict[str, dict]:
-    """Return `"rank"`, `"alpha"` and `"kind"` of all adapters, by the paths of their kernels.
+    """Return the settings of all adapters, on all pipeline stages.
 
-    They are those of all stages.
+    Returns:
+        A dict from kernel paths to dicts of `"rank"`, `"alpha"` and `"kind"`.
     """
     return {
         f"{path_in(network, layer)}/{name}": {
-            "rank": asked["rank"],
-            "alpha": float(asked["alpha"]),
-            "kind": asked.get("kind", "lora"),
+            "rank": settings["rank"],
+            "alpha": float(settings["alpha"]),
+            "kind": settings.get("kind", "lora"),
         }
         for layer in _layers(network)
-        for name, asked in layer.low_rank.items()
+        for name, settings in layer.low_rank.items()
     }
 
 
 def only_adapters_are_trained(network: keras.Model) -> bool:
-    """Return whether adapters alone are trained, on all stages; all ranks call."""
-    if not adapters_of(network):
-        return False
-    own = {id(weight) for weight in network.trainable_variables} <= _factors(network)
-    return all(all_gather_json(own, "lora/only"))
+    """Return whether all trainable weights, on all stages, belong to adapters.
 
-
-def check_adapted(network: keras.Model, function: str) -> None:
-    """Check that a network has adapters.
-
-    Raises:
-        ValueError: it has none.
+    Call it on all ranks. A network without adapters returns False.
     """
     if not adapters_of(network):
-        raise ValueError(f"the network has no adapters for {function}: add_lora gives it some")
+        return False
+    only_local_adapters = {id(weight) for weight in network.trainable_variables} <= _factors(
+        network
+    )
+    return all(all_gather_json(only_local_adapters, "lora/only"))
+
+
+def check_has_adapters(network: keras.Model, function: str) -> None:
+    """Check that a network has adapters.
+
+    Args:
+        network: The network.
+        function: Name of the calling function, for the message.
+
+    Raises:
+        ValueError: If the network has no adapters.
+    """
+    if not adapters_of(network):
+        raise ValueError(f"`{function}` needs a network with adapters. Call `add_lora` first.")
 
 
 def _factors(network):
-    """Return the ids of the variables of this rank's adapters."""
+    """Return the Python ids of this rank's adapter variables."""
     kernels = adapted_kernels(network).values()
     return {id(x) for kernel in kernels for x in kernel.low_rank.factors.values()}
 
 
-def _with_addition(kernel):
-    """Return a kernel's full value with its addition, float32."""
+def _merged_value(kernel):
+    """Return a kernel's full float32 value with its adapter applied."""
     a, b, *m = (np.float32(x.numpy()) for x in kernel.low_rank.factors.values())
     full = np.float32(kernel.numpy()) + np.tensordot(a, b * np.float32(kernel.low_rank.scale), 1)
     if m:
@@ -200,13 +232,13 @@ def _with_addition(kernel):
 
 
 def _layers(network):
-    """Return the layers of a network that take adapters; those without weights have no path."""
+    """Return the layers that can have adapters. A layer without a path has no weights."""
     layers = _compat.flat_layers(network)
     return [layer for layer in layers if isinstance(layer, TakesLowRank) and layer.path]
 
 
 def _forget_functions(network):
-    """Let networks that generate compile it anew: their weights are other ones."""
+    """Drop compiled generation functions, which refer to the previous weights."""
     for layer in _compat.flat_layers(network):
         generator = getattr(layer, "_generator", None)
         if isinstance(generator, Generator):

@@ -1,4 +1,4 @@
-"""Adapters in folders of their own, apart from the network: small files, for every layout."""
+"""Save and load adapters without the rest of the network. The files suit every layout."""
 
 import json
 import os
@@ -17,34 +17,35 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
-from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
+from dtransformer.models.lora import adapted_kernels, adapters_of, add_adapters, check_has_adapters
 from dtransformer.models.pretrained import peft
-from dtransformer.models.pretrained.save import saved_by_chief
+from dtransformer.models.pretrained.save import save_on_chief
 from dtransformer.parallel.collectives.objects import from_all_stages, together
 from dtransformer.parallel.ops.low_rank import KINDS
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OWN = "dtransformer"
+_FORMAT = "dtransformer"
 
 
-_ALONE = {**STRICT, "extra": "forbid"}  # a field besides would be dropped, or be an argument
+# An unknown field could change the meaning of the others.
+_STRICT = {**STRICT, "extra": "forbid"}
 
 
 class _Kernel(pydantic.BaseModel):
-    """What the config says of a kernel."""
+    """Config of one adapted kernel."""
 
-    model_config = _ALONE
+    model_config = _STRICT
     rank: Annotated[int, Field(gt=0)]
     alpha: Annotated[float, Field(gt=0, strict=False)]
     kind: typing.Literal[tuple(KINDS)] = "lora"
 
 
 class _Config(pydantic.BaseModel):
-    """The config of adapters by this library's own names."""
+    """Content of `adapter_config.json` in this library's format."""
 
-    model_config = _ALONE
-    format: typing.Literal[_OWN]
+    model_config = _STRICT
+    format: typing.Literal[_FORMAT]
     kernels: dict[str, _Kernel]
 
 
@@ -54,97 +55,106 @@ def save_lora(
     family: str | None = None,
     overwrite: bool = False,
 ) -> pathlib.Path:
-    """Write the adapters of a network into a folder, without the rest of it.
+    """Save the adapters of a network to a folder, without the network's other weights.
 
-    There are two files: `adapter_model.safetensors` and `adapter_config.json`. All ranks have to
-    call, on any layout; rank 0 writes. Where the folder has other adapters, they are kept: these
-    are written to one beside it, which a warning names.
+    Writes `adapter_model.safetensors` and `adapter_config.json`. Call it on all ranks, in any
+    layout; rank 0 writes. If the folder contains other adapters, a new folder next to it is
+    used, and a warning names it.
 
     Args:
-        network: a network with adapters, from `add_lora`.
-        folder: the folder.
-        family: `"llama"`, `"mistral"`, `"qwen2"`, `"gpt2"` or another one: for files that the
-            package `peft` loads beside the published weights. By default that of
-            `from_pretrained`, where it can hold these adapters; `"dtransformer"` for the names of
-            this library.
-        overwrite: whether other adapters are replaced.
+        network: Network with adapters from `add_lora`.
+        folder: Target folder.
+        family: Model family, such as `"llama"`, `"mistral"`, `"qwen2"` or `"gpt2"`, to write
+            files that the `peft` package loads with the published weights. Defaults to the
+            family of `from_pretrained`, if its format can store these adapters.
+            `"dtransformer"` selects this library's format.
+        overwrite: Boolean. Whether to replace other adapters in the folder.
 
     Returns:
-        The folder that they are in.
+        The `pathlib.Path` of the folder that contains the adapters.
 
     Raises:
-        ValueError: the network has no adapters.
-        InputError: the folder cannot be written; or the family's files cannot hold these adapters,
-            which are saved by this library's names then.
+        ValueError: If the network has no adapters.
+        InputError: If the folder is not writable, or the requested family's format cannot
+            store these adapters. In the second case, they are saved in this library's
+            format.
     """
-    check_adapted(network, "save_lora")
-    own = {
+    check_has_adapters(network, "save_lora")
+    local_factors = {
         f"{path}.{letter}": _without_padding(factor)
         for path, kernel in adapted_kernels(network).items()
         for letter, factor in kernel.low_rank.factors.items()
     }
-    arrays = from_all_stages(own, "lora/factors")
+    arrays = from_all_stages(local_factors, "lora/factors")
 
-    kernels, why = adapters_of(network), None
-    config, tensors = {"format": _OWN, "kernels": kernels}, arrays
-    kind = family or (network.origin or [_OWN])[0]
-    if kind != _OWN:
+    kernels = adapters_of(network)
+    error_text = None
+    config = {"format": _FORMAT, "kernels": kernels}
+    tensors = arrays
+    kind = family or (network.origin or [_FORMAT])[0]
+    if kind != _FORMAT:
         try:
-            config, tensors = peft.written(network, kind, kernels, arrays)
+            config, tensors = peft.to_peft(network, kind, kernels, arrays)
         except InputError as error:
-            why = error
+            error_text = error
 
     def write(fresh):
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2) + "\n"
         (fresh / CONFIG).write_text(text, encoding="utf-8")
 
-    landed = saved_by_chief(folder, write, overwrite)
-    if why is not None:
-        message = f"{why}; they are in {landed} by this library's names, which peft does not load"
+    target = save_on_chief(folder, write, overwrite)
+    if error_text is not None:
+        message = (
+            f"{error_text} The adapters are in {target} in this library's format, which peft cannot "
+            "load."
+        )
         if family is not None:
             raise InputError(message)
         warnings.warn(message, stacklevel=2)
-    return landed
+    return target
 
 
 def load_lora(
     network: TokenModel, folder: str | os.PathLike, freeze_others: bool = True
 ) -> list[str]:
-    """Give a network the adapters of a folder, as `save_lora` or the package `peft` wrote it.
+    """Add the adapters in a folder of `save_lora` or the `peft` package to a network.
 
-    Each rank keeps the shards that it holds. Adapters that are there are replaced by those of the
-    same kernels. Call it before `compile`, on all ranks.
+    Each rank keeps its local shards. Kernels that have equal adapters already get the
+    folder's values. Call it on all ranks, before `compile`.
 
     Args:
-        network: the network that the adapters were trained with, built, of any layout.
-        folder: the folder.
-        freeze_others: whether all weights but those of adapters are frozen.
+        network: Built network that the adapters were trained with, in any layout.
+        folder: Folder with the adapters.
+        freeze_others: Boolean. Whether to freeze all weights except adapters.
 
     Returns:
-        A list of the paths of the kernels, without the network's name.
+        A list of the kernels' paths, without the network's name.
 
     Raises:
-        InputError: a file lacks, is damaged or asks for what is not built; or the adapters are
-            not of this network: of other kernels, ranks or sizes.
+        InputError: If a file is missing, damaged or needs an unsupported feature, or if
+            kernels, ranks or sizes do not match the network.
     """
     folder = pathlib.Path(folder)
     kernels, arrays = together(lambda: _read(network, folder), "lora/read")
     present = adapters_of(network)
-    new = {path: asked for path, asked in kernels.items() if path not in present}
+    new_kernels = {path: settings for path, settings in kernels.items() if path not in present}
 
     def check():
-        message = [
-            f"{path} has {', '.join(f'{name} {x}' for name, x in own.items())} in the network"
-            for path, own in present.items()
-            if own != kernels.get(path)
+        mismatches = [
+            f"{path} has {', '.join(f'{name} {x}' for name, x in current.items())} in the network"
+            for path, current in present.items()
+            if current != kernels.get(path)
         ]
-        if message:
-            raise InputError(f"{folder} has not the network's adapters: {message[0]}")
+        if mismatches:
+            raise InputError(
+                f"{folder} does not match the network's adapters: {mismatches[0]}. Load the folder "
+                "into a network without adapters."
+            )
 
     together(check, "lora/same")
-    give_adapters(network, new, freeze_others)
-    parts = [
+    add_adapters(network, new_kernels, freeze_others)
+    shards = [
         (path, letter, tensor)
         for path, kernel in adapted_kernels(network).items()
         for letter, factor in kernel.low_rank.factors.items()
@@ -152,16 +162,16 @@ def load_lora(
     ]
 
     def check_shapes():
-        for path, letter, tensor in parts:
-            found = arrays[f"{path}.{letter}"].shape
-            if found != tensor.shape:
+        for path, letter, tensor in shards:
+            shape = arrays[f"{path}.{letter}"].shape
+            if shape != tensor.shape:
                 raise InputError(
-                    f"{folder}: the factor {letter.upper()} of {path} is {list(found)}, expected "
-                    f"{list(tensor.shape)}: are these adapters of another network?"
+                    f"{folder}: Factor {letter.upper()} of {path} has shape {list(shape)}, expected "
+                    f"{list(tensor.shape)}. Check that the adapters belong to this network."
                 )
 
     together(check_shapes, "lora/shapes")
-    for path, letter, tensor in parts:
+    for path, letter, tensor in shards:
         value = arrays[f"{path}.{letter}"]
         tensor.assign(
             tensor.assemble(lambda bounds, x=value: x[tuple(slice(*ends) for ends in bounds)])
@@ -170,30 +180,38 @@ def load_lora(
 
 
 def _read(network, folder):
-    """Return what `adapters_of` does of each kernel, and the factors in float32, as `"PATH.a"`."""
+    """Return the adapters' settings by kernel path, and their float32 factors.
+
+    The factors' keys are the kernel's path plus `.a`, `.b` or `.m`.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise InputError(
-                f"{folder / name}: there is no such file: expected a folder of adapters"
+                f"{folder / name} does not exist. Pass a folder with {CONFIG} and {WEIGHTS}."
             )
-    config, file = read_json(folder / CONFIG), SafetensorsFile(folder / WEIGHTS)
+    config = read_json(folder / CONFIG)
+    file = SafetensorsFile(folder / WEIGHTS)
     factors = {
         name: convert(file[name], np.dtype("float32"), f"{folder / WEIGHTS}: {name}")
         for name in file.shapes
     }
     if isinstance(config, dict) and "peft_type" in config:
-        return peft.read(network, config, factors, folder)
+        return peft.from_peft(network, config, factors, folder)
     kernels = typed(config, _Config, folder / CONFIG)["kernels"]
     kernels = {
-        path: {"kind": "lora", **asked, "alpha": float(asked["alpha"])}
-        for path, asked in kernels.items()
+        path: {"kind": "lora", **settings, "alpha": float(settings["alpha"])}
+        for path, settings in kernels.items()
     }
-    expected = {f"{path}.{x}" for path, asked in kernels.items() for x in KINDS[asked["kind"]]}
+    expected = {
+        f"{path}.{x}" for path, settings in kernels.items() for x in KINDS[settings["kind"]]
+    }
     if wrong := sorted(expected ^ factors.keys()):
-        raise InputError(f"{folder}: {CONFIG} and {WEIGHTS} do not fit: {wrong[0]} is in one only")
+        raise InputError(
+            f"{folder}: {CONFIG} and {WEIGHTS} do not match: only one of them has {wrong[0]}."
+        )
     return kernels, factors
 
 
 def _without_padding(factor):
     value = np.asarray(factor.numpy())[tuple(slice(size) for size in factor.true_shape)]
-    return np.ascontiguousarray(value)  # as safetensors writes it
+    return np.ascontiguousarray(value)  # safetensors requires contiguous arrays

@@ -1,4 +1,4 @@
-"""An encoder that is trained to find masked tokens: BERT's form, and ModernBERT's."""
+"""Encoders for masked language modeling, such as BERT and ModernBERT."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,8 +10,8 @@ from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.heads import MaskedLMHead, SequenceHead
 from dtransformer.layers.position import TokenTypeEmbedding
-from dtransformer.models.base import check_ids, completed, start_after_padding
-from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.base import check_ids, complete_arguments, start_after_padding
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -20,63 +20,77 @@ _POSITIONS = "learned", "rotary"
 
 @register
 class MaskedLM(OneStackModel):
-    """Give each position of a text the logits of the token that was there before it was masked.
+    """Encoder that returns logits of the original tokens at masked positions.
 
-    The labels are the tokens where some are masked, and elsewhere an id that the loss leaves out,
-    as `CrossEntropyLoss(ignore_id=…)` does.
+    Labels are the original tokens at masked positions. At all other positions they are an id
+    that the loss ignores; see `CrossEntropyLoss(ignore_id=…)`.
 
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
-    1907.11692, which is `num_token_types=1, position_offset=2, pad_id=1`; Warner et al., 2024,
-    "ModernBERT", arXiv 2412.13663, which is `positions="rotary", norm="layer_norm_without_beta",
-    gated=True, use_bias=False, post_layernorm_residual=False, num_token_types=0` and a
-    `block_pattern`.
+    RoBERTa is `num_token_types=1, position_offset=2, pad_id=1`. ModernBERT is
+    `positions="rotary", norm="layer_norm_without_beta", gated=True, use_bias=False,
+    post_layernorm_residual=False, num_token_types=0` with a `block_pattern`.
+
+    Reference:
+        - [Devlin et al., 2019, BERT](https://arxiv.org/abs/1810.04805)
+        - [Liu et al., 2019, RoBERTa](https://arxiv.org/abs/1907.11692)
+        - [Warner et al., 2024, ModernBERT](https://arxiv.org/abs/2412.13663)
 
     Args:
-        vocab_size: number V of entries of the vocabulary.
-        hidden_size: size h of embeddings and blocks.
-        num_heads: number of attention heads; divides h.
-        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
-        num_layers: number of blocks.
-        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
-        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
-        hidden_act: a Keras activation's name, or a callable; that of the head, too.
-        max_length: number of positions, in tokens.
-        positions: `"learned"` up to `max_length`, or `"rotary"` in each block.
-        position_offset: number of the first position; see `PositionEmbedding`.
-        num_token_types: number of types of tokens, as of two sentences; 0 for none.
-        next_sentence: whether there is a head that tells whether the second sentence of a text
-            follows the first one, by the first token.
-        tied_head: whether the head's kernel is the embedding's table.
-        post_layernorm_residual: whether blocks normalize after the residual.
-        norm_epsilon: what norms add to the variance; 1e-12 as published.
-        norm, gated, use_bias: of blocks, and of the head; as `TransformerEncoderLayer`'s.
-        rotary_base, rotary_fraction, rotary_scaling, window, block_pattern: of blocks; as
-            `CausalLM`'s, but a window goes both ways.
-        embedding_scale: what embeddings are multiplied with.
-        pad_id: id of the padding token; None for none.
-        lambda_func: places each block on a pipeline stage.
-        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
-            for none.
-        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
+        vocab_size: Integer. Size V of the vocabulary.
+        hidden_size: Integer. Size h of embeddings and blocks.
+        num_heads: Integer. Number of attention heads. Must divide `hidden_size`.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
+        num_layers: Integer. Number of blocks.
+        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
+        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
+            Defaults to `dropout_rate`.
+        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
+            `dropout_rate`.
+        hidden_act: Name of a Keras activation, or a callable. The head uses it as well.
+        max_length: Integer. Number of learned positions, in tokens.
+        positions: `"learned"`, limited to `max_length`, or `"rotary"` in each block.
+        position_offset: Integer. Index of the first position; see `PositionEmbedding`.
+        num_token_types: Integer. Number of token types, such as 2 for sentence pairs. 0
+            disables token types.
+        next_sentence: Boolean. Whether to add a head for next-sentence prediction on the
+            first token.
+        tied_head: Boolean. Whether the embedding table is also the head's kernel.
+        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
+            addition.
+        norm_epsilon: Float. Constant added to the variance in norms. Defaults to 1e-12, as
+            in BERT.
+        norm, gated, use_bias: For blocks and the head; see `TransformerEncoderLayer`.
+        rotary_base, rotary_fraction, rotary_scaling, block_pattern: See `CausalLM`.
+        window: Integer. Number of positions, including itself, that each position attends
+            to on either side. `None` disables the limit.
+        embedding_scale: Float. Factor on embeddings.
+        pad_id: Integer. Id of the padding token. `None` if the vocabulary has none.
+        lambda_func: Callable that assigns blocks to pipeline stages.
+        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
+            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
+        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
+            choose other blocks.
 
     Call arguments:
-        inputs: int tensor [b, s], padded at the end with `pad_id`. Or a dict of `"tokens"`, such
-            a tensor; `"token_types"` [b, s], in [0, num_token_types), 0 without it; and, where
-            several texts are packed into a row, `"segments"` [b, s]: the number of each token's
-            text, from 1, and 0 for padding. `"attention_mask"` [b, s] is 1 where there is a token;
-            without it that is where the id is not `pad_id`. `"input_ids"` and `"token_type_ids"`
-            are the tokens and their types.
-        training: whether dropout applies.
+        inputs: Int tensor [b, s] of token ids, padded at the end with `pad_id`, or a dict of
+            int tensors [b, s]:
+            `"tokens"` (or `"input_ids"`): The token ids.
+            `"token_types"` (or `"token_type_ids"`): Values in [0, `num_token_types`).
+            Defaults to 0.
+            `"segments"`: For packed texts. Text index of each token, from 1; 0 for padding.
+            `"attention_mask"`: 1 for tokens and 0 for padding. Defaults to 0 where the id is
+            `pad_id`.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, s, V'], V' being the vocabulary padded to a multiple of model_parallel. With
-        `next_sentence` a dict of this, `"masked_lm"`, and `"next_sentence"` [b, 2].
+        [b, s, V'], with V' the vocabulary size padded to a multiple of `model_parallel`.
+        With `next_sentence`, a dict of these logits as `"masked_lm"` and of
+        `"next_sentence"` [b, 2].
 
     Raises:
-        TypeError: a size is not an int, or a rate is not a number.
-        ValueError: a size or a rate is out of range, `num_heads` does not divide
-            `hidden_size`, inputs have other names, or a text is longer than the positions.
+        TypeError: If a size is not an integer, or a rate is not a number.
+        ValueError: If a size or a rate is out of range, `num_heads` does not divide
+            `hidden_size`, an input name is unknown, or a text is longer than the learned
+            positions.
 
     Example:
 
@@ -127,17 +141,21 @@ class MaskedLM(OneStackModel):
         name: str = "masked_lm",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         if positions not in _POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
+            raise ValueError(
+                f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
+            )
         check_ids(vocab_size, pad_id=pad_id)
-        self.pad_id, self.vocab_size = pad_id, vocab_size
+        self.pad_id = pad_id
+        self.vocab_size = vocab_size
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
-        options, policy = self.arguments, self.dtype_policy
+        options = self.arguments
+        policy = self.dtype_policy
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = self.token_types = None
         if options["positions"] != "rotary":
@@ -169,23 +187,24 @@ class MaskedLM(OneStackModel):
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
-            first = [self.positions, self.token_types, self.embedding_norm, self.dropout]
-            others = [*first, self.blocks, self.head, self.sentence_head]
-            self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
+            embedding_layers = [self.positions, self.token_types, self.embedding_norm, self.dropout]
+            layers = [*embedding_layers, self.blocks, self.head, self.sentence_head]
+            self._build_layers([self.embedding], layers, tf.TensorSpec([1, 1], "int32"))
 
     def call(
         self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False
     ) -> tf.Tensor | dict[str, tf.Tensor]:
-        given = self.named_inputs(inputs)
-        ids, segments = given["tokens"], given.get("segments")
+        named = self.named_inputs(inputs)
+        ids = named["tokens"]
+        segments = named.get("segments")
         if segments is not None and self.sentence_head is not None:
             raise ValueError(
-                "'segments' pack several texts into a row, and next_sentence classifies a row by "
-                "its first token: give one text a row, or next_sentence=False"
+                "'segments' pack several texts into a row, but `next_sentence=True` classifies each "
+                "row. Use one text per row, or set `next_sentence=False`."
             )
         start = 0
         if self.arguments["position_offset"] and self.pad_id is not None and segments is None:
-            # RoBERTa's positions begin at the first token: padding may come before it.
+            # RoBERTa counts positions from the first token. Padding may precede it.
             start = start_after_padding(ids, self.pad_id)
         x, table = self._embed_ids(
             ids,
@@ -194,12 +213,12 @@ class MaskedLM(OneStackModel):
             self.dropout,
             start=start,
             segments=segments,
-            norm=lambda x: self._normed(x, given.get("token_types")),
+            norm=lambda x: self._normalize_embedding(x, named.get("token_types")),
             training=training,
         )
-        mask = mask_of(given)
+        mask = get_mask(named)
         if segments is not None:
-            segments = segments_of(segments, mask)
+            segments = masked_segments(segments, mask)
             mask = Segments(segments, segments)
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
@@ -211,15 +230,20 @@ class MaskedLM(OneStackModel):
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
 
-    def _normed(self, x, types):
+    def _normalize_embedding(self, x, types):
         if self.token_types is not None:
             x = self.token_types(x, types)
         elif types is not None:
-            raise ValueError("inputs have 'token_types', and the network has none: leave them out")
+            raise ValueError(
+                "The inputs contain 'token_types', but the network has no token types. Remove them."
+            )
         return self.embedding_norm(x)
 
     def logits_vocab_size(self) -> int | dict[str, int]:
-        """Return the number of classes of the outputs, in their structure; more are padding."""
+        """Return the number of classes in the logits, in the structure of the outputs.
+
+        Logits from this index on are padding.
+        """
         if self.has_task_head:
             return self.head.num_labels
         if self.sentence_head is None:

@@ -1,4 +1,4 @@
-"""Networks of one stack of blocks: what they have in common, and heads of tasks in place of theirs."""
+"""Base class of networks with a single stack of blocks, and task heads for them."""
 
 import functools
 
@@ -14,30 +14,31 @@ from dtransformer.models.base import TokenModel
 
 
 class OneStackModel(TokenModel):
-    """A network of tokens with one stack of blocks, `blocks`."""
+    """Token model with a single stack of blocks, the attribute `blocks`."""
 
     @property
     def has_task_head(self) -> bool:
-        """Whether it labels sequences or tokens; see `with_task_head`."""
+        """True if the head labels sequences or tokens; see `with_task_head`."""
         return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
 
     def labels(
         self, x: tf.Tensor, ids: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool
     ) -> tf.Tensor:
-        """Return what the head of a task makes of the last block's results [b, s, h].
+        """Apply the task head to the last block's outputs [b, s, h].
 
         Args:
-            x: the results.
-            ids: int tensor [b, s] of the tokens.
-            mask: what the blocks were given; positions of segment 0 are padding.
-            training: whether dropout applies.
+            x: Outputs of the last block.
+            ids: Int tensor [b, s] of token ids.
+            mask: Attention mask of the blocks, or `None`. Positions in segment 0 are padding.
+                Positions with the head's `pad_id` are padding as well.
+            training: Boolean. Whether to apply dropout.
         """
         mask = mask.queries if isinstance(mask, Segments) else mask
         pad_id = getattr(self.head, "pad_id", None)
         masks = [] if mask is None else [tf.cast(mask, "bool")]
         masks += [] if pad_id is None else [ids != pad_id]
-        own = [functools.reduce(tf.logical_and, masks)] if masks else []
-        return self.head(x, *own, training=training)
+        mask_args = [functools.reduce(tf.logical_and, masks)] if masks else []
+        return self.head(x, *mask_args, training=training)
 
     def logits_vocab_size(self) -> int:
         return self.head.num_labels if self.has_task_head else self.vocab_size
@@ -47,54 +48,57 @@ class OneStackModel(TokenModel):
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        own = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
-        return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
+        head_shapes = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
+        return {**shapes, **{f"head/{path}": shape for path, shape in head_shapes.items()}}
 
     def get_config(self):
         config = super().get_config()
         if self.has_task_head:
             config["task_head"] = keras.saving.serialize_keras_object(self.head)
-            config["task_head"].pop("build_config", None)  # the network builds it
+            # The network builds its head.
+            config["task_head"].pop("build_config", None)
         return config
 
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        head, settings = config.pop("task_head", None), config.pop(KEY, None)
+        head = config.pop("task_head", None)
+        settings = config.pop(KEY, None)
         network = super().from_config(config)
         if head is not None:
             with_task_head(network, keras.saving.deserialize_keras_object(head))
-        set_on(network, settings)  # which count the layers with those of the head
+        # Settings refer to layers by index, and the head's layers count.
+        set_on(network, settings)
         return network
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in the stack of blocks.
 
         Args:
-            input_shapes: the shape (b, s) of `call`'s inputs.
+            input_shapes: Shape (b, s) of `call`'s inputs, or a dict of shapes.
 
         Returns:
-            A dict of the stack's name and (b, s, h).
+            A dict with the stack's name and its shape (b, s, h).
         """
         ids = self.named_inputs(input_shapes)["tokens"]
         return {"blocks": (*ids, self.arguments["hidden_size"])}
 
 
 def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> OneStackModel:
-    """Replace the head of a network by one that labels sequences or tokens.
+    """Replace a network's head by a head that labels sequences or tokens.
 
-    The old head's weights are gone. Where the new one has a dense layer before its logits, as
-    BERT's, and the network one that was trained to tell sentences, that is taken.
+    The weights of the old head are dropped. If the network was pretrained on next-sentence
+    prediction and the new head has a pooler, as in BERT, the pooler's weights are kept.
 
     Args:
-        network: a `CausalLM` or a `MaskedLM`.
-        head: a `SequenceHead` or a `TokenHead`, not built.
+        network: A `CausalLM` or a `MaskedLM`. It is changed in place.
+        head: `SequenceHead`, `TokenHead` or `PoolingHead` that is not built.
 
     Returns:
         The network.
 
     Raises:
-        ValueError: the network is none of these.
+        ValueError: If `network` is of another class.
 
     Example:
 
@@ -106,7 +110,7 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
     """
     if not isinstance(network, OneStackModel):
         raise ValueError(
-            f"{type(network).__name__} has no place for a task's head: give a CausalLM or a MaskedLM"
+            f"{type(network).__name__} does not support task heads. Use a CausalLM or a MaskedLM."
         )
     sentences = getattr(network, "sentence_head", None)
     head.name = "head"
@@ -114,8 +118,8 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
         with keras.name_scope(network.name, caller=network):
             head.build((None, None, network.arguments["hidden_size"]))
     if network.built and sentences is not None and getattr(head, "pooler", None) is not None:
-        for own, theirs in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
-            own.assign(theirs)
+        for weight, pretrained in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
+            weight.assign(pretrained)
     _compat.replace_layer(network, "head", head)
     if sentences is not None:
         _compat.replace_layer(network, "sentence_head", None)

@@ -1,4 +1,4 @@
-"""A network that sees several sequences of a record at once: answers of a preference, or texts alike."""
+"""Model that processes several sequences per record, such as preferred and rejected answers."""
 
 import keras
 import tensorflow as tf
@@ -8,25 +8,26 @@ from dtransformer.models.base import TokenModel
 
 
 class GroupModel(keras.Model):
-    """Give each sequence of a record what a network makes of it.
+    """Apply a network to every sequence of a record.
 
     Args:
-        core: the network, built: a `CausalLM`, or one with a task's head.
-        scores: None for the core's own output of each sequence; a `SequenceLogProbability` for how
-            likely its labels are.
+        core: Built network: a `CausalLM`, or a network with a task head.
+        scores: `SequenceLogProbability` layer that returns the log-probability of each
+            sequence's labels, or `None` to return the outputs of `core`.
 
     Call arguments:
-        inputs: a dict of int tensors [b, k, s], `"tokens"`, `"segments"`, 0 for padding, and, with
-            `scores`, `"labels"`.
-        training: whether dropout applies.
+        inputs: Dict of int tensors [b, k, s]: `"tokens"`, `"segments"` (0 for padding) and,
+            with `scores`, `"labels"`.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, k], or [b, k, n] where the core has n outputs of a sequence.
+        [b, k], or [b, k, n] if `core` returns n > 1 outputs per sequence.
     """
 
     def __init__(self, core: TokenModel, scores: SequenceLogProbability | None = None):
         super().__init__(name="group")
-        self.core, self.scores = core, scores
+        self.core = core
+        self.scores = scores
         self.built = True
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:

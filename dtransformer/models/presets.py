@@ -1,4 +1,4 @@
-"""Networks of the sizes of published models, which `dtransformer.architectures` has as data."""
+"""Networks with the sizes of published models, from `dtransformer.architectures`."""
 
 from dtransformer.architectures import architecture_named
 from dtransformer.models.base import TokenModel
@@ -10,14 +10,20 @@ _NETWORKS = {network.__name__: network for network in (CausalLM, EncoderDecoderL
 
 
 def from_preset(name: str, **arguments) -> TokenModel:
-    """Return a network of the size of a published model, not built, with weights of its own.
+    """Return a network with the sizes of a published model and no trained weights.
+
+    The network is not built. `from_pretrained` loads published weights.
 
     Args:
-        name: a key of `dtransformer.architectures.ARCHITECTURES`; "-" may stand for "_".
-        **arguments: arguments that replace the preset's, such as `vocab_size`.
+        name: String. Key of `dtransformer.architectures.ARCHITECTURES`. `"-"` may replace
+            `"_"`.
+        **arguments: Arguments that override the preset, such as `vocab_size`.
+
+    Returns:
+        A `CausalLM`, `EncoderDecoderLM` or `MaskedLM`.
 
     Raises:
-        InputError: there is no such preset; says which is like it, or what exists.
+        InputError: If the preset does not exist. The message names similar or all presets.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Fields of files beside published weights that no network is made of, as data, by what they say."""
+"""Fields of published config files that do not change the network, grouped by purpose."""
 
 import pathlib
 

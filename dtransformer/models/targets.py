@@ -1,4 +1,4 @@
-"""The place of what a training leaves, checked before it begins."""
+"""Check the output path of a training run before training starts."""
 
 import os
 import pathlib
@@ -10,17 +10,19 @@ _SAVED = ("adapter_*", "config.json", "model*.safetensors*")
 
 
 def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
-    """Check, before training, that what is trained can be saved where it is to be.
+    """Check that trained weights can be saved to a path, before training.
 
-    All ranks have to call. Savers lose nothing where a name is taken: they write beside it, and
-    warn. This is an error instead, while nothing is trained yet.
+    Call it on all ranks. Savers never overwrite other files by default: they save next to
+    them and warn. This function raises an error instead, before any compute is spent.
 
     Args:
-        path: the folder of `save_lora` or `save_pretrained`, or the file of `Trainer.save_weights`.
-        overwrite: whether what is there is going to be replaced.
+        path: Folder for `save_lora` or `save_pretrained`, or file for
+            `Trainer.save_weights`.
+        overwrite: Boolean. Whether existing weights will be replaced.
 
     Raises:
-        InputError: something is there already, or nothing can be written there.
+        InputError: If `path` exists already, or is not writable. An existing folder counts
+            only if it contains weights or a config.
 
     Example:
 
@@ -34,10 +36,12 @@ def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
             is_taken = any(True for pattern in _SAVED for _ in path.glob(pattern))
         if is_taken and not overwrite:
             raise InputError(
-                f"{path}: is there already: give another name, or overwrite=True (--overwrite)"
+                f"{path} exists already. Choose another name, or set `overwrite=True` (`--overwrite`)."
             )
         there = next(x for x in (path, *path.absolute().parents) if x.exists())
         if not os.access(there, os.W_OK):
-            raise InputError(f"{path}: cannot be written: give a place that you may write to")
+            raise InputError(
+                f"{path} is not writable. Choose another folder, or change its permissions."
+            )
 
     from_chief(check, "models/target")

@@ -1,57 +1,68 @@
-"""An encoder–decoder Transformer that translates."""
+"""Encoder–decoder Transformer for translation."""
 
 from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models.base import completed, first_given
+from dtransformer.models.base import complete_arguments, first_given
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
 
 
 @register
 class TranslationTransformer(EncoderDecoderModel):
-    """Give each position of a translation the logits of its next token.
+    """Encoder–decoder Transformer that returns next-token logits of translations.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need".
+    Reference:
+        [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
 
     Args:
-        source_vocab_size: number of entries of the source's vocabulary.
-        target_vocab_size: number of the target's; the source's by default.
-        hidden_size: size h of embeddings and blocks.
-        num_heads: number of attention heads.
-        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
-        encoder_layers: number of the encoder's blocks.
-        decoder_layers: number of the decoder's blocks.
-        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
-        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
-        hidden_act: a Keras activation's name, or a callable.
-        positions: `"sinusoidal"`, or `"learned"` up to the maximal lengths.
-        max_source_length: learned positions of the source.
-        max_target_length: learned positions of the target.
-        shared_embeddings: whether source and target share one table; needs one
-            vocabulary.
-        tied_head: whether the head's kernel is the target's table.
-        head_bias: whether the head has a bias.
-        post_layernorm_residual: whether blocks normalize after the residual.
-        pad_id, start_id, end_id: ids of the padding, start and end tokens.
-        lambda_func: places each block on a pipeline stage.
-        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
-            for none.
-        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
+        source_vocab_size: Integer. Size of the source vocabulary.
+        target_vocab_size: Integer. Size of the target vocabulary. Defaults to
+            `source_vocab_size`.
+        hidden_size: Integer. Size h of embeddings and blocks.
+        num_heads: Integer. Number of attention heads. Must divide `hidden_size`.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
+        encoder_layers: Integer. Number of encoder blocks.
+        decoder_layers: Integer. Number of decoder blocks.
+        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
+        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
+            Defaults to `dropout_rate`.
+        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
+            `dropout_rate`.
+        hidden_act: Name of a Keras activation, or a callable.
+        positions: `"sinusoidal"`, or `"learned"`, limited to the maximum lengths.
+        max_source_length: Integer. Number of learned source positions.
+        max_target_length: Integer. Number of learned target positions.
+        shared_embeddings: Boolean. Whether source and target share one embedding table.
+            Requires equal vocabulary sizes.
+        tied_head: Boolean. Whether the target's embedding table is also the head's kernel.
+        head_bias: Boolean. Whether the head has a bias.
+        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
+            addition.
+        pad_id, start_id, end_id: Integers. Ids of the padding, start and end tokens.
+        lambda_func: Callable that assigns blocks to pipeline stages.
+        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
+            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
+        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
+            choose other blocks.
 
     Call arguments:
-        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the
-            translation so far, from the start token on; padded with `pad_id`. Where several pairs
-            are packed into a row (`TranslationBatches(packed_length=…)`), also
-            `"source_segments"` and `"target_segments"`, int tensors of the same shapes: the
-            number of each token's pair, from 1, and 0 for padding.
-        training: whether dropout applies.
+        inputs: Dict of int tensors `"source"` [b, s] and `"target"` [b, t], padded with
+            `pad_id`. Targets begin with the start token. Packed pairs
+            (`TranslationBatches(packed_length=…)`) need `"source_segments"` and
+            `"target_segments"`; see `EncoderDecoderModel`.
+        training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, t, V'], V' being the target's vocabulary padded to a multiple of
-        model_parallel.
+        [b, t, V'], with V' the target vocabulary size padded to a multiple of
+        `model_parallel`.
+
+    Raises:
+        TypeError: If a size is not an integer, or a rate is not a number.
+        ValueError: If a size or a rate is out of range, `num_heads` does not divide
+            `hidden_size`, shared embeddings have different vocabulary sizes, or a text is
+            longer than the learned positions.
 
     Example:
 
@@ -64,7 +75,7 @@ class TranslationTransformer(EncoderDecoderModel):
     2
     """
 
-    loops_on_mesh = True  # of its form DTensor compiles more than one
+    loops_on_mesh = True  # DTensor can compile this model's decoding loop
 
     def __init__(
         self,
@@ -95,14 +106,14 @@ class TranslationTransformer(EncoderDecoderModel):
         name: str = "translation_transformer",
         **kwargs,
     ):
-        given = given_arguments(locals())
+        arguments = given_arguments(locals())
         super().__init__(name=name, **kwargs)
         target_vocab_size = first_given(target_vocab_size, source_vocab_size)
-        given["target_vocab_size"] = target_vocab_size
+        arguments["target_vocab_size"] = target_vocab_size
         if shared_embeddings and target_vocab_size != source_vocab_size:
             raise ValueError(
-                f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
-                f"and target_vocab_size={target_vocab_size}"
+                f"`shared_embeddings=True` needs equal vocabularies, got `source_vocab_size="
+                f"{source_vocab_size}` and `target_vocab_size={target_vocab_size}`."
             )
-        self.arguments = completed(given)
+        self.arguments = complete_arguments(arguments)
         self._set_up(lambda_func)

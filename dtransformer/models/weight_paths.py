@@ -1,4 +1,4 @@
-"""Weights of a network by patterns of their paths, and those that are not trained."""
+"""Select weights by patterns of their paths, and freeze or unfreeze them."""
 
 import difflib
 import fnmatch
@@ -12,11 +12,11 @@ from dtransformer.parallel.collectives.objects import all_gather_json
 
 
 def path_in(network: keras.Model, part: keras.Variable | keras.layers.Layer) -> str:
-    """Return the path of a variable, or a layer, without the network's name."""
+    """Return the path of a variable or layer without the network's name."""
     return part.path.removeprefix(f"{network.name}/")
 
 
-# Patterns of what published models, and adapters of `peft`, call by other names.
+# Names in published models and `peft` adapters -> pattern of the same weights here.
 _PUBLISHED = {
     **{f"{name[0]}_proj": f"*attention/{name}_kernel" for name in ("query", "key", "value")},
     "o_proj": "*attention/output_kernel",
@@ -31,51 +31,57 @@ _PUBLISHED = {
 
 
 def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[str]:
-    """Return the paths of the weights that match one of several patterns.
+    """Return the paths of the weights that match at least one pattern.
 
-    In a pipeline those of all stages are found; all ranks have to call.
+    In a pipeline, the result covers all stages. Call it on all ranks.
 
     Args:
-        network: a `keras.Model`, built.
-        patterns: one or several, of paths without the network's name. `*` is any text, `/`
-            included, `?` one character, `[0-3]` one of these, `(query|value)` one of these words.
+        network: Built `keras.Model`.
+        patterns: String or iterable of strings. Patterns of paths without the network's
+            name. `*` matches any text including `/`, `?` one character, `[0-3]` one of these
+            characters, and `(query|value)` one of these words.
+
+    Returns:
+        A list of paths without the network's name.
 
     Raises:
-        ValueError: the network is not built, or a pattern matches no weight; tells some paths.
+        ValueError: If the network is not built, or a pattern matches no weight. The message
+            lists similar paths.
     """
     if not network.built:
-        raise ValueError("the network has no weights yet: build it, or call it on a batch")
-    own = [path_in(network, variable) for variable in network.variables]
-    everywhere = all_gather_json(own, "weight_paths")
-    paths = list(dict.fromkeys(path for of_rank in everywhere for path in of_rank))
+        raise ValueError("The network has no weights yet. Build it, or call it on a batch.")
+    local_paths = [path_in(network, variable) for variable in network.variables]
+    everywhere = all_gather_json(local_paths, "weight_paths")
+    paths = list(dict.fromkeys(path for rank_paths in everywhere for path in rank_paths))
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    found = set()
+    selected = set()
     for pattern in patterns:
         matches = _expression(pattern).fullmatch
-        new = [path for path in paths if matches(path)]
-        if not new:
-            last = pattern.removesuffix("/weight").rpartition(".")[2]
-            if last in _PUBLISHED:
+        new_paths = [path for path in paths if matches(path)]
+        if not new_paths:
+            module = pattern.removesuffix("/weight").rpartition(".")[2]
+            if module in _PUBLISHED:
                 raise ValueError(
-                    f"the pattern {pattern!r} matches no weight: here its name is "
-                    f"{_PUBLISHED[last]!r}"
+                    f"The pattern {pattern!r} matches no weight. In this library, use "
+                    f"{_PUBLISHED[module]!r}."
                 )
-            kinds = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
-            near = difflib.get_close_matches(pattern, kinds, n=12, cutoff=0.0)
-            some = ", ".join(f"*{kind}" for kind in near)
-            raise ValueError(f"the pattern {pattern!r} matches no weight; there are {some}")
-        found.update(new)
-    return [path for path in paths if path in found]
+            suffixes = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
+            similar = difflib.get_close_matches(pattern, suffixes, n=12, cutoff=0.0)
+            examples = ", ".join(f"*{kind}" for kind in similar)
+            raise ValueError(
+                f"The pattern {pattern!r} matches no weight. Existing weights are {examples}."
+            )
+        selected.update(new_paths)
+    return [path for path in paths if path in selected]
 
 
 def is_matched(path: str, patterns: str | Iterable[str]) -> bool:
-    """Return whether a path matches one of several patterns, as of `matching_paths`."""
+    """Return whether a path matches at least one pattern; see `matching_paths`."""
     patterns = [patterns] if isinstance(patterns, str) else patterns
     return any(_expression(pattern).fullmatch(path) for pattern in patterns)
 
 
 def _expression(pattern):
-    """Return the regular expression of a pattern."""
     text = fnmatch.translate(pattern)
     for sign in "(|)":
         text = text.replace("\\" + sign, sign)
@@ -83,23 +89,24 @@ def _expression(pattern):
 
 
 def freeze(network: keras.Model, patterns: str | Iterable[str]) -> list[str]:
-    """Freeze weights, which are then computed with and saved, but not trained.
+    """Freeze weights: they stay in the model and in saved files, but are not trained.
 
-    They have no gradients, no optimizer states, and no part in what ranks send for these. Where
-    nothing before a layer is trained, no gradients go back to it: a pipeline's stages of frozen
-    layers alone have no backward passes. Call it before `compile`, on all ranks.
+    Frozen weights have no gradients, no optimizer states and no communication for either.
+    Backpropagation stops at the first trained layer, so pipeline stages with only frozen
+    layers before it skip the backward pass. Call it on all ranks, before `compile`.
 
     Args:
-        network: a `keras.Model`, built.
-        patterns: one or several, of the paths of weights without the network's name, such as
-            `"blocks/block_[0-3]/*"`. `*` is any text, `/` included, `?` one character, `[0-3]` one
-            of these, `(query|value)` one of these words.
+        network: Built `keras.Model`.
+        patterns: String or iterable of strings. Patterns of weight paths without the
+            network's name, such as `"blocks/block_[0-3]/*"`. `*` matches any text including
+            `/`, `?` one character, `[0-3]` one of these characters, and `(query|value)` one
+            of these words.
 
     Returns:
-        A list of the paths of the weights that match, on all stages of a pipeline.
+        A list of the matching paths, on all stages of a pipeline.
 
     Raises:
-        ValueError: the network is not built, or a pattern matches no weight.
+        ValueError: If the network is not built, or a pattern matches no weight.
 
     Example:
 
@@ -111,15 +118,26 @@ def freeze(network: keras.Model, patterns: str | Iterable[str]) -> list[str]:
     >>> sorted({weight.path.split("/")[2] for weight in network.trainable_variables})
     ['block_1', 'final_norm']
     """
-    return _set(network, patterns, False)
+    return _set_trainable(network, patterns, False)
 
 
 def unfreeze(network: keras.Model, patterns: str | Iterable[str] = "*") -> list[str]:
-    """Train weights again that were frozen: the opposite of `freeze`, by default of all."""
-    return _set(network, patterns, True)
+    """Make frozen weights trainable again. The opposite of `freeze`.
+
+    Args:
+        network: Built `keras.Model`.
+        patterns: String or iterable of strings; see `freeze`. Defaults to `"*"`, all weights.
+
+    Returns:
+        A list of the matching paths, on all stages of a pipeline.
+
+    Raises:
+        ValueError: If the network is not built, or a pattern matches no weight.
+    """
+    return _set_trainable(network, patterns, True)
 
 
-def _set(network, patterns, trainable):
+def _set_trainable(network, patterns, trainable):
     paths = matching_paths(network, patterns)
     chosen = set(paths)
     for layer in _compat.flat_layers(network):

@@ -1,6 +1,7 @@
-"""The shapes of weights before any is made: those of a copy of the network, which has no values.
+"""Shapes of weights, from a copy of the network that has no values.
 
-They are those of every layout: without a vocabulary's padding, and with all stages' layers.
+The shapes are the same in every layout: vocabularies have no padding, and all pipeline
+stages are included.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,26 +14,26 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def of_network(kind: Callable[..., keras.Model], arguments: Mapping) -> Shapes:
-    """Return the shapes of a network's weights by their paths, without its name.
+    """Return a dict from weight paths to shapes. Paths exclude the network's name.
 
     Args:
-        kind: its class.
-        arguments: what it is made of.
+        kind: Class of the network.
+        arguments: Dict of the constructor's arguments.
     """
-    return _built(lambda: kind(**arguments), None)
+    return _built_shapes(lambda: kind(**arguments), None)
 
 
 def of_layer(layer: keras.Layer, input_shape: tuple) -> Shapes:
-    """Return the shapes of a layer's weights by their paths below it, built or not.
+    """Return a dict from weight paths to shapes. Paths exclude the layer's name.
 
     Args:
-        layer: the layer, of which a copy is built.
-        input_shape: of the copy's inputs.
+        layer: Layer, built or not. The function builds a copy of it.
+        input_shape: Input shape to build the copy with.
     """
-    return _built(lambda: type(layer).from_config(layer.get_config()), input_shape)
+    return _built_shapes(lambda: type(layer).from_config(layer.get_config()), input_shape)
 
 
-def _built(make, input_shape):
+def _built_shapes(make, input_shape):
     with shapes_alone():
         layer = make()
         layer.build(input_shape)

@@ -366,10 +366,10 @@ def test_learned_positions_end_where_the_length_is_open(offset):
             "`attention_dropout_rate` must be a number in",
         ),
         ({"embedding_dropout_rate": "0"}, TypeError, "`embedding_dropout_rate` must be a number"),
-        ({"positions": "turned"}, ValueError, "positions must be .*alibi, got 'turned'"),
+        ({"positions": "turned"}, ValueError, "`positions` must be .*alibi, got 'turned'"),
         ({"hidden_act": "gelo"}, ValueError, "gelo"),
         ({"num_beams": 2}, ValueError, "num_beams"),
-        ({"prefix": True, "window": 4}, ValueError, "does not work with window=4"),
+        ({"prefix": True, "window": 4}, ValueError, "does not work with `window=4`"),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
@@ -386,7 +386,7 @@ def test_a_wrong_vocabulary_is_an_error():
 def test_a_prefix_is_told_to_a_network_that_has_one(prefix):
     ids = random_ids()
     inputs = ids if prefix else {"tokens": ids, "prefix": tf.ones_like(ids)}
-    with pytest.raises(ValueError, match=f"made with prefix={prefix}, and its inputs"):
+    with pytest.raises(ValueError, match=f"network has `prefix={prefix}`, but its inputs"):
         small_model(prefix=prefix)(inputs)
 
 

@@ -223,26 +223,23 @@ def test_an_error_of_the_callback_ends_it():
 
     with pytest.raises(Enough, match="after 0"):
         model().generate(PROMPTS, NEW, on_tokens=tell)
-    with pytest.raises(ValueError, match="on_tokens .*set beam_size=1"):
+    with pytest.raises(ValueError, match="on_tokens.*Set `beam_size=1`"):
         model().generate(PROMPTS, NEW, on_tokens=tell, beam_size=2)
 
 
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (([[]],), "each prompt must have a token"),
-        (([],), "each prompt must have a token"),
-        (([[0, 0]],), "each prompt must have a token"),
-        (([[0, 5]],), "prompt 0 has padding .pad_id=0. before a token"),
-        (([[5], [-1, 7]],), "prompt 1 has the id -1, which is not in the vocabulary of 23"),
-        (([[5, 23]],), "prompt 0 has the id 23, which is not in the vocabulary of 23"),
-        (([[0.5]],), "prompts must be an int tensor"),
-        ((5 * [[[1]]],), "prompts must be an int tensor"),
+        (([[]],), "Each prompt must have at least one token"),
+        (([],), "Each prompt must have at least one token"),
+        (([[0, 0]],), "Each prompt must have at least one token"),
+        (([[0, 5]],), "Prompt 0 has padding .*pad_id=0.* before a token"),
+        (([[5], [-1, 7]],), "Prompt 1 has the id -1, which is not in the vocabulary of 23"),
+        (([[5, 23]],), "Prompt 0 has the id 23, which is not in the vocabulary of 23"),
+        (([[0.5]],), "`prompts` must be an int tensor"),
+        ((5 * [[[1]]],), "`prompts` must be an int tensor"),
         ((PROMPTS, 0), "max_new_tokens must be an integer of at least 1"),
-        (
-            (PROMPTS, 11),
-            "17 positions are asked for, but the learned positions end at max_length=16",
-        ),
+        ((PROMPTS, 11), "17 positions exceed the learned positions, `max_length=16`"),
     ],
 )
 def test_wrong_options(arguments, told):

@@ -172,7 +172,7 @@ def test_positions_end():
     model = small_model()
     source = np.full((1, 12), 5, "int32")
     assert model.generate(source).shape[1] <= 12
-    with pytest.raises(ValueError, match="13 positions are asked for.*max_length=12"):
+    with pytest.raises(ValueError, match="13 positions exceed.*max_length=12"):
         model.generate(source, max_length=13)
 
 

@@ -417,7 +417,9 @@ def test_wrong_options(model, options):
 
 
 def test_an_unknown_option(model):
-    with pytest.raises(TypeError, match="no option 'top_q' of generate: beam_size, length_penalty"):
+    with pytest.raises(
+        TypeError, match="no option 'top_q'. The options are beam_size, length_penalty"
+    ):
         model.generate(sources(model), top_q=0.5)
 
 

@@ -37,21 +37,25 @@ def inputs_of(name, mask=MASK):
             "no input 'segmentz': did you mean segments",
         ),
         ("causal", {"tokens": IDS, "input_id": IDS}, "did you mean input_ids"),
-        ("causal", {"tokens": IDS, "input_ids": IDS}, "'tokens' twice, as 'input_ids'"),
-        ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple \(inputs, labels\)"),
-        ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' number the texts"),
+        (
+            "causal",
+            {"tokens": IDS, "input_ids": IDS},
+            "'tokens' twice, the second time as 'input_ids'",
+        ),
+        ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple `\(inputs, labels\)`"),
+        ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' for packed texts"),
         ("causal", {"tokens": IDS, "token_type_ids": IDS}, "no input 'token_type_ids'"),
-        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: expected one of tokens, "),
-        ("causal", {"segments": IDS}, "lack 'tokens' or 'input_ids'; they have 'segments'"),
+        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: there are tokens, "),
+        ("causal", {"segments": IDS}, "must contain 'tokens' or 'input_ids', got 'segments'"),
         (
             "causal",
             {"tokens": IDS, "attention_mask": MASK[:, :3]},
-            r"\(4, 3\), expected .*\(4, 6\)",
+            r"\(4, 3\), but .*\(4, 6\)",
         ),
-        ("causal", {"tokens": IDS, "attention_mask": MASK[:, None]}, r"\(4, 1, 6\), expected"),
+        ("causal", {"tokens": IDS, "attention_mask": MASK[:, None]}, r"\(4, 1, 6\), but"),
         ("masked", {"tokens": IDS, "token_typez": IDS}, "did you mean token_types"),
-        ("pairs", {"source": IDS}, "lack 'target' or 'decoder_input_ids'"),
-        ("pairs", IDS, "takes a dict of 'source', 'target', got "),
+        ("pairs", {"source": IDS}, "must contain 'target' or 'decoder_input_ids'"),
+        ("pairs", IDS, "must be a dict with 'source', 'target', got "),
         ("translation", {"source": IDS, "target": IDS, "targets": IDS}, "did you mean target"),
     ],
 )
@@ -115,12 +119,14 @@ def test_prompts_with_their_mask():
     found = network.generate({"input_ids": IDS, "attention_mask": MASK}, 3).numpy()
     np.testing.assert_array_equal(found, expected)
     ends = np.where(MASK, IDS, network.end_id)
-    with pytest.raises(ValueError, match='prompt 1 begins with the end token 3.*"attention_mask"'):
+    with pytest.raises(ValueError, match='Prompt 1 begins with the end token 3.*"attention_mask"'):
         network.generate(ends, 3)
-    with pytest.raises(ValueError, match="takes tokens and an attention_mask, not 'segments'"):
+    with pytest.raises(ValueError, match="accepts 'tokens' and 'attention_mask', got 'segments'"):
         network.generate({"tokens": IDS, "segments": IDS}, 3)
     pairs = NETWORKS["pairs"]()
-    with pytest.raises(ValueError, match="attention_mask is not 0 where the source has pad_id=0"):
+    with pytest.raises(
+        ValueError, match="attention_mask` must be 0 where the source has `pad_id=0`"
+    ):
         pairs.generate({"input_ids": IDS, "attention_mask": MASK}, 3)
 
 

@@ -39,7 +39,7 @@ def by_rules(**options):
     texts, found, position = texts_and_found()
     logits = random_logits()
     options = GenerationOptions(**options)
-    rules = tf.function(logits_rules.looking_back, autograph=False)
+    rules = tf.function(logits_rules.apply_history_rules, autograph=False)
     changed = rules(tf.constant(logits), options, texts, found, tf.constant(position))
     return logits, changed.numpy(), whole(texts, found, position)
 

@@ -71,11 +71,11 @@ def test_frozen_weights_are_not_counted_as_trained(dry_run):
 
 
 WRONG_WEIGHTS = {
-    "lacks": (lambda x: x.pop("model.norm.weight"), "it lacks model.norm.weight"),
-    "more": (lambda x: x.update(extra=np.zeros(2, "float32")), "it also has extra"),
+    "lacks": (lambda x: x.pop("model.norm.weight"), "missing model.norm.weight"),
+    "more": (lambda x: x.update(extra=np.zeros(2, "float32")), "unexpected extra"),
     "shape": (
         lambda x: x.update({"model.norm.weight": np.ones(3, "float32")}),
-        "model.norm.weight is [3], not [16]",
+        "model.norm.weight has shape [3], not [16]",
     ),
 }
 
@@ -85,7 +85,7 @@ def test_weights_that_do_not_match_the_config_are_refused(name, place, dry_run):
     change, told = WRONG_WEIGHTS[name]
     change_weights(place, name, change)
     code, _, err = dry_run("chat", f"model.from={name}")
-    assert code == 2 and f"{name} does not fit its config: {told}" in err
+    assert code == 2 and f"{name} does not match its config: {told}" in err
 
 
 def test_weights_that_do_not_fit_into_memory_are_refused(dry_run, monkeypatch):

@@ -1,1 +1,1 @@
-"""Generation of text: search, decoding, sampling."""
+"""Text generation: search, decoding and sampling."""

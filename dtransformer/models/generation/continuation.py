@@ -1,4 +1,4 @@
-"""Computation for a search: of a translation model, and of a language model, which continues texts."""
+"""Decoding with a cache, for encoder–decoders and for language models."""
 
 import numpy as np
 import tensorflow as tf
@@ -11,36 +11,38 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Generation:
-    """A model's encoder once, then its decoder with a cache, token by token.
+    """Decoding of an encoder–decoder: encodes the source once, then decodes token by token.
 
     Args:
-        model: a `TranslationTransformer`, built.
-        search: a `Sampling` or a `BeamSearch` of it.
+        model: Built `EncoderDecoderModel`.
+        search: `Sampling` or `BeamSearch`.
     """
 
     def __init__(self, model, search: Search):
-        self.search, self._model = search, model
+        self.search = search
+        self._model = model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what translations begin with, the start tokens: int32 [b, 1]."""
+        """Return the start tokens of the targets: int32 [b, 1]."""
         return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
+        """Encode source ids [b, s] and return the decoder's cache with the search's entries."""
         memory, _ = self._model.encode(source)
         blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
         batch_size = static_or_dynamic_shape(source)[0]
         return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""
+        """Return a bool mask [b, s], True at source tokens."""
         return source != self._model.pad_id
 
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
-        model, search = self._model, self.search
+        """Return the logits [r, V] of the next tokens, and the updated cache."""
+        model = self._model
+        search = self.search
         entries, mask = search.next_entries(cache["entries"], state)
         logits, blocks = model.decode_step(
             state["last"], state["position"], cache["blocks"], memory_mask, mask
@@ -49,52 +51,57 @@ class Generation:
 
 
 class Continuation:
-    """All but the last token of each text at once, then token by token, with a cache.
+    """Decoding of a language model: computes the prompts first, then decodes token by token.
 
-    The texts [b, s] end in the last column: `NO_TOKEN` comes before those that are shorter. What
-    is in the cache of the p = s - 1 tokens before the last column stays as it is, and is that of
-    all hypotheses of a text.
+    The prompts [b, s] are aligned at the end: `NO_TOKEN` precedes shorter ones. The cache of
+    the p = s - 1 tokens before the last column is fixed, and all hypotheses of a prompt
+    share it.
 
     Args:
-        model: a `CausalLM`, built.
-        search: a `Sampling` or a `BeamSearch`.
+        model: Built `CausalLM`.
+        search: `Sampling` or `BeamSearch`.
     """
 
     def __init__(self, model, search: Search):
-        self.search, self._model = search, model
+        self.search = search
+        self._model = model
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the texts themselves, int32 [b, s]."""
+        """Return the prompts, int32 [b, s]."""
         return source
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return where there is a token before the last: bool [b, p]."""
+        """Return a bool mask [b, p], True at tokens before the last column."""
         return source[:, :-1] != NO_TOKEN
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Return the cache of texts [b, s]; see `decoding.Decoding`."""
-        model, search = self._model, self.search
-        # The last token's keys are computed by the first step of the search. It is seen by the
-        # tokens before it where the text is a prefix.
+        """Return the cache of prompts [b, s]; see `loops.Decoding`."""
+        model = self._model
+        search = self.search
+        # The first step of the search computes the keys of the last token. With a bidirectional
+        # prefix, earlier tokens attend to the last token, so it is part of this pass as well.
         last = None if model.arguments["prefix"] else -1
         is_token = source[:, :last] != NO_TOKEN
         x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
         mask = Segments(is_token, is_token, None if last else is_token)
         _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
         if last is None:
-            prefixes = [{name: x[:, :, :-1] for name, x in own.items()} for own in prefixes]
+            prefixes = [{name: x[:, :, :-1] for name, x in tensors.items()} for tensors in prefixes]
         batch_size = static_or_dynamic_shape(source)[0]
         empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
         return {
-            "blocks": [{**prefix, **own} for prefix, own in zip(prefixes, empty, strict=True)],
+            "blocks": [
+                {**prefix, **tensors} for prefix, tensors in zip(prefixes, empty, strict=True)
+            ],
             "entries": search.start_entries(batch_size, capacity),
         }
 
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
-        model, search = self._model, self.search
+        """Return the logits [r, V] of the next tokens, and the updated cache."""
+        model = self._model
+        search = self.search
         entries, mask = search.next_entries(cache["entries"], state)
         start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)
@@ -108,38 +115,42 @@ def _count(mask):
 
 
 def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = None) -> np.ndarray:
-    """Return texts as `Continuation` takes them: int32 [b, s].
+    """Return prompts in the form that `Continuation` expects: aligned at the end.
 
     Args:
-        texts: int array [b, s], padded at the end with `pad_id`; or a list of lists of ids.
-        vocab_size: number of ids.
-        pad_id: None where no id is padding.
-        end_id: id that ends texts, with which others may have padded them; None for none.
+        texts: Int array [b, s], padded at the end with `pad_id`, or a list of lists of ids.
+        vocab_size: Integer. Size of the vocabulary.
+        pad_id: Integer. Id of the padding token, or `None` if there is no padding.
+        end_id: Integer. Id of the end token, which other libraries also use as padding, or
+            `None`.
+
+    Returns:
+        An int32 array [b, s] with `NO_TOKEN` before shorter prompts.
 
     Raises:
-        ValueError: there is no text, one without a token, one with padding before its tokens, or
-            an id that is none of the vocabulary; or some texts of one length begin, or end, with
-            the end token.
+        ValueError: If there is no prompt, a prompt has no token or has padding before a
+            token, or an id is out of the vocabulary. Also if `pad_id` is `None` and only
+            some of several equally long prompts begin or end with the end token.
     """
     rows = [np.asarray(row) for row in texts]
     if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
-        raise ValueError("prompts must be an int tensor [b, s], or a list of lists of ids")
+        raise ValueError("`prompts` must be an int tensor [b, s], or a list of lists of ids.")
     _check_ends(rows, pad_id, end_id)
     if pad_id is not None:
         rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
     if not rows or not all(map(len, rows)):
-        raise ValueError("each prompt must have a token at least: give the start token alone")
-    for number, row in enumerate(rows):
+        raise ValueError("Each prompt must have at least one token, such as the start token.")
+    for index, row in enumerate(rows):
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:
             raise ValueError(
-                f"prompt {number} has the id {outside[0]}, which is not in the vocabulary of "
-                f"{vocab_size}"
+                f"Prompt {index} has the id {outside[0]}, which is not in the vocabulary of "
+                f"{vocab_size} entries. Check that the tokenizer belongs to the model."
             )
         if pad_id is not None and (row == pad_id).any():
             raise ValueError(
-                f"prompt {number} has padding (pad_id={pad_id}) before a token: padding comes at "
-                "the end, or give lists of different lengths"
+                f"Prompt {index} has padding (`pad_id={pad_id}`) before a token. Pad at the end, "
+                "or pass lists of different lengths."
             )
     longest = max(map(len, rows))
     aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
@@ -147,14 +158,14 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = 
 
 
 def _check_ends(rows, pad_id, end_id):
-    """Refuse texts of one length of which some begin or end with what may be padding."""
+    """Raise an error if some prompts of equal length may be padded with the end token."""
     if pad_id is not None or end_id is None or len({len(row) for row in rows}) != 1:
         return
-    for place in (0, -1) if len(rows[0]) > 1 else ():
-        are_ends = [bool(row[place] == end_id) for row in rows]
+    for column in (0, -1) if len(rows[0]) > 1 else ():
+        are_ends = [bool(row[column] == end_id) for row in rows]
         if any(are_ends) and not all(are_ends):
             raise ValueError(
-                f"prompt {are_ends.index(True)} {'ends' if place else 'begins'} with the end token "
-                f"{end_id}, and others do not: if it is padding, give a dict with an "
-                '"attention_mask", or lists without it'
+                f"Prompt {are_ends.index(True)} {'ends' if column else 'begins'} with the end token "
+                f"{end_id}, but other prompts do not. If it is padding, pass a dict with an "
+                '"attention_mask", or lists without padding.'
             )

@@ -1,4 +1,4 @@
-"""Base of every `generate`: one compiled function for each set of options."""
+"""Implementation of `generate`: one compiled function per set of options."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,16 @@ _NUM_SEEDS = 2**31
 
 
 class Generator:
-    """Finds what comes next, by a network, for any options.
+    """Callable that generates token ids with a network.
 
     Args:
-        network: a `keras.Model` that has `vocab_size`, `pad_id` and `end_id`.
-        decode: a function of the network and a search that returns a `Decoding`, such as
-            `Generation`.
-        never: ids that are never next, unless they end texts; None is no id.
-        loops_on_mesh: see `loops.compiled`. Where rules look back at texts each token is a call
-            in any case.
+        network: `keras.Model` with `vocab_size`, `pad_id` and `end_id`.
+        decode: Callable `decode(network, search)` that returns a `Decoding`, such as the
+            class `Generation`.
+        never: Tuple of ids that are never generated, unless they end a text. `None` entries
+            are skipped.
+        loops_on_mesh: Boolean; see `loops.compiled`. Rules that depend on previous tokens
+            always call a function per token on a mesh.
     """
 
     def __init__(
@@ -36,9 +37,12 @@ class Generator:
         never: tuple[int | None, ...] = (),
         loops_on_mesh: bool = True,
     ):
-        self._network, self._decode, self._never = network, decode, never
+        self._network = network
+        self._decode = decode
+        self._never = never
         self._loops_on_mesh = loops_on_mesh
-        self._stream, self._functions = _TokenStream(), {}
+        self._stream = _TokenStream()
+        self._functions = {}
 
     def __call__(
         self,
@@ -47,44 +51,45 @@ class Generator:
         options: GenerationOptions,
         on_tokens: OnTokens | None = None,
     ) -> tf.Tensor:
-        """Return what is found for source ids.
+        """Generate results for source ids.
 
         Args:
-            source: int32 tensor [b, s], as the `Decoding` takes it.
-            max_length: most tokens of a result.
-            options: the options; there are n = `num_return_sequences` results of each source.
-            on_tokens: called as `on_tokens(number, ids)` with the number of a result and its next
-                ids, as soon as they are found; not where there are beams.
+            source: Int32 tensor [b, s] in the form that the `Decoding` expects.
+            max_length: Integer. Maximum number of tokens per result.
+            options: `GenerationOptions`, with n = `num_return_sequences` results per source.
+            on_tokens: Callable `on_tokens(index, ids)` that receives the index of a result and
+                its next ids as soon as they are decoded. Not supported with beams.
 
         Returns:
-            An int32 tensor [b·n, t ≤ max_length], the results of a source one after the other,
-            padded.
+            An int32 tensor [b·n, t] with t ≤ `max_length`, padded. The results of a source are
+            consecutive rows.
 
         Raises:
-            ValueError: an id is not in the vocabulary, or there is `on_tokens` with beams.
+            ValueError: If an id is out of the vocabulary, or `on_tokens` is combined with beams.
         """
         ids = SpecialIds.of(self._network, options.stop_ids, self._never)
         for name in ID_LISTS:
-            for one in getattr(options, name) or ():
-                check_ids(ids.vocab_size, **{name: one})
+            for token_id in getattr(options, name) or ():
+                check_ids(ids.vocab_size, **{name: token_id})
         if options.beam_size == 1:
             source = tf.repeat(source, options.num_return_sequences, axis=0)
         elif on_tokens is not None:
             raise ValueError(
-                f"on_tokens is told what is found for good, and beam_size={options.beam_size} may "
-                "change it later: set beam_size=1"
+                f"`on_tokens` does not work with `beam_size={options.beam_size}`, because beam "
+                "search may replace earlier tokens. Set `beam_size=1`."
             )
-        function = self._function(ids, options, on_tokens is not None)
-        with self._stream.told_to(on_tokens, ids.end_ids):
-            found = function(source, max_length, options.seed % _NUM_SEEDS)
-        return _without_padding(tf.reshape(found, [-1, max_length]), ids)
+        function = self._get_function(ids, options, on_tokens is not None)
+        with self._stream.streaming_to(on_tokens, ids.end_ids):
+            results = function(source, max_length, options.seed % _NUM_SEEDS)
+        return _without_padding(tf.reshape(results, [-1, max_length]), ids)
 
     def forget_functions(self) -> None:
-        """Compile all anew: the network has got other weights, or lost some."""
+        """Drop all compiled functions. Call it after weights were added or removed."""
         self._functions.clear()
 
-    def _function(self, ids, options, streams):
-        options = dataclasses.replace(options, seed=0)  # it is given when the function is called
+    def _get_function(self, ids, options, streams):
+        # The seed is an argument of the compiled function, not part of its key.
+        options = dataclasses.replace(options, seed=0)
         key = options, streams
         if key not in self._functions:
 
@@ -98,25 +103,31 @@ class Generator:
             self._functions[key] = loops.compiled(
                 self._network,
                 make,
-                loops_on_mesh=self._loops_on_mesh and not options.looks_back,
+                loops_on_mesh=self._loops_on_mesh and not options.needs_history,
                 on_tokens=self._stream if streams else None,
             )
         return self._functions[key]
 
 
 class _TokenStream:
-    """Tells a callback what each text has got, until its end.
+    """Callback that passes new tokens of unfinished results to the user's callback.
 
-    Compiled functions call it, whatever the callback of a call is.
+    Compiled functions refer to this object, so they can be reused with other callbacks.
     """
 
     def __init__(self):
-        self._on_tokens, self._end_ids, self._ended, self._error = None, (), set(), None
+        self._on_tokens = None
+        self._end_ids = ()
+        self._ended = set()
+        self._error = None
 
     @contextlib.contextmanager
-    def told_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
-        """Tell a callback, whose error is raised as it is; all of TensorFlow's would be one."""
-        self._on_tokens, self._end_ids, self._ended, self._error = on_tokens, end_ids, set(), None
+    def streaming_to(self, on_tokens: OnTokens | None, end_ids: tuple[int, ...]) -> Iterator[None]:
+        """Use a callback inside of the context. Its errors are raised instead of TensorFlow's."""
+        self._on_tokens = on_tokens
+        self._end_ids = end_ids
+        self._ended = set()
+        self._error = None
         try:
             yield
         except tf.errors.OpError:
@@ -127,23 +138,23 @@ class _TokenStream:
             self._on_tokens = None
 
     def __call__(self, tokens: np.ndarray) -> None:
-        """Take the last tokens [b] of all texts."""
+        """Pass the next tokens [b] of all results to the user's callback."""
         try:
-            for number, token in enumerate(tokens.tolist()):
-                if number not in self._ended:
-                    self._on_tokens(number, [token])
+            for index, token in enumerate(tokens.tolist()):
+                if index not in self._ended:
+                    self._on_tokens(index, [token])
                 if token in self._end_ids:
-                    self._ended.add(number)
+                    self._ended.add(index)
         except Exception as error:
             self._error = error
             raise
 
 
-def _without_padding(found, ids):
-    """Return results [r, max_length] without the columns that are padding alone."""
+def _without_padding(results, ids):
+    """Return results [r, max_length] without trailing columns that are only padding."""
     if not ids.end_ids:
-        return found
-    columns = np.nonzero(np.any(np.asarray(found) != ids.pad_id, axis=0))[0]
+        return results
+    columns = np.nonzero(np.any(np.asarray(results) != ids.pad_id, axis=0))[0]
     length = np.max(columns, initial=-1) + 1
-    is_end_too = ids.pad_id in ids.end_ids and length < found.shape[1]
-    return found[:, : int(length + is_end_too)]
+    is_end_too = ids.pad_id in ids.end_ids and length < results.shape[1]
+    return results[:, : int(length + is_end_too)]

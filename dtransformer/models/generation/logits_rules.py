@@ -1,7 +1,7 @@
-"""Rules that change the logits of the next tokens: pure functions of tensors.
+"""Rules that change next-token logits: pure functions of tensors.
 
-Shapes: r texts, V entries of the vocabulary, t tokens of a text, of which those that are not there
-are `NO_TOKEN`. What a rule forbids has the logit `NEVER`.
+Shapes: r texts, V vocabulary entries, t tokens per text. `NO_TOKEN` fills missing
+positions. Forbidden tokens get the logit `NEVER`.
 """
 
 from collections.abc import Sequence
@@ -11,161 +11,182 @@ import tensorflow as tf
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-NEVER = -1e9  # the logit, or log-probability, of what is not chosen
+NEVER = -1e9  # logit or log-probability of a forbidden token
 NO_TOKEN = -1
 
 
 def without_ids(logits: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
-    """Return logits [r, V] by which some ids are never next."""
+    """Return logits [r, V] with the given ids forbidden."""
     if not ids:
         return logits
     return tf.where(is_one_of(tf.range(logits.shape[-1]), ids), NEVER, logits)
 
 
 def is_one_of(tokens: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
-    """Return which of tokens [...] are some ids: bool [...]."""
-    found = tf.zeros_like(tokens, "bool")
-    for one in ids:
-        found |= tokens == one
-    return found
+    """Return a bool tensor of the shape of `tokens`, True where the token is in `ids`."""
+    result = tf.zeros_like(tokens, "bool")
+    for token_id in ids:
+        result |= tokens == token_id
+    return result
 
 
-def looking_back(
+def apply_history_rules(
     logits: tf.Tensor,
     options: GenerationOptions,
     texts: tf.Tensor | None,
-    found: tf.Tensor,
+    results: tf.Tensor,
     position: tf.Tensor,
 ) -> tf.Tensor:
-    """Return logits, or log-probabilities, [r, V] by the rules that depend on the texts so far.
+    """Apply the rules that depend on previous tokens.
+
+    These are `repetition_penalty` and `no_repeat_ngram_size`.
 
     Args:
-        logits: float tensor [r, V] of the tokens at a position.
-        options: which rules.
-        texts: int32 tensor [r, s] that results come after; None where no rule looks back.
-        found: int32 tensor [r, max_length], the results up to the position.
-        position: int32 scalar.
+        logits: Float tensor [r, V] of logits or log-probabilities.
+        options: `GenerationOptions`.
+        texts: Int32 tensor [r, s] of tokens before the results. `None` if no rule needs it.
+        results: Int32 tensor [r, max_length] of the results. Entries from `position` on are
+            ignored.
+        position: Int32 scalar. Number of tokens in the results so far.
+
+    Returns:
+        A float tensor [r, V].
     """
-    if not options.looks_back:
+    if not options.needs_history:
         return logits
-    is_found = tf.range(static_or_dynamic_shape(found)[1]) < position
-    whole = tf.concat([texts, tf.where(is_found, found, NO_TOKEN)], axis=1)
+    is_generated = tf.range(static_or_dynamic_shape(results)[1]) < position
+    tokens = tf.concat([texts, tf.where(is_generated, results, NO_TOKEN)], axis=1)
     if options.repetition_penalty != 1:
-        logits = repetition_penalty(logits, whole, options.repetition_penalty)
+        logits = repetition_penalty(logits, tokens, options.repetition_penalty)
     if options.no_repeat_ngram_size:
         length = static_or_dynamic_shape(texts)[1] + position
-        logits = no_repeated_ngrams(logits, whole, options.no_repeat_ngram_size, length)
+        logits = no_repeated_ngrams(logits, tokens, options.no_repeat_ngram_size, length)
     return logits
 
 
-def by_position(
+def apply_position_rules(
     logits: tf.Tensor,
     options: GenerationOptions,
     end_ids: Sequence[int],
     position: tf.Tensor,
     max_length: int | tf.Tensor,
 ) -> tf.Tensor:
-    """Return logits, or log-probabilities, [r, V] by the rules of what comes first, last and never.
+    """Apply the rules for forbidden, first and last tokens and for the minimum length.
 
     Args:
-        logits: float tensor [r, V] of the tokens at a position.
-        options: which rules.
-        end_ids: ids that end texts.
-        position: int32 scalar, from 0.
-        max_length: most tokens of a result.
+        logits: Float tensor [r, V] of logits or log-probabilities.
+        options: `GenerationOptions`.
+        end_ids: Ids that end a text.
+        position: Int32 scalar. Index of the next token in the result, from 0.
+        max_length: Integer or int scalar. Maximum number of tokens per result.
+
+    Returns:
+        A float tensor [r, V].
     """
 
-    def where(is_so, changed):
-        return tf.where(is_so, changed, logits)
+    def where(condition, changed):
+        return tf.where(condition, changed, logits)
 
     logits = without_ids(logits, options.suppressed_ids)
     if ids := options.suppressed_first_ids:
         logits = where(position == len(options.first_ids[:1]), without_ids(logits, ids))
     if options.min_new_tokens:
         logits = where(position < options.min_new_tokens, without_ids(logits, end_ids))
-    for ids, place in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
+    for ids, target_position in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
         if ids:
-            is_one = is_one_of(tf.range(logits.shape[-1]), ids)
-            logits = where(position == place, tf.where(is_one, tf.zeros_like(logits), NEVER))
+            is_allowed = is_one_of(tf.range(logits.shape[-1]), ids)
+            logits = where(
+                position == target_position, tf.where(is_allowed, tf.zeros_like(logits), NEVER)
+            )
     return logits
 
 
 def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> tf.Tensor:
-    """Return logits [r, V] by which the tokens of the texts [r, t] are less likely.
+    """Return logits [r, V] with lower values for tokens in the texts [r, t].
 
-    Reference: Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1; as `transformers` has it, so
-    that it is a penalty for negative logits, too.
+    Positive logits are divided by `penalty`, negative ones multiplied, as in `transformers`
+    (Keskar et al., 2019, "CTRL", arXiv 1909.05858, §4.1).
     """
-    is_there = _marked(texts, texts != NO_TOKEN, logits.shape[-1])
-    return tf.where(is_there, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
+    is_present = _token_mask(texts, texts != NO_TOKEN, logits.shape[-1])
+    return tf.where(is_present, tf.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def no_repeated_ngrams(
     logits: tf.Tensor, texts: tf.Tensor, size: int, length: int | tf.Tensor
 ) -> tf.Tensor:
-    """Return logits [r, V] by which no `size` tokens follow each other twice in a text.
+    """Forbid every token that would repeat an n-gram of its text.
 
-    Reference: Paulus et al., 2017, arXiv 1705.04304, §2.5.
+    Reference:
+        [Paulus et al., 2017, §2.5](https://arxiv.org/abs/1705.04304)
 
     Args:
-        logits: float tensor [r, V].
-        texts: int32 tensor [r, t]; the next token is to come at the column `length`.
-        size: number n of tokens, at least 1.
-        length: int scalar.
+        logits: Float tensor [r, V].
+        texts: Int32 tensor [r, t]. Columns from `length` on are `NO_TOKEN`.
+        size: Integer of at least 1. Number n of tokens.
+        length: Int scalar. Column of the next token.
+
+    Returns:
+        A float tensor [r, V].
     """
     num_texts, num_columns = static_or_dynamic_shape(texts)
     padded = tf.pad(texts, [[0, 0], [size - 1, size - 1]], constant_values=NO_TOKEN)
-    # Of the n-grams that begin in each column: whether the last n - 1 tokens begin it, too.
-    begun = tf.ones([num_texts, num_columns], "bool")
-    for place in range(size - 1):
-        last = padded[:, length + place][:, None]
-        own = padded[:, size - 1 + place : size - 1 + place + num_columns]
-        begun &= (own == last) & (last != NO_TOKEN)
+    # `begun` is True in the columns where an n-gram starts with the text's last n - 1 tokens.
+    is_match = tf.ones([num_texts, num_columns], "bool")
+    for offset in range(size - 1):
+        last = padded[:, length + offset][:, None]
+        candidates = padded[:, size - 1 + offset : size - 1 + offset + num_columns]
+        is_match &= (candidates == last) & (last != NO_TOKEN)
     next_tokens = padded[:, 2 * (size - 1) : 2 * (size - 1) + num_columns]
-    repeated = _marked(next_tokens, begun & (next_tokens != NO_TOKEN), logits.shape[-1])
+    repeated = _token_mask(next_tokens, is_match & (next_tokens != NO_TOKEN), logits.shape[-1])
     return tf.where(repeated, NEVER, logits)
 
 
-def top_k(logits: tf.Tensor, number: int) -> tf.Tensor:
-    """Return logits [r, V] of the k largest only, and of those that equal the k-th."""
-    if not 0 < number < logits.shape[-1]:
+def top_k(logits: tf.Tensor, k: int) -> tf.Tensor:
+    """Keep the `k` largest logits of each row, and those equal to the smallest of them.
+
+    A `k` of 0 keeps all.
+    """
+    if not 0 < k < logits.shape[-1]:
         return logits
-    smallest = tf.math.top_k(logits, number).values[:, -1:]
+    smallest = tf.math.top_k(logits, k).values[:, -1:]
     return tf.where(logits < smallest, NEVER, logits)
 
 
-def top_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Return logits [r, V] of the fewest tokens that together have a share of the probability.
+def top_p(logits: tf.Tensor, p: float) -> tf.Tensor:
+    """Keep the fewest tokens whose probabilities sum to at least `p` (nucleus sampling).
 
-    The most likely one is always among them. Reference: Holtzman et al., 2019, "The curious case
-    of neural text degeneration", arXiv 1904.09751, §3.1.
+    At least the most likely token remains. A `p` of 1 keeps all.
+
+    Reference:
+        [Holtzman et al., 2019, §3.1](https://arxiv.org/abs/1904.09751)
     """
-    if share >= 1:
+    if p >= 1:
         return logits
-    falling = tf.sort(logits, axis=-1, direction="DESCENDING")
-    before = tf.cumsum(tf.nn.softmax(falling), axis=-1, exclusive=True)
-    number = tf.maximum(tf.math.count_nonzero(before < share, axis=-1, dtype="int32"), 1)
-    smallest = tf.gather(falling, number - 1, batch_dims=1)
+    sorted_logits = tf.sort(logits, axis=-1, direction="DESCENDING")
+    mass_before = tf.cumsum(tf.nn.softmax(sorted_logits), axis=-1, exclusive=True)
+    num_tokens = tf.maximum(tf.math.count_nonzero(mass_before < p, axis=-1, dtype="int32"), 1)
+    smallest = tf.gather(sorted_logits, num_tokens - 1, batch_dims=1)
     return tf.where(logits < smallest[:, None], NEVER, logits)
 
 
-def min_p(logits: tf.Tensor, share: float) -> tf.Tensor:
-    """Return logits [r, V] of tokens at least as likely as a share of the most likely one.
+def min_p(logits: tf.Tensor, p: float) -> tf.Tensor:
+    """Keep the tokens with at least `p` times the probability of the most likely token.
 
-    Reference: Nguyen et al., 2024, "Turning up the heat: min-p sampling", arXiv 2407.01082, §3.
+    Reference:
+        [Nguyen et al., 2024, §3](https://arxiv.org/abs/2407.01082)
     """
-    if share == 0:
+    if p == 0:
         return logits
     probabilities = tf.nn.softmax(logits)
-    least = share * tf.reduce_max(probabilities, axis=-1, keepdims=True)
-    return tf.where(probabilities < least, NEVER, logits)
+    min_probability = p * tf.reduce_max(probabilities, axis=-1, keepdims=True)
+    return tf.where(probabilities < min_probability, NEVER, logits)
 
 
-def _marked(tokens, counts, vocab_size):
-    """Return which ids are among the tokens [r, t] that count: bool [r, V]."""
+def _token_mask(tokens, counts, vocab_size):
+    """Return a bool tensor [r, V], True for ids among the `tokens` [r, t] where `counts`."""
     num_texts, num_columns = static_or_dynamic_shape(tokens)
     rows = tf.repeat(tf.range(num_texts), num_columns)
     columns = tf.reshape(tf.where(counts, tokens, vocab_size), [-1])
-    at = tf.stack([rows, columns], axis=1)
-    marked = tf.scatter_nd(at, tf.ones_like(rows), [num_texts, vocab_size + 1])
+    indices = tf.stack([rows, columns], axis=1)
+    marked = tf.scatter_nd(indices, tf.ones_like(rows), [num_texts, vocab_size + 1])
     return marked[:, :vocab_size] > 0

@@ -1,4 +1,4 @@
-"""Options of every `generate`."""
+"""Options of all `generate` methods."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,43 +16,50 @@ Ids = Sequence[Number]
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """The options of a search, checked.
+    """Validated options of greedy search, beam search and sampling.
 
     Args:
-        beam_size: number of hypotheses kept; 1 is greedy search, or drawing.
-        length_penalty: exponent α of the length penalty of beam search (Wu et al., 2016, arXiv
-            1609.08144, §7).
-        early_stopping: whether beam search of a text ends as soon as `beam_size` hypotheses have
-            ended; else when none that lives can beat one of them.
-        num_return_sequences: number of results of each text, best first: of beams at most
-            `beam_size`; or of draws.
-        temperature: above 0, draw each token from the softmax of the logits divided by it.
-        top_k: draw from the k most likely tokens only; 0 for all.
-        top_p: draw from the fewest tokens that are as likely together (Holtzman et al., 2019,
-            arXiv 1904.09751, §3.1); 1 for all.
-        min_p: draw from tokens that are at least as likely as this share of the most likely one's
-            probability (Nguyen et al., 2024, arXiv 2407.01082); 0 for all.
-        repetition_penalty: what the logits of tokens that the text has are divided by, where they
-            are positive, and multiplied by elsewhere (Keskar et al., 2019, arXiv 1909.05858, §4.1).
-        no_repeat_ngram_size: no n tokens follow each other twice in a text; 0 for no such rule.
-        stop_ids: ids of which each ends a text; None for the network's `end_id`, () for none.
-        min_new_tokens: how many tokens a result has before one may end it.
-        first_ids, last_ids: ids of which one is the first token of a result, or the last of one that
-            is as long as it may be; () for any.
-        suppressed_ids: ids that are never next.
-        suppressed_first_ids: ids that are not first, or, with `first_ids`, not second.
-        seed: int, for drawing.
+        beam_size: Integer. Number of hypotheses. 1 selects greedy search or sampling.
+        length_penalty: Float. Exponent α of the length penalty in beam search (Wu et al.,
+            2016, arXiv 1609.08144, §7).
+        early_stopping: Boolean. Whether the beam search of a text ends as soon as
+            `beam_size` hypotheses have finished. By default it ends when no unfinished
+            hypothesis can beat a finished one.
+        num_return_sequences: Integer. Number of results per text. Beam search returns the
+            best ones first, at most `beam_size`. Sampling returns independent samples.
+        temperature: Float. If positive, sample from the softmax of the logits divided by
+            `temperature`. 0 disables sampling.
+        top_k: Integer. Sample from the k most likely tokens only. 0 disables the limit.
+        top_p: Float. Sample from the fewest tokens with this total probability (Holtzman et
+            al., 2019, arXiv 1904.09751, §3.1). 1 disables the limit.
+        min_p: Float. Sample from tokens with at least this fraction of the most likely
+            token's probability (Nguyen et al., 2024, arXiv 2407.01082). 0 disables the
+            limit.
+        repetition_penalty: Float. Divides positive logits of tokens that the text already
+            contains, and multiplies negative ones (Keskar et al., 2019, arXiv 1909.05858,
+            §4.1). 1 disables it.
+        no_repeat_ngram_size: Integer n. No n-gram occurs twice in a text. 0 disables the
+            rule.
+        stop_ids: Ids that end a text. Defaults to the network's `end_id`. `()` means that
+            no id ends a text.
+        min_new_tokens: Integer. Minimum number of tokens before an end token.
+        first_ids, last_ids: Allowed ids of the first token, and of the last token of a
+            result with the maximum length. `()` allows all.
+        suppressed_ids: Ids that are never generated.
+        suppressed_first_ids: Ids that are not allowed as the first token, or, with
+            `first_ids`, as the second.
+        seed: Integer. Seed of sampling.
 
     Raises:
-        TypeError: there is no such option.
-        ValueError: an option is out of range, or does not go together with another.
+        TypeError: If an option has a wrong type.
+        ValueError: If an option is out of range, or conflicts with another option.
 
     Example:
 
     >>> GenerationOptions(top_p=0.9)
     Traceback (most recent call last):
     ...
-    ValueError: top_p=0.9 is for drawing: set a temperature, such as temperature=1.0
+    ValueError: `top_p=0.9` only affects sampling. Set a temperature, such as `temperature=1.0`.
     """
 
     beam_size: FromOne = 1
@@ -75,22 +82,24 @@ class GenerationOptions:
 
     def __post_init__(self):
         for name in self.__dataclass_fields__:
-            kept = checked_value(type(self), name, getattr(self, name))
-            object.__setattr__(self, name, kept)
+            value = checked_value(type(self), name, getattr(self, name))
+            object.__setattr__(self, name, value)
         self._check_together()
 
     @classmethod
-    def of(cls, **given) -> "GenerationOptions":
-        """Return the options that are given by their names; errors as of the class."""
+    def of(cls, **options) -> "GenerationOptions":
+        """Return the given options. Raise a TypeError that lists all options for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
+        for name in options:
             if name not in names:
-                raise TypeError(f"there is no option {name!r} of generate: {', '.join(names)}")
-        return cls(**given)
+                raise TypeError(
+                    f"`generate` has no option {name!r}. The options are {', '.join(names)}."
+                )
+        return cls(**options)
 
     @property
-    def looks_back(self) -> bool:
-        """Whether a rule depends on the tokens that a text has."""
+    def needs_history(self) -> bool:
+        """True if a rule depends on the previous tokens of a text."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 
     def _check_together(self):
@@ -98,18 +107,18 @@ class GenerationOptions:
             for name in ("top_k", "top_p", "min_p"):
                 if getattr(self, name) != getattr(type(self), name):
                     raise ValueError(
-                        f"{name}={getattr(self, name)} is for drawing: set a temperature, such as "
-                        "temperature=1.0"
+                        f"`{name}={getattr(self, name)}` only affects sampling. Set a temperature, such "
+                        "as `temperature=1.0`."
                     )
         elif self.beam_size > 1:
             raise ValueError(
-                f"beam_size={self.beam_size} searches and temperature={self.temperature} samples: "
-                "set beam_size=1 or temperature=0"
+                f"`beam_size={self.beam_size}` and `temperature={self.temperature}` cannot be "
+                "combined. Set `beam_size=1` to sample, or `temperature=0` to search."
             )
         if self.temperature == 0 and self.num_return_sequences > self.beam_size:
             raise ValueError(
-                f"num_return_sequences={self.num_return_sequences} is more than "
-                f"beam_size={self.beam_size}: set a larger beam, or a temperature to draw several"
+                f"`num_return_sequences={self.num_return_sequences}` must not exceed "
+                f"`beam_size={self.beam_size}`. Increase `beam_size`, or set a temperature to sample."
             )
 
 

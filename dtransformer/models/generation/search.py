@@ -1,6 +1,7 @@
-"""Search for one next token: the most likely one, or one that is drawn.
+"""Greedy search and sampling.
 
-This search and `BeamSearch` are `parallel.decoding.Search`es; their states are dicts of tensors.
+`Sampling` and `BeamSearch` implement `parallel.decoding.loops.Search`. Their states are dicts
+of tensors.
 """
 
 import dataclasses
@@ -16,13 +17,13 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
-    """What a search knows of a vocabulary.
+    """Special ids and size of a vocabulary.
 
     Args:
-        vocab_size: number V of entries.
-        pad_id: what results are padded with.
-        end_ids: tuple of the ids that end a text.
-        never: tuple of the ids that are never next.
+        vocab_size: Integer. Number V of vocabulary entries.
+        pad_id: Integer. Id that pads results.
+        end_ids: Tuple of the ids that end a text.
+        never: Tuple of the ids that are never generated.
     """
 
     vocab_size: int
@@ -34,13 +35,15 @@ class SpecialIds:
     def of(
         cls, model, stop_ids: tuple[int, ...] | None = None, never: tuple[int | None, ...] = ()
     ) -> "SpecialIds":
-        """Return those of a network: its ends pad where it has no padding, as 0 where none.
+        """Return the special ids of a network.
+
+        A network without padding pads with its first end id, or with 0 if it has no end id.
 
         Args:
-            model: what has `vocab_size`, `pad_id` and `end_id`, of which the last two may be None.
-            stop_ids: those that end a text; None for the network's `end_id`.
-            never: those that are never next, where they end no text; None is no id.
-
+            model: Network with `vocab_size`, `pad_id` and `end_id`. Both ids may be `None`.
+            stop_ids: Tuple of ids that end a text. Defaults to the network's `end_id`.
+            never: Tuple of ids that are never generated, unless they end a text. `None` entries
+                are skipped.
         """
         if stop_ids is None:
             stop_ids = () if model.end_id is None else (model.end_id,)
@@ -52,13 +55,13 @@ class SpecialIds:
 
 
 class Sampling:
-    """Choose one token after the other: the most likely one, or at random.
+    """Search that chooses the most likely token or samples one.
 
     Args:
-        ids: the special ids.
-        max_length: most tokens of a result, an int or an int scalar.
-        seed: int tensor [2], for drawing.
-        options: the options, of which those of beams do not count.
+        ids: `SpecialIds` of the vocabulary.
+        max_length: Integer or int scalar. Maximum number of tokens per result.
+        seed: Int tensor [2] for sampling.
+        options: `GenerationOptions`. Beam options are ignored.
     """
 
     num_beams = num_results = 1
@@ -71,13 +74,15 @@ class Sampling:
         options: GenerationOptions,
     ):
         self.max_length = max_length
-        self._ids, self._seed, self._options = ids, seed, options
+        self._ids = ids
+        self._seed = seed
+        self._options = options
 
     def start(self, texts: tf.Tensor) -> dict:
-        """Return the state at first, a dict of tensors.
+        """Return the initial state, a dict of tensors.
 
         Args:
-            texts: int32 tensor [b, s] that results come after, see `Decoding.texts`.
+            texts: Int32 tensor [b, s] of the tokens before the results; see `Decoding.texts`.
         """
         batch_size = static_or_dynamic_shape(texts)[0]
         return {
@@ -86,44 +91,51 @@ class Sampling:
             "beams": tf.range(batch_size),
             "ids": tf.fill([batch_size, self.max_length], self._ids.pad_id),
             "finished": tf.zeros([batch_size], "bool"),
-            **({"texts": texts} if self._options.looks_back else {}),
+            **({"texts": texts} if self._options.needs_history else {}),
         }
 
     def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tuple:
-        """Return what tells whose entries of the cache are whose: here there is one of each."""
+        """Return an empty tuple: every cache row has a single hypothesis."""
         return ()
 
     def ended(self, state: dict) -> tf.Tensor:
-        """Return which sentences want no other token, bool [b]."""
+        """Return a bool tensor [b], True for texts that have ended."""
         return state["finished"]
 
     def next_entries(self, entries: tuple, state: dict) -> tuple[tuple, None]:
-        """As `BeamSearch.next_entries`."""
+        """Return the entries unchanged and no mask; see `BeamSearch.next_entries`."""
         return entries, None
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
-        """Return the next state, from the logits [b, V] of the tokens after `state["last"]`."""
-        position, finished, found = state["position"], state["finished"], state["ids"]
+        """Return the next state.
+
+        Args:
+            state: State from `start` or the previous `update`.
+            logits: Float tensor [b, V] of the tokens that follow `state["last"]`.
+        """
+        position = state["position"]
+        finished = state["finished"]
+        ids = state["ids"]
         logits = logits_rules.without_ids(logits, self._ids.never)
-        logits = logits_rules.looking_back(
-            logits, self._options, state.get("texts"), found, position
+        logits = logits_rules.apply_history_rules(
+            logits, self._options, state.get("texts"), ids, position
         )
-        logits = logits_rules.by_position(
+        logits = logits_rules.apply_position_rules(
             logits, self._options, self._ids.end_ids, position, self.max_length
         )
         tokens = tf.where(finished, self._ids.pad_id, self._choose(logits, position))
-        at = tf.range(self.max_length) == position
+        is_current = tf.range(self.max_length) == position
         return {
             **state,
             "position": position + 1,
             "last": tokens,
-            "ids": tf.where(at, tokens[:, None], found),
+            "ids": tf.where(is_current, tokens[:, None], ids),
             "finished": finished | is_one_of(tokens, self._ids.end_ids),
         }
 
     def result(self, state: dict) -> tf.Tensor:
         """Return an int32 tensor [b, 1, max_length], padded after the end tokens."""
-        return tf.expand_dims(state["ids"], 1)  # DTensor has no new axes of slices
+        return tf.expand_dims(state["ids"], 1)  # DTensor does not support `tf.newaxis`
 
     def _choose(self, logits, position):
         options = self._options
@@ -133,7 +145,7 @@ class Sampling:
         logits = logits_rules.top_k(logits, options.top_k)
         logits = logits_rules.top_p(logits, options.top_p)
         logits = logits_rules.min_p(logits, options.min_p)
-        # The largest of logits plus Gumbel noise is a draw from their softmax.
-        # TensorFlow's own operation draws others where XLA compiles it.
+        # The argmax of logits plus Gumbel noise is a sample from their softmax. TensorFlow's own
+        # sampling op returns other values under XLA.
         draw = tf.maximum(random_floats(tf.shape(logits), self._seed, position), 1e-20)
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")

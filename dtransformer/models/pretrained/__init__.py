@@ -1,4 +1,4 @@
-"""Published weights: folders as Hugging Face's `transformers` writes them, in and out."""
+"""Load and save model folders in the format of Hugging Face `transformers`."""
 
 from dtransformer.models.pretrained.load import from_pretrained
 from dtransformer.models.pretrained.save import save_pretrained

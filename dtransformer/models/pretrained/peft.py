@@ -1,6 +1,6 @@
-"""Adapters by the names of the package `peft`, beside published weights: pure functions of arrays.
+"""Convert adapters to and from the format of the `peft` package, as pure functions of arrays.
 
-A factor is there a matrix as PyTorch's `Linear` has it, outputs first.
+`peft` stores each factor as a matrix [outputs, inputs], like PyTorch's `Linear`.
 """
 
 import os
@@ -17,53 +17,71 @@ from dtransformer.parallel.ops.low_rank import KINDS
 
 _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
-# Factors by this library's letters, with the magnitudes of DoRA.
+# Factor letters in this library -> names in `peft`. `m` is the magnitude of DoRA.
 _NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
-_FIELDS, _NONE = FIELDS["adapters"], (None, False, {}, [])
-_PLAIN = {**_FIELDS["plain"], **dict.fromkeys(_FIELDS["unset"], _NONE)}
-KNOWN = {*_FIELDS["taken"], *_FIELDS["silent"], *_PLAIN}
+_FIELDS, _UNSET_VALUES = FIELDS["adapters"], (None, False, {}, [])
+_REQUIRED_VALUES = {
+    **_FIELDS["required_values"],
+    **dict.fromkeys(_FIELDS["must_be_unset"], _UNSET_VALUES),
+}
+KNOWN_FIELDS = {*_FIELDS["supported"], *_FIELDS["ignored"], *_REQUIRED_VALUES}
 
 
-def written(
+def to_peft(
     network: TokenModel, family: str, kernels: dict[str, dict], factors: dict[str, np.ndarray]
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the config and the tensors of adapters.
+    """Convert adapters to the config and tensors of the `peft` package.
 
     Args:
-        network: the network.
-        family: one of `FAMILIES`.
-        kernels: `"rank"`, `"alpha"` and `"kind"` by the kernels' paths.
-        factors: `"PATH.a"` [*inputs, r], `"PATH.b"` [r, *outputs] and, of kind `"dora"`, `"PATH.m"`
-            [*outputs].
+        network: Network with the adapters.
+        family: String. Key of `FAMILIES`.
+        kernels: Dict from kernel paths to dicts of `"rank"`, `"alpha"` and `"kind"`.
+        factors: Dict of float arrays: `"PATH.a"` [*inputs, r], `"PATH.b"` [r, *outputs] and,
+            for kind `"dora"`, `"PATH.m"` [*outputs].
+
+    Returns:
+        A `(config, tensors)` tuple: the content of `adapter_config.json` and a dict of
+        arrays.
 
     Raises:
-        InputError: the family is not known, several kernels are in one tensor of it, or adapters are
-            of two kinds.
+        InputError: If the family is unknown, its files store an adapted kernel together with
+            others in one tensor, or the adapters are of different kinds.
     """
-    places = next((paths for name, paths in _fitting(network) if name == family), None)
-    if places is None:
-        names = ", ".join(name for name, _ in _fitting(network))
-        raise InputError(f"family is {family!r}, expected one of {names}")
-    tensors, modules = {}, {path: module for path, (module, _) in places.items()}
+    modules_by_path = next(
+        (paths for name, paths in _compatible_families(network) if name == family), None
+    )
+    if modules_by_path is None:
+        names = ", ".join(name for name, _ in _compatible_families(network))
+        raise InputError(f"`family` must be one of {names}, got {family!r}.")
+    tensors = {}
+    modules = {path: module for path, (module, _) in modules_by_path.items()}
     for path in kernels:
-        if path not in places:
+        if path not in modules_by_path:
             raise InputError(
-                f"{family} has no tensor for {path} alone: adapters of other kernels, or by this "
-                "library's names (family='dtransformer'), can be saved"
+                f"{family} has no separate tensor for {path}. Adapt other kernels, or save in this "
+                "library's format with `family='dtransformer'`."
             )
         shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
         for letter in KINDS[kernels[path]["kind"]]:
-            value, name = factors[f"{path}.{letter}"], _NAMES[letter]
-            if letter != "a" and places[path][1].order is not None:
-                value = value[..., np.argsort(places[path][1].order)]
+            value = factors[f"{path}.{letter}"]
+            name = _NAMES[letter]
+            if letter != "a" and modules_by_path[path][1].order is not None:
+                value = value[..., np.argsort(modules_by_path[path][1].order)]
             name = f"{_PREFIX}{modules[path]}.{name}{'' if letter == 'm' else '.weight'}"
             tensors[name] = np.ascontiguousarray(value.reshape(shapes[letter]).T)
     first = next(iter(kernels.values()))
-    if len({own["kind"] for own in kernels.values()}) > 1:
-        raise InputError("some adapters are of kind dora, others of lora: peft has one kind")
-    differing = lambda name: {
-        modules[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
-    }
+    if len({settings["kind"] for settings in kernels.values()}) > 1:
+        raise InputError(
+            "Some adapters are of kind dora, others of lora. peft needs a single kind."
+        )
+
+    def differing(name):
+        return {
+            modules[path]: settings[name]
+            for path, settings in kernels.items()
+            if settings[name] != first[name]
+        }
+
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(type(network).__name__),
@@ -81,33 +99,47 @@ def written(
     }, tensors
 
 
-def read(
+def from_peft(
     network: TokenModel, config: dict, tensors: dict[str, np.ndarray], folder: os.PathLike
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return `"rank"`, `"alpha"` and `"kind"` by the kernels' paths, and the factors: see `written`.
+    """Convert the config and tensors of the `peft` package to adapters.
+
+    Args:
+        network: Network to load the adapters into.
+        config: Content of `adapter_config.json`.
+        tensors: Dict of float arrays from the adapter's file.
+        folder: Folder of the adapters, for messages.
+
+    Returns:
+        A `(kernels, factors)` tuple; see `to_peft` for both.
 
     Raises:
-        InputError: the config asks for what is not built, or a tensor is none of the network's.
+        InputError: If the config needs an unsupported feature, or a tensor does not match
+            the network.
     """
     _check_fields(config, folder)
     names = {
         name.removeprefix(_PREFIX).removesuffix(".weight"): name
         for name in tensors
-        if not name.endswith(".base_layer.weight")  # of a head: a copy of the frozen one
+        # peft also stores a copy of an adapted head's frozen weight.
+        if not name.endswith(".base_layer.weight")
     }
     kind = "dora" if config.get("use_dora") else "lora"
     endings = tuple(f".{_NAMES[letter]}" for letter in KINDS[kind])
-    if others := [name for name in names if not name.endswith(endings)]:
-        raise InputError(f"{folder}: {others[0]} is no factor of a kernel's adapter")
+    if unexpected := [name for name in names if not name.endswith(endings)]:
+        raise InputError(f"{folder}: {unexpected[0]} is not a factor of a low-rank adapter.")
     modules = {name.rpartition(".lora_")[0] for name in names}
-    places = _places(network, modules, folder)
-    shapes, kernels, factors = network.weight_shapes(), {}, {}
+    paths_by_module = _kernels_by_module(network, modules, folder)
+    shapes = network.weight_shapes()
+    kernels = {}
+    factors = {}
     for module in sorted(modules):
-        path, stored = places[module]
+        path, stored = paths_by_module[module]
         rank, alpha = _rank_and_alpha(config, module, folder)
         kernels[path] = {"rank": rank, "alpha": alpha, "kind": kind}
-        number = stored.num_inputs
-        inputs, outputs = shapes[path][:number], shapes[path][number:]
+        num_inputs = stored.num_inputs
+        inputs = shapes[path][:num_inputs]
+        outputs = shapes[path][num_inputs:]
         sizes = np.prod(inputs), np.prod(outputs)
         forms = {
             "a": ((*inputs, rank), (sizes[0], rank)),
@@ -120,9 +152,9 @@ def read(
             value = np.zeros([0]) if name is None else tensors[name].T
             if value.shape != expected:
                 raise InputError(
-                    f"{folder}: {_NAMES[letter]} of {module}, of rank {rank}, is "
-                    f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}: are "
-                    "these adapters of another network?"
+                    f"{folder}: {_NAMES[letter]} of {module}, with rank {rank}, has shape "
+                    f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}. Check "
+                    "that the adapters belong to this network."
                 )
             value = np.ascontiguousarray(value).reshape(shape)
             if letter != "a" and stored.order is not None:
@@ -132,84 +164,95 @@ def read(
 
 
 def _check_fields(config, folder):
-    """Refuse what is not built, and warn of what only training would do."""
+    """Raise an error for unsupported fields, and warn about fields that only affect training."""
     if config["peft_type"] != "LORA":
-        raise InputError(f"{folder}: peft_type is {config['peft_type']!r}, expected 'LORA'")
+        raise InputError(f"{folder}: `peft_type` must be 'LORA', got {config['peft_type']!r}.")
     for name, value in config.items():
         if name == "lora_dropout" and isinstance(value, float) and value:
             warnings.warn(
-                f"{folder}: lora_dropout={value} is not applied where these adapters are trained on",
+                f"{folder}: `lora_dropout={value}` is ignored if these adapters are trained further.",
                 stacklevel=2,
             )
-        elif name not in KNOWN and value not in _NONE:
-            raise InputError(f"{folder}: {shown(name)} is no field of adapters that is known here")
-        elif name in _PLAIN and value not in _PLAIN[name]:
+        elif name not in KNOWN_FIELDS and value not in _UNSET_VALUES:
+            raise InputError(f"{folder}: {shown(name)} is not a known field of adapter configs.")
+        elif name in _REQUIRED_VALUES and value not in _REQUIRED_VALUES[name]:
             hint = ""
             if name == "init_lora_weights":
                 hint = (
-                    ": they belong beside other weights than the published ones; let peft save them "
-                    "with path_initial_model_for_weight_conversion"
+                    " They belong to modified base weights. Let peft save them with "
+                    "`path_initial_model_for_weight_conversion`."
                 )
-            raise InputError(f"{folder}: adapters with {name}={shown(value)} are not built{hint}")
+            raise InputError(
+                f"{folder}: Adapters with `{name}={shown(value)}` are not supported.{hint}"
+            )
 
 
 def _rank_and_alpha(config, module, folder):
-    """Return rank and α of a module, by the first pattern that its name matches, as `peft` does."""
-    found = []
+    """Return a module's rank and α, from the first pattern that matches its name, as in `peft`."""
+    values = []
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        value, own = config.get(name), config.get(patterns) or {}
+        value = config.get(name)
+        overrides = config.get(patterns) or {}
         try:
-            matches = [x for pattern, x in own.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+            matches = [
+                x for pattern, x in overrides.items() if re.match(rf"(.*\.)?({pattern})$", module)
+            ]
         except (AttributeError, re.error):
-            raise InputError(f"{folder}: {patterns} is {shown(own)}, expected patterns") from None
+            raise InputError(
+                f"{folder}: `{patterns}` must be a dict from patterns to numbers, got "
+                f"{shown(overrides)}."
+            ) from None
         value = matches[0] if matches else value
         kinds = (int,) if name == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise InputError(
-                f"{folder}: {name} is {shown(value)}, expected a number of more than 0"
-            )
-        found.append(value)
-    rank, alpha = found
+            raise InputError(f"{folder}: `{name}` must be a positive number, got {shown(value)}.")
+        values.append(value)
+    rank, alpha = values
     if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)
         alpha *= rank**0.5
     return rank, float(alpha)
 
 
-def _places(network, modules, folder):
-    """Return the path of the kernel of each module, and the `StoredTensor` that holds it."""
-    lacking = modules
-    for _, paths in _fitting(network):
-        found = {module: (path, tensor) for path, (module, tensor) in paths.items()}
-        if modules and modules <= found.keys():
-            return {module: found[module] for module in modules}
-        lacking = min(lacking, modules - found.keys(), key=len)
-    message = ", ".join(sorted(lacking)[:3]) or "none at all"
+def _kernels_by_module(network, modules, folder):
+    """Return a dict from module names to tuples of the kernel's path and its `StoredTensor`."""
+    missing = modules
+    for _, paths in _compatible_families(network):
+        by_module = {module: (path, tensor) for path, (module, tensor) in paths.items()}
+        if modules and modules <= by_module.keys():
+            return {module: by_module[module] for module in modules}
+        missing = min(missing, modules - by_module.keys(), key=len)
+    message = ", ".join(sorted(missing)[:3]) or "no adapters in the file"
     raise InputError(
-        f"{folder}: has adapters of kernels that the network has not: {message}; are they of another "
-        "network, or of a head that is tied?"
+        f"{folder}: The adapters do not match the network's kernels: {message}. They may belong to "
+        "another network, or to a tied head."
     )
 
 
-def _fitting(network):
-    """Give families whose form a network may have, its own first, and the modules of each."""
-    own, shapes = (network.origin or [None])[0], network.weight_shapes()
-    for name in sorted(FAMILIES, key=lambda name: name != own):
+def _compatible_families(network):
+    """Yield compatible families and their modules, first the family that the network came from."""
+    origin = (network.origin or [None])[0]
+    shapes = network.weight_shapes()
+    for name in sorted(FAMILIES, key=lambda name: name != origin):
         if isinstance(network, FAMILIES[name].network):
             if (modules := _modules(network, name, shapes)) is not None:
                 yield name, modules
 
 
 def _modules(network, family, shapes):
-    """Return a family's modules, and their tensors, by the paths of the kernels that have one alone.
+    """Return the family's modules for kernels that have a tensor to themselves.
 
-    None where the network's kernels are not those of the family.
+    The result maps kernel paths to tuples of the module's name and the `StoredTensor`. It is
+    `None` if the network's kernels do not match the family.
     """
     try:
         tensors = FAMILIES[family].tensors(network.arguments)
     except InputError:
         return None
-    held, own = {x for tensor in tensors for x in tensor.weights}, shapes.keys()
-    if held - own or any(not path.startswith("head/") for path in own - held):
+    stored_paths = {x for tensor in tensors for x in tensor.weights}
+    network_paths = shapes.keys()
+    if stored_paths - network_paths or any(
+        not path.startswith("head/") for path in network_paths - stored_paths
+    ):
         return None
     return {
         tensor.weights[0]: (FAMILIES[family].file_name(tensor.name).removesuffix(".weight"), tensor)

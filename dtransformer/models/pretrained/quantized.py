@@ -1,7 +1,10 @@
-"""Kernels of published files in MXFP4 and FP8: few bits an element, and a scale for each block.
+"""Dequantize published kernels in MXFP4 and FP8, which have one scale per block.
 
-References: Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0", §5.3, §5.4
-and §6.3; DeepSeek-AI, 2024, "DeepSeek-V3", arXiv 2412.19437, §3.3, for blocks of 128 × 128 in FP8.
+Reference:
+    - Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0",
+      §5.3, §5.4 and §6.3
+    - [DeepSeek-AI, 2024, DeepSeek-V3, §3.3](https://arxiv.org/abs/2412.19437), for FP8
+      with blocks of 128 × 128
 """
 
 import dataclasses
@@ -12,23 +15,24 @@ import numpy as np
 
 from dtransformer.errors import InputError
 
-# The 16 elements of the type E2M1, of which the highest bit is the sign.
+# The 16 values of the type E2M1. The highest bit is the sign.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-_NOT_A_NUMBER, _BIAS = 255, 127  # of scales of the type E8M0
-_SIZE = 128  # of a block's sides in FP8
+_NOT_A_NUMBER, _BIAS = 255, 127  # scales have the type E8M0
+_SIZE = 128  # side length of an FP8 block
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the kernel of blocks of 32 inputs, which have one scale 2^(s - 127): bfloat16.
+    """Dequantize an MXFP4 kernel, with a scale 2^(s - 127) per block of 32 inputs.
 
     Args:
-        blocks: uint8 [outputs, blocks, 16], two elements each, the lower half first.
-        scales: uint8 [outputs, blocks].
+        blocks: Uint8 array [outputs, blocks, 16]. Each byte has two elements, the lower half
+            first.
+        scales: Uint8 array [outputs, blocks] of exponents s.
 
     Returns:
-        An array [inputs, outputs]. All values are exact in bfloat16; those of a scale that is no
-        number are NaN, those of the two largest ones may be infinite.
+        A bfloat16 array [inputs, outputs]. All values are exact. Blocks with the scale 255
+        are NaN, and the two largest scales may give infinities.
     """
     values = _E2M1[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
     with np.errstate(over="ignore"):
@@ -38,39 +42,47 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def mxfp4_kernels(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the kernels [experts, inputs, outputs] of several; see `mxfp4_values`."""
+    """Dequantize the kernels of several experts to [experts, inputs, outputs].
+
+    Args:
+        blocks: Uint8 array [experts, outputs, blocks, 16]; see `mxfp4_values`.
+        scales: Uint8 array [experts, outputs, blocks].
+    """
     result = np.empty((len(blocks), blocks.shape[2] * 32, blocks.shape[1]), ml_dtypes.bfloat16)
-    for number, own in enumerate(zip(blocks, scales)):  # one at a time, as memory is short
-        result[number] = mxfp4_values(*own)
+    for index, expert in enumerate(zip(blocks, scales)):  # one expert at a time, to save memory
+        result[index] = mxfp4_values(*expert)
     return result
 
 
 def fp8_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values, float32, of a matrix of which each block of 128 × 128 has a scale.
+    """Dequantize a matrix with one scale per block of 128 × 128 elements.
 
     Args:
-        elements: [outputs, inputs] of any type.
-        scales: float32 [⌈outputs / 128⌉, ⌈inputs / 128⌉].
+        elements: Array [outputs, inputs] of any type.
+        scales: Float32 array [⌈outputs / 128⌉, ⌈inputs / 128⌉].
+
+    Returns:
+        A float32 array [outputs, inputs].
     """
     values = elements.astype(np.float32)
-    for row, of_row in enumerate(scales):
-        own = np.repeat(of_row, _SIZE)[: values.shape[1]]
-        values[row * _SIZE : (row + 1) * _SIZE] *= own
+    for row, row_scales in enumerate(scales):
+        column_scales = np.repeat(row_scales, _SIZE)[: values.shape[1]]
+        values[row * _SIZE : (row + 1) * _SIZE] *= column_scales
     return values
 
 
 def _mxfp4_shape(blocks, scales):
-    is_one = len(blocks) == 4 and blocks[:-1] == scales and blocks[-1] == 16
-    return (blocks[0], blocks[2] * 32, blocks[1]) if is_one else None
+    is_valid = len(blocks) == 4 and blocks[:-1] == scales and blocks[-1] == 16
+    return (blocks[0], blocks[2] * 32, blocks[1]) if is_valid else None
 
 
 def _fp8_shape(elements, scales):
-    is_one = len(elements) == 2 and scales == tuple(-(-size // _SIZE) for size in elements)
-    return elements if is_one else None
+    is_valid = len(elements) == 2 and scales == tuple(-(-size // _SIZE) for size in elements)
+    return elements if is_valid else None
 
 
-# `quant_method` of a config -> endings of the names of elements and scales, a function of their shapes
-# that returns the tensor's, and one of their arrays that returns its values.
+# `quant_method` in a config -> suffixes of the names of elements and scales, a function from their
+# shapes to the tensor's shape, and a function from their arrays to its values.
 _FORMS = {
     "mxfp4": ("_blocks", "_scales", _mxfp4_shape, mxfp4_kernels),
     "fp8": ("", "_scale_inv", _fp8_shape, fp8_values),
@@ -79,13 +91,13 @@ _FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor whose values are computed where they are asked for.
+    """Tensor whose values are dequantized when they are accessed.
 
     Args:
-        parts: the names of its elements and its scales.
-        shape: its shape.
-        stored: a function of a name that returns the array.
-        values: a function of both arrays, or of the same entries of them.
+        parts: Tuple of the names of its elements and scales.
+        shape: Shape of the tensor.
+        stored: Function from a name to the stored array.
+        values: Function from both arrays, or equal slices of them, to values.
     """
 
     parts: tuple[str, str]
@@ -94,40 +106,50 @@ class QuantizedTensor:
     values: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the values of some entries of the first dimension: of some experts, or all."""
+        """Return the values for a slice of the first dimension, such as some experts."""
         return self.values(*(self.stored(name)[part] for name in self.parts))
 
 
-def form_of(config: Mapping) -> tuple | None:
-    """Return the form of `_FORMS` that a published config says its tensors have; None for none."""
-    about = config.get("quantization_config")
-    if not isinstance(about, dict) or about.get("weight_block_size") not in (None, [_SIZE] * 2):
+def quantization_form(config: Mapping) -> tuple | None:
+    """Return the entry of `_FORMS` for a published config, or `None` if it is not supported."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("weight_block_size") not in (
+        None,
+        [_SIZE] * 2,
+    ):
         return None
-    return _FORMS.get(about.get("quant_method"))
+    return _FORMS.get(quantization.get("quant_method"))
 
 
 def quantized_tensors(
     config: Mapping, shapes: Mapping[str, tuple], stored: Callable[[str], np.ndarray]
 ) -> dict[str, QuantizedTensor]:
-    """Return the tensors of a folder that have scales, by their names.
+    """Return the quantized tensors of a folder.
 
     Args:
-        config: the folder's.
-        shapes: dict of the names of all tensors and their shapes.
-        stored: a function of a name that returns the array.
+        config: Config of the folder.
+        shapes: Dict from the names of all stored tensors to their shapes.
+        stored: Function from a name to the stored array.
+
+    Returns:
+        A dict from names to `QuantizedTensor`s.
 
     Raises:
-        InputError: a tensor's scales are of another shape.
+        InputError: If the shapes of a tensor and its scales do not match.
     """
-    found, form = {}, form_of(config)
+    result = {}
+    form = quantization_form(config)
     if form is None:
-        return found
-    ending, of_scales, shape_of, values = form
-    for name in [x for x in shapes if x.endswith(of_scales)]:
-        own = name.removesuffix(of_scales)
-        both = [shapes.get(own + ending), shapes[name]]
-        shape = both[0] and shape_of(*both)
+        return result
+    suffix, scales_suffix, get_shape, values = form
+    for name in [x for x in shapes if x.endswith(scales_suffix)]:
+        base_name = name.removesuffix(scales_suffix)
+        part_shapes = [shapes.get(base_name + suffix), shapes[name]]
+        shape = part_shapes[0] and get_shape(*part_shapes)
         if not shape:
-            raise InputError(f"{own + ending} is {both[0]}, its scales {name} are {both[1]}")
-        found[own] = QuantizedTensor((own + ending, name), shape, stored, values)
-    return found
+            raise InputError(
+                f"{base_name + suffix} has shape {part_shapes[0]}, which does not match its scales "
+                f"{name} with shape {part_shapes[1]}."
+            )
+        result[base_name] = QuantizedTensor((base_name + suffix, name), shape, stored, values)
+    return result

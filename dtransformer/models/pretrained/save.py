@@ -1,4 +1,4 @@
-"""Networks into folders that `transformers` loads."""
+"""Save networks to folders that `transformers` loads."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import read_object
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
-from dtransformer.models.generation.rules import fields_of
+from dtransformer.models.generation.rules import rules_to_fields
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
-from dtransformer.models.pretrained.stored_weights import own_path, sinusoids
+from dtransformer.models.pretrained.stored_weights import path_without_network, sinusoids
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
@@ -31,8 +31,9 @@ from dtransformer.parallel.collectives.objects import (
 from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.runtime import job
 
-_HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read in place of WEIGHTS
-# What belongs to a network besides its weights: `transformers` reads all of it.
+# `transformers` would load these files instead of `WEIGHTS`.
+_REPLACED_FILES = ("model*.safetensors", "model*.safetensors.index.json")
+# Files of the tokenizer and of generation that `transformers` reads next to the weights.
 _TOKENIZER = (
     *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*", "*sentence_*.json"),
@@ -48,54 +49,63 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: str | None = None,
 ) -> pathlib.Path:
-    """Write a network into a folder that `transformers`, and `from_pretrained`, load.
+    """Save a network to a folder that `transformers` and `from_pretrained` load.
 
-    All ranks have to call, on any layout; rank 0 writes, and needs memory for all weights. The
-    files of the tokenizer go along. Where the folder has another model's files, they are kept: the
-    network is written to one beside it, which a warning names.
+    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights. The
+    tokenizer's files are copied as well. If the folder contains another model, a new folder
+    next to it is used, and a warning names it.
 
     Args:
-        network: a built network.
-        folder: the folder.
-        family: its name, one of `FAMILIES` in `dtransformer.models.pretrained.families`, such as
-            `"llama"`; by default the one that the network was loaded as by `from_pretrained`.
-        overwrite: whether the files of another model are replaced.
-        tokenizer: an object whose `save(folder)` writes its files, such as of `load_tokenizer`; by
-            default the files of the folder that the network was loaded from are copied.
-        dtype: Type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`. By default each
-            tensor has the type that it was loaded from, unless the weights themselves have 16 bits.
+        network: Built network.
+        folder: Target folder.
+        family: String. Key of `FAMILIES` in `dtransformer.models.pretrained.families`, such
+            as `"llama"`. Defaults to the family that `from_pretrained` loaded.
+        overwrite: Boolean. Whether to replace another model's files.
+        tokenizer: Object whose `save(folder)` writes the tokenizer's files; see
+            `load_tokenizer`. By default the files are copied from the folder that the
+            network was loaded from.
+        dtype: Data type of the saved tensors: `"float32"`, `"bfloat16"` or `"float16"`.
+            By default each tensor has the type that it was loaded from, unless the
+            network's variables have 16 bits.
 
     Returns:
-        The folder that it is in.
+        The `pathlib.Path` of the folder that contains the model.
 
     Raises:
-        InputError: the network is none of the family's, or has adapters, or the folder cannot be
-            written.
+        InputError: If the family cannot represent the network, the network has adapters, or
+            the folder is not writable.
     """
 
     def checked():
         config = config_of(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
-                "the network has adapters: save_lora writes them, or merge_lora adds them to the "
-                "kernels first"
+                "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
+                "saving the network."
             )
         return config
 
     config = together(checked, "pretrained/save")
-    values, shapes = _values_on_chief(network), network.weight_shapes()
+    values = _values_on_chief(network)
+    shapes = network.weight_shapes()
 
     def write(fresh):
-        kind, arguments = config["model_type"], network.arguments
+        kind = config["model_type"]
+        arguments = network.arguments
         family = FAMILIES[kind]
         stored = {} if dtype else network.stored_dtypes
         main = dtype or next(iter(stored.values()), None)
-        full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
+
+        def without_padding(path):
+            return values[path][tuple(slice(size) for size in shapes[path])]
+
         tensors = {}
-        for tensor in tensors_of(kind, network):  # without a vocabulary's padding
-            array = tensor.join([full(path) for path in tensor.weights])
-            own = stored.get(tensor.weights[0], main)
-            tensors[tensor.name] = array if own is None else convert(array, own, tensor.name)
+        for tensor in tensors_of(kind, network):
+            array = tensor.join([without_padding(path) for path in tensor.weights])
+            tensor_dtype = stored.get(tensor.weights[0], main)
+            tensors[tensor.name] = (
+                array if tensor_dtype is None else convert(array, tensor_dtype, tensor.name)
+            )
         table = next(iter(tensors.values()))
         for copy, name in family.untied_copies.items():
             if name in tensors and not arguments["tied_head"]:
@@ -108,7 +118,8 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
-        path, rules = fresh / GENERATION, fields_of(network.generation_rules)
+        path = fresh / GENERATION
+        rules = rules_to_fields(network.generation_rules)
         saved = read_object(path) if path.exists() else {}
         if rules.keys() - saved.keys():
             ids = {x: y for x, y in config.items() if x.endswith("_token_id")}
@@ -118,37 +129,44 @@ def save_pretrained(
         if isinstance(head, PoolingHead):
             write_modules(fresh, head, network.arguments["hidden_size"])
 
-    return saved_by_chief(folder, write, overwrite, _HIDE)
+    return save_on_chief(folder, write, overwrite, _REPLACED_FILES)
 
 
-def saved_by_chief(
+def save_on_chief(
     folder: str | os.PathLike, write: Callable, overwrite: bool, replaces: Sequence[str] = ()
 ) -> pathlib.Path:
-    """Return on every rank the folder that rank 0 has written to; arguments as of `write_into`."""
-    save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
+    """Write a folder on rank 0 and return its path on every rank.
+
+    See `write_into` for the arguments.
+    """
+
+    def save():
+        return str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
+
     with job.doing("saving"):
-        landed = together(save, "pretrained/write")
-        return pathlib.Path(from_chief(lambda: landed, "pretrained/landed"))
+        target = together(save, "pretrained/write")
+        return pathlib.Path(from_chief(lambda: target, "pretrained/landed"))
 
 
 def _values_on_chief(network):
-    """Return the full weights of all stages by their paths on rank 0; all ranks call."""
-    variables = {own_path(variable): variable for variable in network.variables}
-    group, has = job.pipeline_group(), all_gather_json(list(variables), "pretrained/paths")
-    found = {}
-    for path in dict.fromkeys(path for rank in group.ranks for path in has[rank]):
+    """Return a dict of the full weights of all stages on rank 0. Call it on all ranks."""
+    variables = {path_without_network(variable): variable for variable in network.variables}
+    group = job.pipeline_group()
+    paths_by_rank = all_gather_json(list(variables), "pretrained/paths")
+    result = {}
+    for path in dict.fromkeys(path for rank in group.ranks for path in paths_by_rank[rank]):
         value = np.asarray(variables[path].numpy()) if path in variables else None
-        root = next(rank for rank in group.ranks if path in has[rank])
+        root = next(rank for rank in group.ranks if path in paths_by_rank[rank])
         if root != group.ranks[0]:
             values = broadcast_arrays({path: value}, root, group, f"pretrained/{path}")
             value = values[path]
         if job.is_chief():
-            found[path] = value
-    return found
+            result[path] = value
+    return result
 
 
 def _add_tokenizer(network, tokenizer, fresh):
-    """Write a tokenizer's files; the weights are not lost where it cannot be."""
+    """Write the tokenizer's files. A failure is only a warning, so that the weights are saved."""
     try:
         if tokenizer is not None:
             tokenizer.save(fresh)
@@ -161,33 +179,38 @@ def _add_tokenizer(network, tokenizer, fresh):
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
         if not source.is_dir():
-            raise InputError(f"there is no {source} any more")
+            raise InputError(f"{source} does not exist any more.")
     except (InputError, OSError) as error:
-        warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
+        warnings.warn(f"The tokenizer was not saved with the network: {error}", stacklevel=2)
 
 
 def config_of(network: TokenModel, name: str | None = None) -> dict:
-    """Return the config of a network as one of a family, without the type of its tensors.
+    """Return the content of `config.json` for a network, without its `dtype`.
+
+    Args:
+        network: The network.
+        name: String. Key of `FAMILIES`. Defaults to the family that the network came from.
 
     Raises:
-        InputError: If the network cannot be saved as one of the family. The message has the reason.
+        InputError: If the family cannot represent the network. The message has the reason.
     """
     if name is None and network.origin is not None:
         name = network.origin[0]
     if name not in FAMILIES:
-        raise InputError(f"family is {name!r}, expected one of {', '.join(FAMILIES)}")
-    family, arguments = FAMILIES[name], network.arguments
+        raise InputError(f"`family` must be one of {', '.join(FAMILIES)}, got {name!r}.")
+    family = FAMILIES[name]
+    arguments = network.arguments
     if not isinstance(network, family.network):
         raise InputError(
-            f"the network is a {type(network).__name__}, but the family {name!r} needs a "
-            f"{family.network.__name__}: save it as another family"
+            f"The network is a {type(network).__name__}, but the family {name!r} needs a "
+            f"{family.network.__name__}. Save it as another family."
         )
     return {
         "architectures": [family.architecture],
         "model_type": name,
         "vocab_size": arguments["vocab_size"],
         **family.config(arguments),
-        **{theirs: arguments[ours] for ours, theirs in family.special_ids.items()},
+        **{field: arguments[argument] for argument, field in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
         **head_fields(name, network),
     }

@@ -1,4 +1,4 @@
-"""Correspondence of a published tensor and weights of ours: pure functions of arrays."""
+"""Mapping between a published tensor and the weights of a network, as pure functions of arrays."""
 
 import dataclasses
 import math
@@ -8,23 +8,24 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file, which holds one of our weights, or several side by side.
+    """Tensor in a file that stores one weight, or several weights side by side.
 
     Args:
-        name: its name in the file.
-        weights: tuple of the paths of our weights, without the network's name, in the order in
-            which they follow each other along the tensor's last dimension, once it is transposed.
-        is_transposed: whether outputs come before inputs in it, as PyTorch's `Linear` has them.
-        num_inputs: number of dimensions of our weights that are inputs.
-        is_row: whether it has a first dimension of 1, which our weights have not.
-        expert: number of the expert of which it holds the weights: ours have those of all, along
-            their first dimension. None where they are of no experts.
-        order: of the last dimension of our weights: number i of ours is number `order[i]` there.
-            None for the same order.
-        groups: number of parts of the weights' outputs: the first part of each weight comes before
-            the second ones. 1 for each weight as a whole.
-        is_stacked: whether it has the weights' inputs as dimensions of their own, of which the first
-            is that of experts.
+        name: String. Name of the tensor in the file.
+        weights: Tuple of the weights' paths, without the network's name, in the order of
+            their columns in the (transposed) tensor.
+        is_transposed: Boolean. Whether the tensor is [outputs, inputs], like PyTorch's
+            `Linear`.
+        num_inputs: Integer. Number of input dimensions of the weights.
+        is_row: Boolean. Whether the tensor has an additional first dimension of 1.
+        expert: Integer. Index of the expert whose weights the tensor stores. The network's
+            weights have all experts in their first dimension. `None` without experts.
+        order: Permutation of the weights' last dimension: element i of a weight is element
+            `order[i]` of the tensor. `None` for the same order.
+        groups: Integer. Number of groups that the outputs are divided into. The tensor
+            stores the first group of all weights, then the second group, and so on.
+        is_stacked: Boolean. Whether the tensor keeps the weights' input dimensions. The
+            first one is the expert.
     """
 
     name: str
@@ -38,7 +39,10 @@ class StoredTensor:
     is_stacked: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tensor's shape, from those of our weights.
+        """Return the tensor's shape.
+
+        Args:
+            shapes: List of the weights' shapes.
 
         Example:
 
@@ -46,47 +50,70 @@ class StoredTensor:
         >>> q.shape([(16, 2, 4)])
         (8, 16)
         """
-        shapes = self._own(shapes)
-        columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
-        rows = math.prod(shapes[0][: self._inputs(shapes[0])])
+        shapes = self._part_shapes(shapes)
+        columns = sum(math.prod(shape[self._num_input_dims(shape) :]) for shape in shapes)
+        rows = math.prod(shapes[0][: self._num_input_dims(shapes[0])])
         if self.is_stacked:
-            return (*shapes[0][: self._inputs(shapes[0])], columns)
-        if self._inputs(shapes[0]) == 0:
+            return (*shapes[0][: self._num_input_dims(shapes[0])], columns)
+        if self._num_input_dims(shapes[0]) == 0:
             return (1, columns) if self.is_row else (columns,)
         return (columns, rows) if self.is_transposed else (rows, columns)
 
-    def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
-        """Return one of our weights, or an expert's, as a view of the tensor: nothing is read.
+    def extract(self, stored: np.ndarray, index: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
+        """Return a weight, or an expert's part of it, from the tensor.
 
-        Where the order is another one, or there are groups, it is a copy.
+        The result is a view, which reads nothing from disk, unless `order` or `groups` require a
+        copy.
+
+        Args:
+            stored: Array of the tensor.
+            index: Integer. Index of the weight in `weights`.
+            shapes: List of the weights' shapes.
         """
-        shapes = self._own(shapes)
-        sizes = [math.prod(shape[self._inputs(shape) :]) // self.groups for shape in shapes]
+        shapes = self._part_shapes(shapes)
+        sizes = [math.prod(shape[self._num_input_dims(shape) :]) // self.groups for shape in shapes]
         ends = np.cumsum([0, *sizes])
         columns = stored.T if self.is_transposed else stored
         if self.groups > 1:
             columns = columns.reshape([*columns.shape[:-1], self.groups, -1])
-        own = columns[..., ends[number] : ends[number + 1]].reshape(shapes[number])
-        return own if self.order is None else own[..., list(self.order)]
+        weight = columns[..., ends[index] : ends[index + 1]].reshape(shapes[index])
+        return weight if self.order is None else weight[..., list(self.order)]
 
     def join(self, values: list[np.ndarray]) -> np.ndarray:
-        """Return the tensor of our weights: the opposite of `of`."""
+        """Return the tensor of the given weights. The inverse of `extract`."""
         flat = []
         for value in values if self.expert is None else [value[self.expert] for value in values]:
             if self.order is not None:
                 value = value[..., np.argsort(self.order)]
-            rows = value.shape[: self._inputs(value.shape)]
+            rows = value.shape[: self._num_input_dims(value.shape)]
             flat.append(value.reshape([*([math.prod(rows)] if rows else []), self.groups, -1]))
         joint = np.concatenate(flat, axis=-1)
         joint = joint.reshape([*(rows if self.is_stacked else joint.shape[:-2]), -1])
         joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 
-    def _own(self, shapes):
-        """Return the shapes of what it holds of our weights."""
+    def _part_shapes(self, shapes):
+        """Return the shapes of the weights, or of a single expert's part of them."""
         return shapes if self.expert is None else [shape[1:] for shape in shapes]
 
-    def _inputs(self, shape):
-        """Return how many dimensions are inputs: none of a bias, whatever its heads are."""
+    def _num_input_dims(self, shape):
+        """Return the number of input dimensions of a weight. A bias has none."""
         is_bias = self.num_inputs == 0
         return 0 if is_bias else min(self.num_inputs, len(shape) - 1)
+
+
+def linear(
+    name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
+) -> StoredTensor:
+    """Return a `StoredTensor` for a kernel [outputs, inputs], possibly of a single expert."""
+    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
+
+
+def bias(name: str, *weights: str) -> StoredTensor:
+    """Return a `StoredTensor` for a vector [features]: a bias, or the scale of a norm."""
+    return StoredTensor(name, weights, num_inputs=0)
+
+
+def table(name: str, weight: str) -> StoredTensor:
+    """Return a `StoredTensor` for an embedding table [entries, features]."""
+    return StoredTensor(name, (weight,))

@@ -1,4 +1,4 @@
-"""The tensors of a folder of published weights, by the paths of our weights."""
+"""Read the network's weights from the tensors of a published model."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,26 +15,34 @@ from dtransformer.models.pretrained.families.task_heads import tensors_of
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
-_MAX_TOLD = 5
+_MAX_LISTED = 5
 
 
 def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping) -> bool:
-    """Return the argument `tied_head` of the network that computes with a folder's values.
+    """Return the network argument `tied_head` that matches a folder's values.
 
-    If the config ties the head and the file has another kernel for it, the head is untied, with a
-    warning. `transformers` decides the same way.
+    If the config ties the head but the file has a different kernel for it, the head is not
+    tied, and a warning is issued. `transformers` decides the same way.
 
     Args:
-        content: The folder.
-        family: Its family.
+        content: `PretrainedFolder` of the model.
+        family: `Family` of the model.
         arguments: Arguments of the network, from the folder's config.
 
+    Returns:
+        A boolean.
+
     Raises:
-        InputError: If the encoder's or decoder's table of embeddings differs from the shared one,
-            or a stored table of positions from its formula.
+        InputError: If the encoder's or decoder's embedding table differs from the shared
+            one, or a stored table of positions differs from the sinusoidal formula.
     """
-    names, table = family.stored_names(content.shapes), next(iter(family.tables))
-    is_tied, tensor = arguments["tied_head"], lambda name: content[names[name]][...]
+    names = family.stored_names(content.shapes)
+    table = next(iter(family.tables))
+    is_tied = arguments["tied_head"]
+
+    def tensor(name):
+        return content[names[name]][...]
+
     heads = {f"{name}.weight" for name in family.top}
     copies = {*family.copies} if is_tied is True else {*family.copies} - heads
     differing = {x for x in names if x.endswith(family.position_tables)}
@@ -44,14 +52,14 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
             differing.add(copy)
     for name in differing - heads:
         raise InputError(
-            f"{content.path}: {names[name]} differs from the values that {family.architecture} "
-            "shares or computes here. Other values are not built: give a folder with the shared "
-            "table of embeddings, or with sinusoidal positions."
+            f"{content.path}: {names[name]} differs from the embedding table that "
+            f"{family.architecture} shares, or from its sinusoidal positions. Other values are not "
+            "supported."
         )
     for head in differing:
         warnings.warn(
             f"{content.path}: {names[head]} differs from {names[table]}, but config.json ties "
-            "them. The head keeps its values. Set tie_word_embeddings to false in config.json to "
+            "them. The head keeps its values. Set `tie_word_embeddings` to false in config.json to "
             "silence this warning.",
             stacklevel=2,
         )
@@ -59,33 +67,34 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
 
 
 def sinusoids(length: int, size: int) -> np.ndarray:
-    """Return sinusoidal positions [length, size] as Pegasus' files have them: sines, then cosines."""
+    """Return sinusoidal positions [length, size] in Pegasus' order: all sines, then all cosines."""
     angles = np.arange(length)[:, None] / 10000 ** (2 * (np.arange(size) // 2) / size)
     halves = [np.sin(angles[:, ::2]), np.cos(angles[:, 1::2])]
     return np.concatenate(halves, axis=1).astype("float32")
 
 
 def _is_sinusoidal(table):
-    """Return whether a table has the formula's values, within rounding to its type."""
+    """Return whether a table equals the sinusoidal formula up to the precision of its type."""
     tolerance = 1e-3 if table.itemsize > 2 else 1e-2
     return table.ndim == 2 and np.allclose(table, sinusoids(*table.shape), rtol=0, atol=tolerance)
 
 
-def own_path(variable: keras.Variable) -> str:
+def path_without_network(variable: keras.Variable) -> str:
     """Return a variable's path without the network's name."""
     return variable.path.partition("/")[2]
 
 
 class StoredWeights:
-    """What a folder holds of a network's weights.
+    """Reader of a network's weights from a published model's folder.
 
     Args:
-        content: the folder.
-        family: the `Family` that it is of.
-        network: a network of that family; it need not be built.
+        content: `PretrainedFolder` of the model.
+        family: `Family` of the model.
+        network: Network of this family, built or not.
 
     Raises:
-        InputError: If tensors lack, are too many or of other shapes. The message lists them.
+        InputError: If tensors are missing, unexpected or have other shapes. The message
+            lists them.
     """
 
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
@@ -93,63 +102,71 @@ class StoredWeights:
         names = family.stored_names(content.shapes)
         tensors = tensors_of(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
-        unused -= set(filter(family.is_spare, unused))
-        beginnings = family.left_out(network.arguments)
-        if left_out := {name for name in unused if name.startswith(beginnings)}:
-            told = f"{len(left_out)} tensors of {', '.join(sorted(beginnings))} are left out"
-            warnings.warn(f"{content.path}: {told}", stacklevel=3)
-        unused -= left_out
-        message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
-        message += [f"it also has {name}" for name in sorted(unused)]
-        held = {weight for tensor in tensors for weight in tensor.weights}
+        unused -= set(filter(family.is_optional, unused))
+        prefixes = family.skipped_prefixes(network.arguments)
+        if skipped := {name for name in unused if name.startswith(prefixes)}:
+            problems = f"Skipped {len(skipped)} unused tensors of {', '.join(sorted(prefixes))}"
+            warnings.warn(f"{content.path}: {problems}.", stacklevel=3)
+        unused -= skipped
+        message = [f"missing {x.name}" for x in tensors if x.name not in names]
+        message += [f"unexpected {name}" for name in sorted(unused)]
+        covered = {weight for tensor in tensors for weight in tensor.weights}
         self._shapes = network.weight_shapes()
-        others = self._shapes.keys() - held
-        message += [f"the network also has {weight}" for weight in sorted(others)]
+        uncovered = self._shapes.keys() - covered
+        message += [f"no tensor for {weight}" for weight in sorted(uncovered)]
         for tensor in tensors:
             expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
-            found = content.shapes.get(names.get(tensor.name))
-            if found not in (None, expected):
-                message.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
+            shape = content.shapes.get(names.get(tensor.name))
+            if shape not in (None, expected):
+                message.append(f"{tensor.name} has shape {list(shape)}, not {list(expected)}")
         if message:
-            more = len(message) - _MAX_TOLD
-            told = "; ".join(message[:_MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
-            raise InputError(f"{content.path} does not fit its config: {told}")
-        self._places = {  # and the expert, or None
-            (weight, tensor.expert): (tensor, number, names[tensor.name])
+            more = len(message) - _MAX_LISTED
+            problems = "; ".join(message[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+            raise InputError(f"{content.path} does not match its config: {problems}.")
+        # Keys are the weight's path and the expert's index, or `None` without experts.
+        self._sources = {
+            (weight, tensor.expert): (tensor, index, names[tensor.name])
             for tensor in tensors
-            for number, weight in enumerate(tensor.weights)
+            for index, weight in enumerate(tensor.weights)
         }
 
     def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
-        """Return a rectangle of a weight.
+        """Read a rectangle of a weight.
 
         Args:
-            path: The weight's path, with the network's name.
-            bounds: (start, stop) in each dimension. Elements beyond the stored tensor are 0.
-            dtype: Name of the type.
+            path: Path of the weight, with the network's name.
+            bounds: A (start, stop) tuple for each dimension. Elements beyond the stored tensor
+                are 0.
+            dtype: Name of the result's data type.
+
+        Returns:
+            An array with the shape of `bounds`.
 
         Raises:
-            InputError: If it has values that are not finite.
+            InputError: If a value is not finite.
         """
         path = path.partition("/")[2]
-        if (path, None) in self._places:
+        if (path, None) in self._sources:
             return self._rectangle(path, None, bounds, dtype)
-        experts, of_each = range(*bounds[0]), bounds[1:]
-        return np.stack([self._rectangle(path, expert, of_each, dtype) for expert in experts])
+        experts = range(*bounds[0])
+        inner_bounds = bounds[1:]
+        return np.stack([self._rectangle(path, expert, inner_bounds, dtype) for expert in experts])
 
     def dtypes(self) -> dict[str, str]:
-        """Return the types of the stored tensors, except quantized ones, by our weights' paths."""
-        stored = {path: self._content[name] for (path, _), (*_, name) in self._places.items()}
+        """Return a dict from weight paths to the types of their tensors, except quantized ones."""
+        stored = {path: self._content[name] for (path, _), (*_, name) in self._sources.items()}
         return {path: str(x.dtype) for path, x in stored.items() if isinstance(x, np.ndarray)}
 
     def _rectangle(self, path, expert, bounds, dtype):
-        """Return a rectangle of a weight, or of an expert's."""
-        stored, number, name = self._places[path, expert]
-        shapes, part = [self._shapes[weight] for weight in stored.weights], slice(None)
-        if stored.is_stacked:  # no other experts are read
-            part, bounds = slice(*bounds[0]), [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
+        """Read a rectangle of a weight, or of a single expert's part of it."""
+        stored, index, name = self._sources[path, expert]
+        shapes = [self._shapes[weight] for weight in stored.weights]
+        part = slice(None)
+        if stored.is_stacked:  # read the needed experts only
+            part = slice(*bounds[0])
+            bounds = [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
             shapes = [(bounds[0][1], *shape[1:]) for shape in shapes]
-        weight = stored.of(self._content[name][part], number, shapes)
+        weight = stored.extract(self._content[name][part], index, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype
         value = convert(
             weight[tuple(slice(*ends) for ends in bounds)], kind, f"{self._content.path}: {name}"

@@ -22,7 +22,7 @@ class Row(typing.NamedTuple):
     family: str | None = None
 
 
-NO_BIAS = {"attention_bias": True}, "attention_bias=true is not built"
+NO_BIAS = {"attention_bias": True}, "`attention_bias=true` is not supported"
 LONGROPE = {"rope_type": "longrope", "factor": 2.0}, "'longrope', expected one of"
 NOT_ROTARY = {"rope_parameters": LONGROPE[0]}, LONGROPE[1]
 YARN = {
@@ -48,7 +48,10 @@ LATENTS = {
 TEXTS = {
     "opt": Row(
         {"ffn_dim": 48, "dropout": 0.0},
-        ({"word_embed_proj_dim": 16}, "hidden_size=32 and word_embed_proj_dim=16 differ"),
+        (
+            {"word_embed_proj_dim": 16},
+            "`hidden_size=32` and `word_embed_proj_dim=16` must be equal",
+        ),
     ),
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
     "ministral3": Row(
@@ -68,26 +71,29 @@ TEXTS = {
     "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
     "stablelm": Row(
         {"use_qkv_bias": True},
-        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
+        ({"qk_layernorm": True}, "`qk_layernorm=true` is not supported"),
     ),
     "stablelm_parallel": Row(
         {"use_parallel_residual": True},
-        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
+        ({"qk_layernorm": True}, "`qk_layernorm=true` is not supported"),
         "stablelm",
     ),
-    "gpt_neox": Row({}, ({"attention_bias": False}, "attention_bias=false is not built")),
+    "gpt_neox": Row({}, ({"attention_bias": False}, "`attention_bias=false` is not supported")),
     "gpt_neox_in_turn": Row({"use_parallel_residual": False}, NOT_ROTARY, "gpt_neox"),
-    "phi": Row({}, ({"qk_layernorm": True}, "qk_layernorm=true is not built")),
-    "falcon": Row({"multi_query": True}, ({"alibi": True}, "alibi=true is not built")),
+    "phi": Row({}, ({"qk_layernorm": True}, "`qk_layernorm=true` is not supported")),
+    "falcon": Row({"multi_query": True}, ({"alibi": True}, "`alibi=true` is not supported")),
     "falcon_groups": Row(
         {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48},
-        ({"parallel_attn": False}, "parallel_attn=false is not built"),
+        ({"parallel_attn": False}, "`parallel_attn=false` is not supported"),
         "falcon",
     ),
-    "cohere": Row({}, ({"use_qk_norm": True}, "use_qk_norm=true is not built")),
+    "cohere": Row({}, ({"use_qk_norm": True}, "`use_qk_norm=true` is not supported")),
     "cohere2": Row(
         {"num_hidden_layers": 4, "sliding_window": 5},
-        ({"sliding_window": None}, "sliding_window=null, blocks without positions"),
+        (
+            {"sliding_window": None},
+            "sliding_window=null. .blocks without positions. is not supported",
+        ),
     ),
     "arcee": Row({}, NO_BIAS),
     "nemotron": Row({}, NO_BIAS),
@@ -96,7 +102,7 @@ TEXTS = {
     "exaone4": Row({"num_hidden_layers": 4, "sliding_window": 5}, NOT_ROTARY),
     "seed_oss": Row(
         {"head_dim": 12, "residual_dropout": 0.0},
-        ({"attention_out_bias": True}, "attention_out_bias=true is not built"),
+        ({"attention_out_bias": True}, "`attention_out_bias=true` is not supported"),
     ),
     "smollm3": Row({"num_hidden_layers": 4}, NO_BIAS),
     "granite": Row(
@@ -131,7 +137,10 @@ TEXTS = {
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
         },
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not built"),
+        (
+            {"use_bidirectional_attention": True},
+            "`use_bidirectional_attention=true` is not supported",
+        ),
     ),
     "gemma3": Row(
         {
@@ -154,7 +163,9 @@ TEXTS = {
         },
         NO_BIAS,
     ),
-    "olmoe": Row({"num_experts": 4, **EXPERTS}, ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not built")),
+    "olmoe": Row(
+        {"num_experts": 4, **EXPERTS}, ({"clip_qkv": 8.0}, "`clip_qkv=8.0` is not supported")
+    ),
     "qwen3_moe": Row(
         {
             "num_local_experts": 4,
@@ -188,7 +199,7 @@ TEXTS = {
             "rope_parameters": {**YARN, "truncate": False},
             **EXPERTS,
         },
-        ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not built"),
+        ({"swiglu_limit": 6.0}, "`swiglu_limit=6.0` is not supported"),
     ),
     "deepseek_v2": Row(
         {
@@ -218,16 +229,16 @@ TEXTS = {
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
             **EXPERTS,
         },
-        ({"scoring_func": "softmax"}, 'scoring_func="softmax" is not built'),
+        ({"scoring_func": "softmax"}, '`scoring_func="softmax"` is not supported'),
     ),
 }
 # Encoders: besides BERT of `reference_models`.
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 NO_HEAD_OF_ITS_OWN = (
     {"tie_word_embeddings": False},
-    "it lacks vocab_projector.weight",
+    "missing vocab_projector.weight",
 )
-NOT_GELU = {"hidden_act": "relu"}, 'hidden_act="relu" is not built'
+NOT_GELU = {"hidden_act": "relu"}, '`hidden_act="relu"` is not supported'
 MASKED = {
     "xlm-roberta": Row(ROBERTA, NOT_GELU),
     "camembert": Row(ROBERTA, NOT_GELU),
@@ -252,11 +263,11 @@ MASKED = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        ({"norm_bias": True}, "norm_bias=true is not built"),
+        ({"norm_bias": True}, "`norm_bias=true` is not supported"),
     ),
 }
 # Encoder–decoders: besides BART of `reference_models`.
-NO_NORM = {"add_final_layer_norm": False}, "add_final_layer_norm=false is not built"
+NO_NORM = {"add_final_layer_norm": False}, "`add_final_layer_norm=false` is not supported"
 PAIRS = {
     "mbart": Row({"scale_embedding": True}, NO_NORM),
     "pegasus": Row({"scale_embedding": True, "decoder_start_token_id": 3}, NO_NORM),
@@ -283,7 +294,7 @@ PAIRS = {
             "tie_word_embeddings": False,
             "decoder_start_token_id": 3,
         },
-        ({"feed_forward_proj": "twice-gelu"}, "which is not known"),
+        ({"feed_forward_proj": "twice-gelu"}, "got 'twice-gelu'"),
     ),
 }
 ROWS = {**TEXTS, **MASKED, **PAIRS}

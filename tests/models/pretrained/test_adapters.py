@@ -88,7 +88,7 @@ def test_what_is_saved_is_loaded_by_peft(names, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gaussian", "orthogonal", "mica", "patterns"])
-@pytest.mark.filterwarnings("ignore:.*lora_dropout=0.5 is not applied")
+@pytest.mark.filterwarnings("ignore:.*lora_dropout=0.5. is ignored")
 def test_configs_that_are_computed_as_there(name, tmp_path):
     """What is saved again has the ranks and alphas of each kernel, too."""
     expected = dict(np.load(made() / f"{name}.npz"))
@@ -104,8 +104,8 @@ def test_configs_that_are_computed_as_there(name, tmp_path):
 @pytest.mark.parametrize(
     "name, told",
     [
-        ("pissa", "init_lora_weights='pissa' are not built: .*path_initial_model"),
-        ("olora", "init_lora_weights='olora' are not built"),
+        ("pissa", "init_lora_weights='pissa'` are not supported. .*path_initial_model"),
+        ("olora", "init_lora_weights='olora'` are not supported"),
         ("alora", "alora_invocation_tokens="),
     ],
 )
@@ -120,11 +120,11 @@ def test_what_is_not_built_is_refused(tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     names, usual = json.loads((made() / "fields.json").read_text())
-    assert set(names) <= peft.KNOWN and not peft._PLAIN.keys() - set(names)
+    assert set(names) <= peft.KNOWN_FIELDS and not peft._REQUIRED_VALUES.keys() - set(names)
     others = {name: usual[name] for name in usual if name not in config}
-    told = {field: f"with {field}=" for field in peft._PLAIN if field != "lora_dropout"}
-    told |= {"r": "lora_A of .*, of rank 'other', is|r is 'other'", "of_tomorrow": "no field of"}
-    for field, words in {**told, "rank_pattern": "rank_pattern is 'other'"}.items():
+    told = {field: f"with `{field}=" for field in peft._REQUIRED_VALUES if field != "lora_dropout"}
+    told |= {"r": "`r` must be .* got 'other'", "of_tomorrow": "not a known field"}
+    for field, words in {**told, "rank_pattern": "`rank_pattern` must be .* got 'other'"}.items():
         changed = {**others, **config, field: "other"}
         (tmp_path / "adapter_config.json").write_text(json.dumps(changed))
         with pytest.raises(InputError, match=words):
@@ -132,6 +132,6 @@ def test_what_is_not_built_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**others, **config}))
     assert load_lora(network, tmp_path)
     with pytest.raises(
-        InputError, match="family is 'gpt2', expected one of llama.* they are in .*other"
+        InputError, match="`family` must be one of llama.*, got 'gpt2'. The adapters are in .*other"
     ):
         save_lora(network_with("llama", made() / "llama"), tmp_path / "other", family="gpt2")

@@ -93,7 +93,9 @@ def test_what_is_generated(name):
     longest = max(map(len, PROMPTS))
     ids = np.array([[END] * (longest - len(row)) + row for row in PROMPTS])
     mask = np.array([[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS])
-    with pytest.raises(ValueError, match="prompt 0 begins with the end token 2, and others do not"):
+    with pytest.raises(
+        ValueError, match="Prompt 0 begins with the end token 2, but other prompts do not"
+    ):
         network.generate(ids, **options)
     if name == SEARCHED:
         padded = network.generate({"input_ids": ids, "attention_mask": mask}, **options)
@@ -176,8 +178,8 @@ def test_what_is_saved_is_what_was_loaded_and_transformers_loads_it(tmp_path):
     for name, family in FAMILY_OF.items():
         save_pretrained(from_pretrained(published() / name), tmp_path / name, family)
         found, expected = tensors_of(tmp_path / name), tensors_of(published() / name)
-        is_spare = lambda key, kind=FAMILIES[family]: kind.is_spare(kind.own_name(key))
-        assert found.keys() == {key for key in expected if key in found or not is_spare(key)}
+        is_optional = lambda key, kind=FAMILIES[family]: kind.is_optional(kind.canonical_name(key))
+        assert found.keys() == {key for key in expected if key in found or not is_optional(key)}
         for key, array in found.items():
             np.testing.assert_array_equal(expected[key], array)
         again = from_pretrained(tmp_path / name)

@@ -79,7 +79,7 @@ def test_a_network_in_fp8_is_read(tmp_path):
     change_config(
         folder, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}
     )
-    with pytest.raises(InputError, match="quantization_config=.*64.* is not built"):
+    with pytest.raises(InputError, match="quantization_config=.*64.* is not supported"):
         from_pretrained(folder)
 
 
@@ -107,12 +107,12 @@ def test_what_does_not_fit_is_refused(folder):
     folder, floats = folder
     path, name = folder / "model.safetensors", next(iter(floats))
     change_config(folder, quantization_config={"quant_method": "awq"})
-    with pytest.raises(InputError, match="quantization_config=.*awq.* is not built"):
+    with pytest.raises(InputError, match="quantization_config=.*awq.* is not supported"):
         from_pretrained(folder)
     change_config(folder, **CONFIG)
     tensors = load_file(path)
     save_file({**tensors, f"{name}_scales": tensors[f"{name}_scales"][:1]}, path)
-    with pytest.raises(InputError, match=r"_blocks is \(4, .*_scales are \(1, "):
+    with pytest.raises(InputError, match=r"_blocks has shape \(4, .*_scales with shape \(1, "):
         from_pretrained(folder)
     tensors[f"{name}_scales"][0, 0, 0] = 255  # which is no number
     save_file(tensors, path)

@@ -187,14 +187,14 @@ def test_modules_that_are_not_built_are_named(folder_of):
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
     listed = [{"type": f"x.{name}", "path": ""} for name in ("Transformer", "Pooling", "Dense")]
     (folder / "modules.json").write_text(json.dumps(listed))
-    with pytest.raises(InputError, match="the modules are Transformer, Pooling, Dense, expected"):
+    with pytest.raises(InputError, match="The modules must be .*, got Transformer, Pooling, Dense"):
         from_pretrained(folder)
 
 
 def test_a_head_of_another_form_is_refused(folder_of, tmp_path):
     network = from_pretrained(folder_of("BertForTokenClassification"))
     with_task_head(network, SequenceHead(3, pooling="mean"))
-    with pytest.raises(InputError, match="no head of the kind SequenceHead, which has"):
+    with pytest.raises(InputError, match="have no SequenceHead with"):
         save_pretrained(network, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 
@@ -204,7 +204,9 @@ def test_a_class_without_a_form_is_refused(folder_of):
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = ["Olmo2ForTokenClassification"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="Olmo2ForTokenClassification: its head is not built here"):
+    with pytest.raises(
+        InputError, match="The head of Olmo2ForTokenClassification is not supported"
+    ):
         from_pretrained(folder)
 
 

@@ -56,7 +56,7 @@ def test_the_usual_factor_of_queries_is_written():
 
 
 def test_a_factor_of_queries_that_no_config_says_is_refused():
-    with pytest.raises(InputError, match="query_scale=0.09 is 1/√n of no whole number"):
+    with pytest.raises(InputError, match="`query_scale=0.09` must be 1/√n for an integer"):
         written("gemma2", **GEMMA, query_scale=0.09)
 
 

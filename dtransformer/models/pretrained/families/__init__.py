@@ -1,4 +1,4 @@
-"""The families of published models, a file for each: what their configs say, where weights lie."""
+"""Model families of `transformers`: how their config keys and weight names map to networks."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from dtransformer.models.pretrained.families.olmo import EXAONE4, OLMO2, OLMO3, 
 from dtransformer.models.pretrained.families.parallel import COHERE, COHERE2, FALCON, GPT_NEOX, PHI
 from dtransformer.models.pretrained.families.t5 import MT5, T5
 
-# The `model_type` of a config -> the family.
+# `model_type` in a config -> family.
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "opt": OPT,

@@ -1,14 +1,18 @@
-"""BART and Marian, and with norms of the sublayers' inputs mBART, Pegasus and M2M-100 with NLLB.
+"""BART and Marian; mBART, Pegasus and M2M-100 with NLLB, whose norms precede the sublayers.
 
-References: Lewis et al., 2020, "BART", arXiv 1910.13461; Junczys-Dowmunt et al., 2018, "Marian",
-arXiv 1804.00344, whose published models are of Tiedemann and Thottingal, 2020, "OPUS-MT"; Liu et
-al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.08777; Fan et al.,
-2020, "M2M-100", arXiv 2010.11125; NLLB Team, 2022, arXiv 2207.04672.
+Reference:
+    - [Lewis et al., 2020, BART](https://arxiv.org/abs/1910.13461)
+    - [Junczys-Dowmunt et al., 2018, Marian](https://arxiv.org/abs/1804.00344), published
+      models by Tiedemann and Thottingal, 2020, "OPUS-MT"
+    - [Liu et al., 2020, mBART](https://arxiv.org/abs/2001.08210)
+    - [Zhang et al., 2019, PEGASUS](https://arxiv.org/abs/1912.08777)
+    - [Fan et al., 2020, M2M-100](https://arxiv.org/abs/2010.11125)
+    - [NLLB Team, 2022](https://arxiv.org/abs/2207.04672)
 """
 
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, usual_arguments
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, default_arguments
 from dtransformer.models.pretrained.families.parts import (
     TIED,
     AfterPadding,
@@ -17,10 +21,10 @@ from dtransformer.models.pretrained.families.parts import (
     hidden_act,
 )
 
-BASE = usual_arguments(
+BASE = default_arguments(
     EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
 )
-# Their names of attention in blocks, and ours.
+# Names of attention layers in blocks of `transformers` -> paths here, by side.
 _ATTENTIONS = {
     "encoder": {"self_attn": "attention"},
     "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
@@ -32,11 +36,12 @@ COPIES = "lm_head.weight", *_EMBEDDINGS
 
 
 def _stack(side):
-    """Return the fields of `Family` that blocks of a side have of their own."""
-    attention, norms = {}, {}
-    for theirs, ours in _ATTENTIONS[side].items():
-        attention |= paths.attention(f"{theirs}.{{}}_proj", *"qkv", "out", ours=ours)
-        norms[f"{theirs}_layer_norm"] = f"{ours}_norm"
+    """Return the `Family` fields that differ in one side's blocks."""
+    attention = {}
+    norms = {}
+    for hf_name, path in _ATTENTIONS[side].items():
+        attention |= paths.attention(f"{hf_name}.{{}}_proj", *"qkv", "out", path=path)
+        norms[f"{hf_name}_layer_norm"] = f"{path}_norm"
     return {
         "block": f"{side}.layers.{{}}.",
         "path": f"transformer/{side}/block_{{}}/",
@@ -45,22 +50,22 @@ def _stack(side):
     }
 
 
-def _settled(arguments, names):
-    """Files of models without a head have no bias of it, either."""
-    return {**arguments, "head_bias": _BIAS in names}
+def _finalize(arguments, tensor_names):
+    """Drop the head's bias if the file has none, as in files of models without a head."""
+    return {**arguments, "head_bias": _BIAS in tensor_names}
 
 
 _LENGTH = Field("max_length", "max_position_embeddings", 1024)
 
 
-def _both(argument, field):
+def _shared_field(argument, field):
     return Field(argument, f"encoder_{field}", also=(f"decoder_{field}",), needs_also=True)
 
 
 def _family(
     architecture,
     fixed,
-    refused=None,
+    supported_values=None,
     parts=(_LENGTH,),
     activation="gelu",
     is_scaled=False,
@@ -72,8 +77,8 @@ def _family(
         architecture,
         parts=(
             Field("hidden_size", "d_model"),
-            _both("num_heads", "attention_heads"),
-            _both("ffn_hidden_size", "ffn_dim"),
+            _shared_field("num_heads", "attention_heads"),
+            _shared_field("ffn_hidden_size", "ffn_dim"),
             Field("encoder_layers", "encoder_layers"),
             Field("decoder_layers", "decoder_layers"),
             Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
@@ -84,12 +89,12 @@ def _family(
             *parts,
         ),
         fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
-        refused={
-            # The norms' places follow from the family there.
+        supported_values={
+            # The family fixes the places of norms in `transformers`.
             **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
             "is_encoder_decoder": True,
             "is_decoder": False,
-            **(refused or {}),
+            **(supported_values or {}),
         },
         stacks={f"{side}_layers": _stack(side) for side in _ATTENTIONS},
         dense={"fc1": paths.MAPPING, "fc2": paths.PROJECTION},
@@ -107,20 +112,20 @@ def _family(
         },
         rows={_BIAS: "head/bias"},
         base=BASE,
-        usual_parts=(),
+        default_parts=(),
         network=EncoderDecoderLM,
         special_ids=DECODER_IDS,
-        own_padding=False,
+        needs_unique_padding=False,
         prefix="model.",
         heads=("lm_head", _BIAS),
         copies=COPIES,
         untied_copies=dict.fromkeys(_EMBEDDINGS, "shared.weight"),
-        settled=_settled,
+        finalize=_finalize,
         **others,
     )
 
 
-# Of BART's positions, the offset is so whatever the padding's id is.
+# BART's position offset does not depend on the padding id.
 _LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True}
 _PRE = {"post_layernorm_residual": False}
 _PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
@@ -148,10 +153,11 @@ PEGASUS = _family(
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",
     {**_COUNTED, **_PRE},
-    parts=(AfterPadding(1024, usual=1),),
+    parts=(AfterPadding(1024, default=1),),
     activation="relu",
     is_scaled=True,
     attention_dropout=0.1,
     ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-    ignored=("embed_positions.weight", "embed_positions.weights"),  # also in `transformers`
+    # `transformers` ignores them as well.
+    ignored=("embed_positions.weight", "embed_positions.weights"),
 )

@@ -1,4 +1,4 @@
-"""Fields of published configs that differ from block to block: windows and rotary positions."""
+"""Config keys that differ between blocks: windows, rotary positions and experts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,207 +9,257 @@ from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.pretrained.families.parts import differs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_OF_PATTERN = "experts", "attention_norm"  # what is no argument of a network
+# Keys of a block pattern that are not network arguments.
+_PATTERN_KEYS = "experts", "attention_norm"
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
 
 
-def every(number: int) -> Callable:
-    """Return a rule by which block i is full where i + 1 is a multiple of a number; others slide."""
-    return lambda config, i: SLIDING if (i + 1) % number else FULL
+def every(period: int) -> Callable:
+    """Return a rule that makes every `number`-th block full and lets the others slide."""
+    return lambda config, i: SLIDING if (i + 1) % period else FULL
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What configs of a family say of each block's attention.
+    """Mapping between config keys and the attention of each block.
 
     Args:
-        base: base of rotary positions where nothing is said.
-        fraction: share of features that turn where nothing is said.
-        is_partial: whether configs may say another one.
-        kind_of: a function of a config and a block's number that returns `FULL` or `SLIDING`, where
-            there are no `layer_types`; None where no block slides.
-        window: the window where nothing is said; None for none.
-        window_field: the field of it.
-        window_of: a function of that field that returns our window, and one that is its opposite.
-        has_types: whether configs have `layer_types`.
-        switch: name of a field that says whether any block slides; None for none.
-        by_kind: whether `rope_parameters` are by kind. Older configs have fields then:
-        older: names of these, of the bases of each kind.
-        sliding_base: base of blocks that slide, where nothing is said and they have their own.
-        dense: a function of a config and a block's number that returns whether it has a feed-forward
-            layer where others have experts, and one of the list of that by block that returns the
-            fields which say it; None where all blocks are alike.
-        is_first_plain: whether the first block has no norm of attention's input.
-        fields: names of fields of older configs that say the base and the fraction.
-        are_full_turned: whether blocks that do not slide have rotary positions where others slide.
-        turns: name of a field that lists whether each block has rotary positions, and how often
-            they are left out where it lacks; None for everywhere.
-        scaling: fields of `rope_scaling` where nothing is said of rotary positions.
-        has_alpha: whether a scaling `"dynamic"` with a field `alpha` is our `"ntk"` of this factor.
+        base: Default base of rotary positions.
+        fraction: Default fraction of features that rotary positions rotate.
+        is_partial: Boolean. Whether configs may set another fraction.
+        kind_rule: Function from a config and a block index to `FULL` or `SLIDING`, used if the
+            config has no `layer_types`. `None` if no block of the family slides.
+        window: Default window in configs, or `None`.
+        window_field: Config key of the window.
+        window_converters: Tuple of a function from the config's window to the argument, and its
+            inverse.
+        has_types: Boolean. Whether saved configs have `layer_types`.
+        switch: Config key that enables sliding blocks, or `None`.
+        per_kind: Boolean. Whether `rope_parameters` has one entry per kind of block.
+        base_keys: Dict from kinds to the keys of their base in configs without
+            `rope_parameters`.
+        sliding_base: Default base in sliding blocks, if it differs.
+        dense: Tuple of two functions: from a config and a block index to whether the block
+            has a feed-forward layer instead of experts, and from the list of these booleans
+            to config fields. `None` if all blocks are
+            equal.
+        first_has_no_norm: Boolean. Whether the first block has no attention norm.
+        fields: Tuple of the keys of base and fraction in older configs.
+        full_has_rotary: Boolean. Whether full blocks have rotary positions if others slide.
+        rotary_blocks: Tuple of a config key with the list of blocks that have rotary positions, a
+            key with the interval of blocks without them, and its default. `None` if all
+            blocks have rotary positions.
+        scaling: Default of `rope_scaling` in a config without rotary keys.
+        has_alpha: Boolean. Whether scaling of type `"dynamic"` with `alpha` is this
+            library's `"ntk"` with that factor.
     """
 
     base: float = 10000.0
     fraction: float = 1.0
     is_partial: bool = False
-    kind_of: Callable[[Mapping, int], str] | None = None
+    kind_rule: Callable[[Mapping, int], str] | None = None
     window: int | None = None
     window_field: str = "sliding_window"
-    window_of: tuple[Callable, Callable] = (lambda x: x, lambda x: x)
+    window_converters: tuple[Callable, Callable] = (lambda x: x, lambda x: x)
     has_types: bool = False
     switch: str | None = None
-    by_kind: bool = False
-    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    per_kind: bool = False
+    base_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliding_base: float | None = None
     dense: tuple[Callable, Callable] | None = None
-    is_first_plain: bool = False
+    first_has_no_norm: bool = False
     fields: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
-    are_full_turned: bool = True
-    turns: tuple[str, str, int] | None = None
+    full_has_rotary: bool = True
+    rotary_blocks: tuple[str, str, int] | None = None
     scaling: Mapping = dataclasses.field(default_factory=dict)
     has_alpha: bool = False
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        number, kinds = config["num_hidden_layers"], self._kinds(config)
-        turns = self._turns(config)
-        of_kind = {kind: self._of_kind(config, kind) for kind in dict.fromkeys(kinds)}
-        blocks = [dict(of_kind[kind]) for kind in kinds]
-        for i in range(number):
-            if turns is not None and not turns[i]:
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Part`.
+
+        Raises:
+            InputError: If `layer_types` has an unsupported kind or a wrong length.
+        """
+        num_blocks = config["num_hidden_layers"]
+        kinds = self._block_kinds(config)
+        has_rotary = self._rotary_flags(config)
+        kind_arguments = {kind: self._kind_arguments(config, kind) for kind in dict.fromkeys(kinds)}
+        blocks = [dict(kind_arguments[kind]) for kind in kinds]
+        for i in range(num_blocks):
+            if has_rotary is not None and not has_rotary[i]:
                 blocks[i]["rotary_base"] = None
-            if self.is_first_plain:
+            if self.first_has_no_norm:
                 blocks[i]["attention_norm"] = i > 0
             if self.dense is not None:
                 blocks[i]["experts"] = not self.dense[0](config, i)
-        return factored(blocks) if blocks else of_kind.get(FULL, self._of_kind(config, FULL))
+        if not blocks:
+            return kind_arguments.get(FULL, self._kind_arguments(config, FULL))
+        return split_pattern(blocks)
 
-    def _kinds(self, config):
-        number, given = config["num_hidden_layers"], config.get("layer_types")
-        kinds = {FULL} if self.kind_of is None else {FULL, SLIDING}
-        if others := sorted({*(given or ())} - kinds):
+    def _block_kinds(self, config):
+        num_blocks = config["num_hidden_layers"]
+        layer_types = config.get("layer_types")
+        supported = {FULL} if self.kind_rule is None else {FULL, SLIDING}
+        if unsupported := sorted({*(layer_types or ())} - supported):
             raise InputError(
-                f"layer_types has {others[0]!r}, attention of some blocks: it is not built"
+                f"`layer_types` contains {unsupported[0]!r}, which is not supported for this family."
             )
-        if given:
-            if len(given) != number:
-                raise InputError(f"layer_types has {len(given)} entries for {number} blocks")
-        rule = self.kind_of or (lambda config, i: FULL)
-        by_rule = [rule(config, i) for i in range(number)]
-        return list(given or by_rule)
+        if layer_types:
+            if len(layer_types) != num_blocks:
+                raise InputError(
+                    f"`layer_types` must have {num_blocks} entries, one per block, got "
+                    f"{len(layer_types)}."
+                )
+        rule = self.kind_rule or (lambda config, i: FULL)
+        by_rule = [rule(config, i) for i in range(num_blocks)]
+        return list(layer_types or by_rule)
 
-    def _of_kind(self, config, kind):
-        """Return the arguments of blocks of a kind."""
+    def _kind_arguments(self, config, kind):
+        """Return the arguments of a full or sliding block."""
         window = None
-        if self.kind_of is not None:
+        if self.kind_rule is not None:
             window = config.get(self.window_field, self.window)
-        found = {"window": None, **self._rotary(config, kind)}
-        if window is not None and kind == FULL and not self.are_full_turned:
-            return {**found, "rotary_base": None}
+        result = {"window": None, **self._rotary(config, kind)}
+        if window is not None and kind == FULL and not self.full_has_rotary:
+            return {**result, "rotary_base": None}
         if window is None or kind == FULL:
-            return found
-        return found | {"window": self.window_of[0](window)}
+            return result
+        return result | {"window": self.window_converters[0](window)}
 
     def _rotary(self, config, kind):
-        """Return the arguments of rotary positions, which configs hold in one of three forms."""
-        given, is_local = config.get("rope_parameters") or {}, self.by_kind and kind == SLIDING
-        if FULL in given or SLIDING in given:
-            own = dict(given.get(kind) or {})
+        """Return the rotary arguments of a kind of block.
+
+        Configs store them in one of three forms: `rope_parameters` per kind, `rope_parameters`
+        for all kinds, or separate keys with `rope_scaling`.
+        """
+        parameters = config.get("rope_parameters") or {}
+        is_local = self.per_kind and kind == SLIDING
+        if FULL in parameters or SLIDING in parameters:
+            fields = dict(parameters.get(kind) or {})
         else:
-            usual = {} if given else self.scaling
-            scaling = {} if is_local else config.get("rope_scaling") or usual
-            own = {**scaling, **(given if not is_local else {})}
-        usual = self.sliding_base if is_local and self.sliding_base else self.base
-        field = self.older.get(kind, self.fields[0])
-        base = own.pop("rope_theta", None) or config.get(field) or usual
-        name = own.pop("rope_type", None) or own.pop("type", "default")
-        own.pop("type", None)
-        own.pop("max_position_embeddings", None)
-        fraction = own.pop("partial_rotary_factor", None) or config.get(self.fields[1])
-        own = {key: value for key, value in own.items() if value is not None}
-        if self.has_alpha and name == "dynamic" and own.get("alpha"):
-            name, own = "ntk", {"factor": own["alpha"]}  # others of its fields say nothing then
+            default = {} if parameters else self.scaling
+            scaling = {} if is_local else config.get("rope_scaling") or default
+            fields = {**scaling, **(parameters if not is_local else {})}
+        default_base = self.sliding_base if is_local and self.sliding_base else self.base
+        field = self.base_keys.get(kind, self.fields[0])
+        base = fields.pop("rope_theta", None) or config.get(field) or default_base
+        name = fields.pop("rope_type", None) or fields.pop("type", "default")
+        fields.pop("type", None)
+        fields.pop("max_position_embeddings", None)
+        fraction = fields.pop("partial_rotary_factor", None) or config.get(self.fields[1])
+        fields = {key: value for key, value in fields.items() if value is not None}
+        if self.has_alpha and name == "dynamic" and fields.get("alpha"):
+            # The other fields have no effect then.
+            name = "ntk"
+            fields = {"factor": fields["alpha"]}
         return {
             "rotary_base": float(base),
             "rotary_fraction": float(fraction or self.fraction),
-            "rotary_scaling": None if name == "default" else {"type": name, **own},
+            "rotary_scaling": None if name == "default" else {"type": name, **fields},
         }
 
-    def _turns(self, config):
-        """Return of each block whether it has rotary positions; None where all have."""
-        if self.turns is None:
-            return None
-        field, interval, usual = self.turns
-        period, number = config.get(interval) or usual, config["num_hidden_layers"]
-        return config.get(field) or [int((i + 1) % period != 0) for i in range(number)]
+    def _rotary_flags(self, config):
+        """Return a list with 1 for blocks that have rotary positions and 0 for others.
 
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+        The result is `None` if all blocks have them.
+        """
+        if self.rotary_blocks is None:
+            return None
+        field, interval, default = self.rotary_blocks
+        period = config.get(interval) or default
+        num_blocks = config["num_hidden_layers"]
+        return config.get(field) or [int((i + 1) % period != 0) for i in range(num_blocks)]
+
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the blocks have what no config of the family says.
+            InputError: If no config of the family can represent the blocks.
         """
         blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
         windows = {block["window"] for block in blocks} - {None}
         fractions = {block["rotary_fraction"] for block in blocks}
-        if windows and self.kind_of is None:
+        if windows and self.kind_rule is None:
             raise differs("window", windows, None)
         if len(windows) > 1:
-            raise differs("window", windows, "one")
+            raise differs("window", windows, "one value")
         if fractions != {1.0} and self.fraction == 1 and not self.is_partial:
             raise differs("rotary_fraction", fractions - {1.0}, 1.0)
-        turning = [block for block in blocks if block["rotary_base"] is not None] or blocks
-        by_kind = {kind: [b for b in turning if _kind(b) == kind] for kind in (FULL, SLIDING)}
-        groups = by_kind.values() if self.by_kind else [turning]
+        rotary = [block for block in blocks if block["rotary_base"] is not None] or blocks
+        per_kind = {kind: [b for b in rotary if _kind(b) == kind] for kind in (FULL, SLIDING)}
+        groups = per_kind.values() if self.per_kind else [rotary]
         for group in groups:
-            if any(one[name] != group[0][name] for one in group for name in _ROTARY):
-                bases = {one["rotary_base"] for one in group}
-                raise differs("rotary positions of several kinds", bases, "one")
-        found = {}
-        if self.kind_of is not None:
+            if any(block[name] != group[0][name] for block in group for name in _ROTARY):
+                bases = {block["rotary_base"] for block in group}
+                raise differs("rotary_base", bases, "one value")
+        fields = {}
+        if self.kind_rule is not None:
             window = next(iter(windows), None)
-            found[self.window_field] = None if window is None else self.window_of[1](window)
-        if self.switch is not None:
-            found[self.switch] = bool(windows)
-        if self.has_types:
-            found["layer_types"] = [_kind(block) for block in blocks]
-        if self.turns is not None:
-            found[self.turns[0]] = [int(block["rotary_base"] is not None) for block in blocks]
-        plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
-        if plain != [0] * self.is_first_plain:
-            raise differs("blocks whose attention's input has no norm", plain, "others")
-        if self.dense is not None:
-            found |= self.dense[1]([not block.get("experts", True) for block in blocks])
-        elif any("experts" in block for block in blocks):
-            raise differs("blocks with experts", "some", "all")
-        turns = [self.are_full_turned or not windows or _kind(block) == SLIDING for block in blocks]
-        if self.turns is None and [block["rotary_base"] is not None for block in blocks] != turns:
-            raise InputError(
-                "some of the network's blocks have no rotary positions: its family's do, or others"
+            fields[self.window_field] = (
+                None if window is None else self.window_converters[1](window)
             )
-        if self.by_kind:
-            own = {kind: self._parameters(group[0]) for kind, group in by_kind.items() if group}
-            first = next(iter(own.values()))
-            return {**found, "rope_parameters": {FULL: first, SLIDING: first, **own}}
-        own = self._parameters(turning[0])
-        return {**found, "rope_theta": own["rope_theta"], "rope_parameters": own}
+        if self.switch is not None:
+            fields[self.switch] = bool(windows)
+        if self.has_types:
+            fields["layer_types"] = [_kind(block) for block in blocks]
+        if self.rotary_blocks is not None:
+            fields[self.rotary_blocks[0]] = [
+                int(block["rotary_base"] is not None) for block in blocks
+            ]
+        plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
+        expected_plain = [0] if self.first_has_no_norm else []
+        if plain != expected_plain:
+            raise differs("blocks without attention norm", plain, expected_plain)
+        if self.dense is not None:
+            fields |= self.dense[1]([not block.get("experts", True) for block in blocks])
+        elif any("experts" in block for block in blocks):
+            raise differs("blocks with experts", "some of them", "all of them")
+        expected = [
+            self.full_has_rotary or not windows or _kind(block) == SLIDING for block in blocks
+        ]
+        if (
+            self.rotary_blocks is None
+            and [block["rotary_base"] is not None for block in blocks] != expected
+        ):
+            raise InputError(
+                "The blocks with rotary positions differ from the family's. Save the network as another "
+                "family."
+            )
+        if self.per_kind:
+            parameters = {
+                kind: self._parameters(group[0]) for kind, group in per_kind.items() if group
+            }
+            first_parameters = next(iter(parameters.values()))
+            return {
+                **fields,
+                "rope_parameters": {
+                    FULL: first_parameters,
+                    SLIDING: first_parameters,
+                    **parameters,
+                },
+            }
+        parameters = self._parameters(rotary[0])
+        return {**fields, "rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
 
     def _parameters(self, block):
-        """Return `rope_parameters` of a block's arguments."""
-        base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
+        """Return `rope_parameters` for a block's arguments."""
+        base = block["rotary_base"]
+        scaling = dict(block["rotary_scaling"] or {"type": "default"})
         if scaling["type"] == "ntk" and self.has_alpha:
             scaling = {"type": "dynamic", "alpha": scaling["factor"], "factor": 1.0}
-        elif scaling["type"] == "ntk":  # configs say it by the base
+        elif scaling["type"] == "ntk":  # configs express it with the base
             head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
-            turning = int(head_dim * block["rotary_fraction"])
-            base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
-        found = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
+            rotary_dim = int(head_dim * block["rotary_fraction"])
+            base = ntk_base(base, scaling["factor"], rotary_dim)
+            scaling = {"type": "default"}
+        parameters = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
         fraction = block["rotary_fraction"]
-        return found if fraction == 1 else {**found, "partial_rotary_factor": fraction}
+        return parameters if fraction == 1 else {**parameters, "partial_rotary_factor": fraction}
 
 
-def all_slide(config: Mapping, number: int) -> str:
-    """Return the kind of every block of a family whose blocks slide where there is a window."""
+def always_sliding(config: Mapping, index: int) -> str:
+    """Return `SLIDING`, for families whose blocks all slide if the config has a window."""
     return SLIDING
 
 
@@ -217,12 +267,17 @@ def _kind(block):
     return FULL if block["window"] is None else SLIDING
 
 
-def factored(blocks: list[dict]) -> dict:
-    """Return the arguments of blocks: what all have, and the pattern of what differs."""
-    same = {name for name in blocks[0] if all(one[name] == blocks[0][name] for one in blocks)}
-    same -= {name for name in same & {*_OF_PATTERN} if not blocks[0][name]}  # in no block
-    pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
-    if len(same) == len(blocks[0]):
+def split_pattern(blocks: list[dict]) -> dict:
+    """Return the blocks' common arguments, and a `block_pattern` of the differing ones."""
+    common_names = {
+        name for name in blocks[0] if all(block[name] == blocks[0][name] for block in blocks)
+    }
+    # Pattern keys that are False in all blocks must stay in the pattern.
+    common_names -= {name for name in common_names & {*_PATTERN_KEYS} if not blocks[0][name]}
+    pattern = shortest(
+        [{x: v for x, v in block.items() if x not in common_names} for block in blocks]
+    )
+    if len(common_names) == len(blocks[0]):
         pattern = None
-    common = {name: value for name, value in blocks[0].items() if name not in _OF_PATTERN}
+    common = {name: value for name, value in blocks[0].items() if name not in _PATTERN_KEYS}
     return {**common, "block_pattern": pattern}

@@ -1,8 +1,10 @@
 """BERT, RoBERTa, DistilBERT and ModernBERT.
 
-References: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
-1907.11692; Sanh et al., 2019, "DistilBERT", arXiv 1910.01108; Warner et al., 2024, "ModernBERT", arXiv
-2412.13663.
+Reference:
+    - [Devlin et al., 2019, BERT](https://arxiv.org/abs/1810.04805)
+    - [Liu et al., 2019, RoBERTa](https://arxiv.org/abs/1907.11692)
+    - [Sanh et al., 2019, DistilBERT](https://arxiv.org/abs/1910.01108)
+    - [Warner et al., 2024, ModernBERT](https://arxiv.org/abs/2412.13663)
 """
 
 from collections.abc import Mapping
@@ -10,33 +12,33 @@ from collections.abc import Mapping
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.family import SIZES, Family, usual_arguments
+from dtransformer.models.pretrained.families.family import SIZES, Family, default_arguments
 from dtransformer.models.pretrained.families.parts import TIED, AfterPadding, Field, hidden_act
 
 _ENCODER = {
-    "base": usual_arguments(MaskedLM, num_token_types=0),
+    "base": default_arguments(MaskedLM, num_token_types=0),
     "network": MaskedLM,
     "special_ids": {"pad_id": "pad_token_id"},
 }
 
 
 class _NextSentence:
-    """The class of a config: whether there is a head that tells if a sentence follows another."""
+    """Mapping of the architecture in a config and the head for next-sentence prediction."""
 
     arguments = ("next_sentence",)
     _class = "BertForPreTraining"
 
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Part`."""
         return {"next_sentence": self._class in (config.get("architectures") or ())}
 
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`."""
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config fields from network arguments; see `Part`."""
         return {"architectures": [self._class]} if arguments["next_sentence"] else {}
 
 
 def _bert(architecture, parts, prefix, head, **others):
-    """Return a family of BERT's blocks: with parts of its own, and names of its head's layers."""
+    """Return a family with BERT's blocks, with additional parts and the head's weight names."""
     embeddings = f"{prefix}.embeddings."
     return Family(
         architecture,
@@ -64,14 +66,14 @@ def _bert(architecture, parts, prefix, head, **others):
             f"{embeddings}token_type_embeddings.weight": "token_types/table",
         },
         top={f"{embeddings}LayerNorm": "embedding_norm", **head},
-        # Norms had other names when Google's files were made. The head may have its own bias.
+        # Google's original files use other names for norms. The head may have a separate bias.
         renamed={
             "LayerNorm.gamma": "LayerNorm.weight",
             "LayerNorm.beta": "LayerNorm.bias",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
             "lm_head.decoder.bias": "lm_head.bias",
         },
-        usual_parts=SIZES,
+        default_parts=SIZES,
         **others,
         **_ENCODER,
     )
@@ -82,11 +84,11 @@ _REFUSED = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
-# Models that find masked tokens may have what tells next sentences, too.
+# Masked language models may have weights for next-sentence prediction, which are skipped.
 _SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
 BERT = _bert(
     "BertForMaskedLM",
-    (hidden_act(usual="gelu"), _NextSentence()),
+    (hidden_act(default="gelu"), _NextSentence()),
     "bert",
     {
         "cls.predictions.transform.dense": "head/dense",
@@ -95,7 +97,7 @@ BERT = _bert(
         "bert.pooler.dense": "sentence_head/pooler",
         "cls.seq_relationship": "sentence_head/classifier",
     },
-    refused=_REFUSED,
+    supported_values=_REFUSED,
     vectors={"cls.predictions.bias": "head/logits/bias"},
     copies=("cls.predictions.decoder.weight",),
     untied_copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
@@ -110,7 +112,7 @@ ROBERTA = _bert(
         "lm_head.layer_norm": "head/norm",
         "lm_head.decoder": "head/logits",
     },
-    refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
+    supported_values={**_REFUSED, "hidden_act": "gelu"},  # the head always uses "gelu"
     vectors={"lm_head.bias": "head/logits/bias"},
     copies=("lm_head.decoder.weight",),
     untied_copies={"lm_head.decoder.bias": "lm_head.bias"},
@@ -147,14 +149,14 @@ DISTILBERT = Family(
     },
     copies=("vocab_projector.weight",),
     ignored=("position_ids",),
-    usual_parts=(),
+    default_parts=(),
     **_ENCODER,
 )
 
 
-def _full_each(config, number):
-    """Return the kind of a block: by default each third is full, the first one among them."""
-    return SLIDING if number % (config.get("global_attn_every_n_layers") or 3) else FULL
+def _full_each(config, index):
+    """Return the kind of a block. By default every third block is full, from the first one on."""
+    return SLIDING if index % (config.get("global_attn_every_n_layers") or 3) else FULL
 
 
 MODERNBERT = Family(
@@ -172,15 +174,16 @@ MODERNBERT = Family(
         Blocks(
             base=160000.0,
             sliding_base=10000.0,
-            kind_of=_full_each,
+            kind_rule=_full_each,
             window=128,
             window_field="local_attention",
-            # Theirs is what is seen on both sides together, ours on one, with the position itself.
-            window_of=(lambda both: both // 2 + 1, lambda one: 2 * (one - 1)),
+            # ModernBERT counts both sides of the window together. This library counts one side,
+            # including the position itself.
+            window_converters=(lambda both: both // 2 + 1, lambda one: 2 * (one - 1)),
             has_types=True,
-            by_kind=True,
-            older={FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
-            is_first_plain=True,
+            per_kind=True,
+            base_keys={FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
+            first_has_no_norm=True,
         ),
     ),
     fixed={
@@ -190,7 +193,7 @@ MODERNBERT = Family(
         "use_bias": False,
         "post_layernorm_residual": False,
     },
-    refused={
+    supported_values={
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
         "decoder_bias": True,
         **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
@@ -209,6 +212,6 @@ MODERNBERT = Family(
         "decoder": "head/logits",
     },
     copies=("decoder.weight",),
-    usual_parts=SIZES,
+    default_parts=SIZES,
     **_ENCODER,
 )

@@ -1,34 +1,36 @@
-"""Fields of published configs that say experts, and the families that are Llama's blocks with them.
+"""Config keys of experts, and the families Mixtral and Qwen3-MoE.
 
-References: Jiang et al., 2024, "Mixtral of experts", arXiv 2401.04088; Yang et al., 2025, "Qwen3
-technical report", arXiv 2505.09388.
+Reference:
+    - [Jiang et al., 2024, Mixtral of experts](https://arxiv.org/abs/2401.04088)
+    - [Yang et al., 2025, Qwen3](https://arxiv.org/abs/2505.09388)
 """
 
 import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
-from dtransformer.models.base import experts_of
-from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
+from dtransformer.models.base import get_moe_config
+from dtransformer.models.pretrained.families.blocks import Blocks, always_sliding
 from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
+from dtransformer.models.pretrained.families.llama import DEFAULT_IDS, QK_EPSILON
 from dtransformer.models.pretrained.families.parts import differs, epsilon, kv_heads
 from dtransformer.parallel.config.config import MoEConfig
 
-# No token is dropped, and the load is balanced sequence by sequence.
+# Published models drop no token. The load is balanced within each sequence.
 _ALWAYS = {"dropless": True, "expert_group_size": 4096}
 _COEFFICIENT = "router_aux_loss_coef"
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What configs of a family say of its experts.
+    """Mapping between config keys and `MoEConfig`.
 
     Args:
-        fields: fields of `MoEConfig`, and theirs with what a config means that does not say it.
-        aux_loss: weight of the load-balancing loss where nothing is said; None where none is.
-        fixed: other fields of `MoEConfig`.
-        renamed: older names of their fields.
+        fields: Dict from fields of `MoEConfig` to tuples of a config key and its default.
+        aux_loss: Default weight of the load-balancing loss, or `None` if the family has
+            none.
+        fixed: Dict of other fields of `MoEConfig`.
+        renamed: Dict from config keys to their names in older configs.
     """
 
     fields: Mapping[str, tuple]
@@ -37,84 +39,89 @@ class Experts:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     arguments: tuple[str, ...] = ("moe_config",)
 
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        found = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
-        for own, (field, usual) in self.fields.items():
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Part`."""
+        fields = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
+        for name, (field, default) in self.fields.items():
             value = config.get(field)
             value = config.get(self.renamed.get(field)) if value is None else value
-            found[own] = usual if value is None else value
-        # That is what the loss depends on there.
+            fields[name] = default if value is None else value
+        # `transformers` adds the loss only with `output_router_logits`.
         if self.aux_loss is not None:
             factor = config.get(_COEFFICIENT)
             factor = self.aux_loss if factor is None else factor
-            found["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
-        return {"moe_config": MoEConfig(**found)}
+            fields["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
+        return {"moe_config": MoEConfig(**fields)}
 
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the network has no experts, or others than the family.
+            InputError: If the network has no experts, or unsupported ones.
         """
-        moe = experts_of(arguments)
+        moe = get_moe_config(arguments)
         if moe is None:
-            raise InputError("the family's blocks have experts, and the network has none")
-        own = {"aux_loss_factor", *_ALWAYS, *self.fields}
+            raise InputError(
+                "The family has experts, but the network has none. Save it as another family."
+            )
+        free = {"aux_loss_factor", *_ALWAYS, *self.fields}
         plain = MoEConfig(**{**_ALWAYS, **self.fixed})
         for name, value in vars(plain).items():
-            if getattr(moe, name) != value and (name not in own or name == "dropless"):
+            if getattr(moe, name) != value and (name not in free or name == "dropless"):
                 raise differs(f"experts with {name}", repr(getattr(moe, name)), repr(value))
-        usual = arguments["ffn_hidden_size"]  # which is what None means
-        moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or usual)
-        found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
+        ffn_hidden_size = arguments["ffn_hidden_size"]  # the meaning of `None`
+        moe = dataclasses.replace(moe, ffn_hidden_size=moe.ffn_hidden_size or ffn_hidden_size)
+        fields = {field: getattr(moe, name) for name, (field, _) in self.fields.items()}
         if self.aux_loss is None:
-            return found
+            return fields
         factor = moe.aux_loss_factor
-        return {**found, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
+        return {**fields, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
 
 
-def _mlp_only(config, number):
-    """Return whether a block of Qwen3's has no experts."""
+def _mlp_only(config, index):
+    """Return whether a Qwen3-MoE block has no experts."""
     step = config.get("decoder_sparse_step") or 1
-    return number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    return index in (config.get("mlp_only_layers") or ()) or (index + 1) % step != 0
 
 
 def _mlp_only_layers(are_dense):
-    dense = [number for number, is_dense in enumerate(are_dense) if is_dense]
+    dense = [index for index, is_dense in enumerate(are_dense) if is_dense]
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
-def first_dense(usual: int) -> tuple:
-    """Return the rule by which the first blocks have no experts, as `Blocks.dense`.
+def first_dense(default: int) -> tuple:
+    """Return functions for a family whose first blocks have no experts; see `Blocks.dense`.
 
     Args:
-        usual: how many, where nothing is said.
+        default: Default number of these blocks.
     """
     field = "first_k_dense_replace"
 
-    def is_dense(config, number):
-        given = config.get(field)
-        return number < (usual if given is None else given)
+    def is_dense(config, index):
+        value = config.get(field)
+        return index < (default if value is None else value)
 
     def fields(are_dense):
-        number = sum(are_dense)
-        if not all(are_dense[:number]):
-            raise InputError("blocks without experts come first in the family, not between others")
-        return {field: number}
+        num_dense = sum(are_dense)
+        if not all(are_dense[:num_dense]):
+            raise InputError(
+                "Blocks without experts must precede all others in this family. Save the network as "
+                "another family."
+            )
+        return {field: num_dense}
 
     return is_dense, fields
 
 
-def deepseek_experts(*usual, kind: type[Experts] = Experts, **fixed) -> Experts:
-    """Return the fields of experts by DeepSeek's names, of which no loss is a part.
+def deepseek_experts(*defaults, kind: type[Experts] = Experts, **fixed) -> Experts:
+    """Return an `Experts` part with DeepSeek's config keys and no load-balancing loss.
 
     Args:
-        *usual: what a config means that does not say them, in their order.
-        kind: the class.
-        **fixed: other fields of `MoEConfig`.
+        *defaults: Defaults of the keys, in the order of `_DEEPSEEK`.
+        kind: Class of the result.
+        **fixed: Other fields of `MoEConfig`.
     """
-    fields = {own: (field, x) for (own, field), x in zip(_DEEPSEEK.items(), usual)}
+    fields = {name: (field, x) for (name, field), x in zip(_DEEPSEEK.items(), defaults)}
     return kind(fields, aux_loss=None, fixed=fixed)
 
 
@@ -131,7 +138,7 @@ _DEEPSEEK = {
 
 
 def next_tokens(arguments: Mapping) -> tuple[str, ...]:
-    """Return what names begin with of what predicts several tokens, behind the last block."""
+    """Return prefixes of the multi-token prediction weights, which follow the last block."""
     return (f"model.layers.{arguments['num_layers']}.",)
 
 
@@ -141,7 +148,7 @@ MIXTRAL = Family(
     parts=(
         kv_heads(8),
         epsilon(1e-5),
-        Blocks(base=1e6, kind_of=all_slide),
+        Blocks(base=1e6, kind_rule=always_sliding),
         Experts(
             {
                 "expert_num": ("num_local_experts", 8),
@@ -149,9 +156,9 @@ MIXTRAL = Family(
             }
         ),
     ),
-    # There it multiplies what experts see, too.
-    refused={"router_jitter_noise": 0.0},
-    ids=USUAL_IDS,
+    # `transformers` also multiplies the experts' inputs by this noise.
+    supported_values={"router_jitter_noise": 0.0},
+    ids=DEFAULT_IDS,
     router="block_sparse_moe.gate",
     experts={
         f"block_sparse_moe.experts.{{}}.{name}": f"feed_forward/{own}"
@@ -175,5 +182,5 @@ QWEN3_MOE = Family(
         ),
     ),
     fixed={"qk_norm": "rms_norm"},
-    refused={"attention_bias": False, "use_sliding_window": False},
+    supported_values={"attention_bias": False, "use_sliding_window": False},
 )

@@ -1,6 +1,6 @@
-"""Families of published models as rows of a table: what each says and stores in its own way.
+"""Declarative description of a model family of `transformers`.
 
-What a row does not say is Llama's.
+Every default of `Family` describes Llama. Other families state only the differences.
 """
 
 import dataclasses
@@ -25,30 +25,34 @@ from dtransformer.models.pretrained.families.parts import (
     kv_heads,
 )
 from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear, table
 
-# What changes no result, or is written for all families alike.
-_FREE = {
+# Arguments that change no result, or that are saved in the same way for all families.
+_UNCHECKED_ARGUMENTS = {
     *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "implementation"),
     *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func"),
     *("trains_head_bias", "trains_padding", "name"),
 }
 
 
-def usual_arguments(network: type[TokenModel], *without: str, **others) -> dict:
-    """Return what configs cannot say otherwise, where no part of theirs does: a network's defaults.
+def default_arguments(network: type[TokenModel], *without: str, **overrides) -> dict:
+    """Return a network's default arguments, as the fixed arguments of a family.
+
+    Config keys of the family may override them.
 
     Args:
-        network: its class.
-        *without: names of arguments that may be any.
-        **others: arguments that are others than by default.
+        network: Class of the network.
+        *without: Names of arguments that may have any value.
+        **overrides: Arguments whose values differ from the network's defaults.
     """
-    given = inspect.signature(network.__init__).parameters.values()
-    usual = {x.name: x.default for x in given if x.default is not x.empty}
-    return {x: y for x, y in usual.items() if x not in {*_FREE, *without}} | others
+    parameters = inspect.signature(network.__init__).parameters.values()
+    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+    return {
+        x: y for x, y in defaults.items() if x not in {*_UNCHECKED_ARGUMENTS, *without}
+    } | overrides
 
 
-_LLAMA = usual_arguments(
+_LLAMA = default_arguments(
     CausalLM,
     embedding_scale=1.0,
     positions="rotary",
@@ -77,68 +81,81 @@ LLAMA_PARTS = (
 
 
 def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
-    """Return Llama's parts without those of some arguments, of which configs say nothing."""
+    """Return Llama's parts, without parts that set any of the given arguments."""
     return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
 
 
 _TABLES = {"model.embed_tokens.weight": "embedding/table"}
 _TOP = {"model.norm": "blocks/final_norm", "lm_head": "head"}
-# Special tokens of texts: our arguments -> fields of published configs.
+# Network arguments of special tokens -> config keys.
 TEXT_IDS = {"pad_id": "pad_token_id", "start_id": "bos_token_id", "end_id": "eos_token_id"}
 DECODER_IDS = {**TEXT_IDS, "start_id": "decoder_start_token_id"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of published models.
+    """Model family of `transformers`: its config keys, weight names and supported features.
+
+    Dicts of weight names map names in `transformers` to paths in this library.
 
     Args:
-        architecture: the class in `transformers`, with the head that it was trained with.
-        parts: `Part`s that replace Llama's of the same arguments, or come besides.
-        fixed: arguments that are always so.
-        refused: fields, and the only values that are built.
-        ids: what fields of special tokens mean that a config lacks.
-        attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
-            those of feed-forward layers, and of what is beside experts. The norms' and `dense` may be
-            functions of the arguments.
-        stacked: those of tensors that have all experts, kernels as [experts, inputs, outputs]; where
-            there are two weights, their outputs take turns.
-        block_vectors: those of other vectors of a block, whole.
-        router: what the router's kernel is called.
-        router_bias: the whole name of its bias.
-        is_grouped: whether queries, keys and values of one tensor are by groups of heads.
-        is_transposed: whether products are stored as PyTorch's `Linear` has them.
-        is_interleaved: whether neighbouring features turn together: theirs are put in our order.
-        block, path: what names of a block's tensors, and our paths, begin with; `{}` is its number.
-        stacks: arguments that are numbers of blocks, and fields of this class that such blocks have of
-            their own.
-        tables, top, vectors, rows: names of the tensors outside of blocks, and ours: tables, norms and
-            products, and others by their whole names, as [features] or as [1, features].
-        base: what `fixed` is besides.
-        usual_parts: the parts that `parts` come besides.
-        network: the class of the networks.
-        special_ids: dict of arguments that are ids of tokens, and the fields that hold them.
-        own_padding: whether padding that is the start or end token, too, is none.
-        prefix: what names may begin with, or not; `tensors` has them without it.
-        heads: what names begin with that have no prefix in any case.
-        copies: Names of tensors that repeat the first of `tables`: a tied head, or a table of
-            embeddings for one side.
-        untied_copies: Tensors of untied models that repeat another one, and its name. `transformers`
-            reads each of them.
-        position_tables: Ends of names of tables of sinusoidal positions, which are no weights here.
-        written_positions: Names of such tables that saved files have.
-        ignored: endings of names that hold no weights of the network.
-        renamed: dict of endings of names in older files, and what they are now.
-        left_out: a function of the arguments that returns what names begin with of tensors that are
-            left out, with a notice.
-        settled: a function of the arguments and of the names of a file's tensors that returns the
-            arguments: it settles what the config leaves open.
+        architecture: Name of the class in `transformers`, including the pretraining head.
+        parts: Tuple of `Part`s. They are added to `default_parts` and replace its parts
+            for the same arguments.
+        fixed: Dict of network arguments that are the same for the whole family.
+        supported_values: Dict from config keys to their only supported value.
+        ids: Dict from config keys of special tokens to their defaults.
+        attention: Dict from names of attention products in a block to tuples of paths. A
+            tuple of several paths is a fused tensor.
+        dense: Like `attention`, for feed-forward layers and shared experts. It may be a
+            function of the network's arguments that returns the dict.
+        experts: Dict from names of expert kernels in a block to paths. `{}` is the index.
+        norms: Dict from names of norms in a block to paths, or a function of the network's
+            arguments that returns it.
+        stacked: Dict from names of tensors with all experts, [experts, inputs, outputs], to
+            tuples of paths. The outputs of two weights are interleaved.
+        block_vectors: Dict from full names of other vectors in a block to paths.
+        router: Name of the router's kernel, without `.weight`.
+        router_bias: Full name of the router's bias.
+        is_grouped: Boolean. Whether a fused tensor of queries, keys and values stores one
+            group of heads after another.
+        is_transposed: Boolean. Whether kernels are [outputs, inputs], as in PyTorch.
+        is_interleaved: Boolean. Whether rotary positions rotate pairs of neighboring
+            features. Loading reorders them to the order of this library.
+        block, path: Prefixes of a block's weight names, in `transformers` and here. `{}` is
+            the block index.
+        stacks: Dict from arguments with a number of blocks to dicts of `Family` fields that
+            differ in these blocks.
+        tables: Dict from names of embedding tables to paths.
+        top: Dict from names of norms and products outside of blocks to paths.
+        vectors: Dict from full names of other vectors [features] to paths.
+        rows: Dict from full names of other vectors [1, features] to paths.
+        base: Dict of network arguments. `fixed` overrides it.
+        default_parts: Tuple of default `Part`s.
+        network: Class of the networks.
+        special_ids: Dict from network arguments that are token ids to config keys.
+        needs_unique_padding: Boolean. Whether to ignore a start or end token as padding.
+        prefix: Optional prefix of weight names in files. `tensors` omits it.
+        heads: Tuple of prefixes of names that never have `prefix`.
+        copies: Tuple of names of tensors that repeat the first of `tables`: a tied head, or
+            one side's embedding table.
+        untied_copies: Dict from names of tensors that repeat another tensor in untied models
+            to the name of that tensor. `transformers` reads both.
+        position_tables: Tuple of suffixes of names of sinusoidal position tables. They are
+            not weights in this library.
+        written_positions: Tuple of names of such tables in saved files.
+        ignored: Tuple of suffixes of names that are not weights of the network.
+        renamed: Dict from suffixes of names in older files to the current suffixes.
+        skipped_prefixes: Function from the network's arguments to a tuple of prefixes of tensor
+            names that are skipped with a warning.
+        finalize: Function from the network's arguments and the tensor names in a file to the
+            final arguments, for facts that the config does not contain.
     """
 
     architecture: str
     parts: tuple[Part, ...] = ()
     fixed: Mapping = dataclasses.field(default_factory=dict)
-    refused: Mapping = dataclasses.field(default_factory=dict)
+    supported_values: Mapping = dataclasses.field(default_factory=dict)
     ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     attention: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: ATTENTION)
     dense: Mapping[str, tuple] | Callable = dataclasses.field(default_factory=lambda: GATED)
@@ -159,10 +176,10 @@ class Family:
     vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     base: Mapping = dataclasses.field(default_factory=lambda: _LLAMA)
-    usual_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
+    default_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
     network: type[TokenModel] = CausalLM
     special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)
-    own_padding: bool = True
+    needs_unique_padding: bool = True
     prefix: str = ""
     heads: tuple[str, ...] = ("lm_head", "score")
     copies: tuple[str, ...] = ("lm_head.weight",)
@@ -171,88 +188,89 @@ class Family:
     written_positions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
-    settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
+    skipped_prefixes: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
+    finalize: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def all_parts(self) -> list[Part]:
-        """Return the family's parts, and those of Llama's that they do not replace."""
-        own = {name for part in self.parts for name in part.arguments}
-        return [*(x for x in self.usual_parts if not own & set(x.arguments)), *self.parts]
+        """Return the parts of the family, including the default parts that it does not replace."""
+        overridden = {name for part in self.parts for name in part.arguments}
+        return [*(x for x in self.default_parts if not overridden & set(x.arguments)), *self.parts]
 
     def arguments(self, config: Mapping) -> dict:
-        """Return the arguments of a network of a config.
+        """Return the network arguments for a config.
 
         Raises:
-            InputError: the config asks for what is not built.
+            InputError: If the config needs an unsupported feature.
         """
-        # `transformers` lets decoders attend both ways by the former.
-        refused = {"is_causal": True} if hasattr(self.network, "generate") else {}
-        for field, value in {**refused, **self.refused}.items():
-            given = config.get(field)
-            if given is not None and given != value:
+        # `is_causal` lets decoders in `transformers` attend in both directions.
+        supported_values = {"is_causal": True} if hasattr(self.network, "generate") else {}
+        for field, supported in {**supported_values, **self.supported_values}.items():
+            value = config.get(field)
+            if value is not None and value != supported:
                 raise InputError(
-                    f"{field}={json.dumps(given)} is not built for {self.architecture}'s blocks"
+                    f"`{field}={json.dumps(value)}` is not supported for {self.architecture}."
                 )
-        found = {**self.base, **self.fixed, "dropout_rate": 0.0}
+        arguments = {**self.base, **self.fixed, "dropout_rate": 0.0}
         for part in self.all_parts():
-            found |= part.read(config)
-        return found
+            arguments |= part.from_hf(config)
+        return arguments
 
     def config(self, arguments: Mapping) -> dict:
-        """Return the config of a network of some arguments.
+        """Return the config for a network's arguments.
 
         Raises:
-            InputError: the network has what no config of the family says.
+            InputError: If no config of the family can represent the network.
         """
         parts = self.all_parts()
-        said = {name for part in parts for name in part.arguments} | _FREE
-        for name, value in {**self.base, **self.fixed}.items():
-            own = _meant(arguments, name)
-            if name not in said and own != value:
-                raise differs(name, repr(own), repr(value))
-        found = dict(self.refused)
+        covered = {name for part in parts for name in part.arguments} | _UNCHECKED_ARGUMENTS
+        for name, expected in {**self.base, **self.fixed}.items():
+            value = _canonical_argument(arguments, name)
+            if name not in covered and value != expected:
+                raise differs(name, repr(value), repr(expected))
+        fields = dict(self.supported_values)
         for part in parts:
-            found |= part.written(arguments)
-        return found
+            fields |= part.to_hf(arguments)
+        return fields
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
-        """Return the tensors of a file of a network of some arguments, without the prefix."""
+        """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
         shapes = weight_shapes.of_network(self.network, arguments)
-        found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
+        tensors = [table(name, path) for name, path in self.tables.items() if path in shapes]
         vectors = {**self.vectors, **self.rows}
-        for name, ours in self.top.items():
-            found += _vectors(name, ours, shapes)
-            if f"{ours}/kernel" in shapes:
-                found.append(linear(f"{name}.weight", f"{ours}/kernel"))
-            if f"{ours}/bias" in shapes.keys() - vectors.values():
-                found.append(bias(f"{name}.bias", f"{ours}/bias"))
-        for name, ours in vectors.items():
-            if ours in shapes:
-                found.append(dataclasses.replace(bias(name, ours), is_row=name in self.rows))
-        for argument, own in self.stacks.items():
-            stack = dataclasses.replace(self, **own)
-            for number in range(arguments[argument]):
-                found += stack._numbered_block(number, shapes, arguments)
-        return found
+        for name, path in self.top.items():
+            tensors += _vectors(name, path, shapes)
+            if f"{path}/kernel" in shapes:
+                tensors.append(linear(f"{name}.weight", f"{path}/kernel"))
+            if f"{path}/bias" in shapes.keys() - vectors.values():
+                tensors.append(bias(f"{name}.bias", f"{path}/bias"))
+        for name, path in vectors.items():
+            if path in shapes:
+                tensors.append(dataclasses.replace(bias(name, path), is_row=name in self.rows))
+        for argument, differences in self.stacks.items():
+            stack = dataclasses.replace(self, **differences)
+            for index in range(arguments[argument]):
+                tensors += stack._numbered_block(index, shapes, arguments)
+        return tensors
 
     @property
     def base_prefix(self) -> str:
-        """The first part of names, such as `"bert."`. Files of the class without a head lack it."""
+        """First part of weight names, such as `"bert."`. Files of classes without a head omit it."""
         return next(iter(self.tables)).partition(".")[0] + "."
 
     def stored_names(self, names: Collection[str]) -> dict[str, str]:
-        """Return the names of a file's tensors by the names that `tensors` uses.
+        """Return a dict from the names that `tensors` uses to the names in a file.
 
-        If a file has a bias twice, the head's own is taken, as in `transformers`.
+        If a file has a bias twice, the head's copy is used, as in `transformers`.
         """
-        found = {self.own_name(name): name for name in sorted(names)}
-        table, prefix = next(iter(self.tables)), self.base_prefix
-        if table.removeprefix(prefix) not in found:
-            return found
-        return {prefix + name: stored for name, stored in found.items()}
+        result = {self.canonical_name(name): name for name in sorted(names)}
+        table = next(iter(self.tables))
+        prefix = self.base_prefix
+        if table.removeprefix(prefix) not in result:
+            return result
+        return {prefix + name: stored for name, stored in result.items()}
 
-    def own_name(self, name: str) -> str:
-        """Return what a tensor of a file is called by `tensors`."""
+    def canonical_name(self, name: str) -> str:
+        """Return the name that `tensors` uses for a tensor in a file."""
         name = name.removeprefix(self.prefix)
         for older, newer in self.renamed.items():
             if name.endswith(older):
@@ -260,125 +278,122 @@ class Family:
         return name
 
     def file_name(self, name: str) -> str:
-        """Return what a tensor of `tensors` is called in the files that are written."""
+        """Return the name in saved files for a tensor of `tensors`."""
         return name if name.startswith(self.heads) else self.prefix + name
 
-    def is_spare(self, name: str) -> bool:
-        """Return whether a file may have a tensor of that name besides the network's."""
+    def is_optional(self, name: str) -> bool:
+        """Return whether a file may contain a tensor that is not a weight of the network."""
         return name in self.copies or name.endswith(self.ignored + self.position_tables)
 
-    def _numbered_block(self, number, shapes, arguments):
-        """Return the tensors of a block by its number."""
-        theirs, ours = self.block.format(number), self.path.format(number)
-        own = {x.removeprefix(ours): s for x, s in shapes.items() if x.startswith(ours)}
+    def _numbered_block(self, index, shapes, arguments):
+        """Return the tensors of the block with an index."""
+        hf_prefix = self.block.format(index)
+        prefix = self.path.format(index)
+        block_shapes = {
+            x.removeprefix(prefix): s for x, s in shapes.items() if x.startswith(prefix)
+        }
         return [
             dataclasses.replace(
                 tensor,
-                name=f"{theirs}{tensor.name}",
-                weights=tuple(f"{ours}{path}" for path in tensor.weights),
+                name=f"{hf_prefix}{tensor.name}",
+                weights=tuple(f"{prefix}{path}" for path in tensor.weights),
             )
-            for tensor in self._block(own, arguments)
+            for tensor in self._block(block_shapes, arguments)
         ]
 
     def _block(self, shapes, arguments):
-        """Return the tensors of a block's weights, by their paths within it."""
-        has_experts, found = "feed_forward/router/kernel" in shapes, []
+        """Return the tensors of a block, named relative to the block."""
+        has_experts = "feed_forward/router/kernel" in shapes
+        tensors = []
         norms, dense = (x(arguments) if callable(x) else x for x in (self.norms, self.dense))
-        for name, ours in norms.items():
-            found += _vectors(name, ours, shapes)
-        found += [bias(name, ours) for name, ours in self.block_vectors.items() if ours in shapes]
-        for name, ours in {**self.attention, **dense}.items():
-            is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
-            if is_dense and f"{ours[0]}_kernel" in shapes:
-                found += self._product(name, ours, shapes, arguments)
+        for name, path in norms.items():
+            tensors += _vectors(name, path, shapes)
+        tensors += [bias(name, path) for name, path in self.block_vectors.items() if path in shapes]
+        for name, weight_paths in {**self.attention, **dense}.items():
+            is_dense = (
+                not has_experts or name in self.attention or "/shared_experts/" in weight_paths[0]
+            )
+            if is_dense and f"{weight_paths[0]}_kernel" in shapes:
+                tensors += self._product(name, weight_paths, shapes, arguments)
         if has_experts:
-            found.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
+            tensors.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
             biases = "feed_forward/router/bias", "feed_forward/router/logits_bias"
-            found += [bias(self.router_bias, path) for path in biases if path in shapes]
-            for name, ours in self.stacked.items():
-                found += _stacked(name, ours, shapes)
-            for name, ours in self.experts.items():
-                path = f"{ours}_kernel"
+            tensors += [bias(self.router_bias, path) for path in biases if path in shapes]
+            for name, weight_paths in self.stacked.items():
+                tensors += _stacked(name, weight_paths, shapes)
+            for name, expert_path in self.experts.items():
+                path = f"{expert_path}_kernel"
                 for i in range(shapes[path][0]):
-                    found.append(linear(f"{name.format(i)}.weight", path, expert=i))
-        return found
+                    tensors.append(linear(f"{name.format(i)}.weight", path, expert=i))
+        return tensors
 
-    def _product(self, name, ours, shapes, arguments):
-        kernels = [f"{path}_kernel" for path in ours]
-        groups = shapes["attention/key_kernel"][1] if self.is_grouped and len(ours) == 3 else 1
-        order, inputs = None, 2 if ours[0].endswith("attention/output") else 1
-        if self.is_interleaved and len(ours) == 1:
-            order = _order(ours[0], shapes[kernels[0]][-1], arguments)
-        found = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
-        if f"{ours[0]}_bias" in shapes:
-            found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
-        return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in found]
-
-
-def linear(
-    name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
-) -> StoredTensor:
-    """Return a kernel as PyTorch's `Linear` has it: [outputs, inputs]; or that of an expert."""
-    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
+    def _product(self, name, weight_paths, shapes, arguments):
+        kernels = [f"{path}_kernel" for path in weight_paths]
+        groups = (
+            shapes["attention/key_kernel"][1] if self.is_grouped and len(weight_paths) == 3 else 1
+        )
+        order = None
+        inputs = 2 if weight_paths[0].endswith("attention/output") else 1
+        if self.is_interleaved and len(weight_paths) == 1:
+            order = _interleaved_order(weight_paths[0], shapes[kernels[0]][-1], arguments)
+        tensors = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
+        if f"{weight_paths[0]}_bias" in shapes:
+            tensors.append(bias(f"{name}.bias", *(f"{path}_bias" for path in weight_paths)))
+        return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in tensors]
 
 
-def bias(name: str, *weights: str) -> StoredTensor:
-    """Return a tensor [features]: a bias, or what a norm multiplies with."""
-    return StoredTensor(name, weights, num_inputs=0)
-
-
-def table(name: str, weight: str) -> StoredTensor:
-    """Return a table of embeddings: [entries, features]."""
-    return StoredTensor(name, (weight,))
-
-
-def _stacked(name, ours, shapes):
-    """Return the tensors of all experts: a kernel, and a bias where there is one."""
-    found = []
+def _stacked(name, weight_paths, shapes):
+    """Return the tensors with the kernels, and biases if any, of all experts."""
+    tensors = []
     for kind, ending, inputs in (("kernel", "", 2), ("bias", "_bias", 1)):
-        paths = tuple(f"{path}_{kind}" for path in ours)
+        paths = tuple(f"{path}_{kind}" for path in weight_paths)
         if paths[0] in shapes:
-            turns = shapes[paths[0]][-1] if len(ours) > 1 else 1
-            found.append(
+            num_groups = shapes[paths[0]][-1] if len(weight_paths) > 1 else 1
+            tensors.append(
                 StoredTensor(
-                    f"{name}{ending}", paths, num_inputs=inputs, groups=turns, is_stacked=True
+                    f"{name}{ending}", paths, num_inputs=inputs, groups=num_groups, is_stacked=True
                 )
             )
-    return found
+    return tensors
 
 
-def _vectors(name, ours, shapes):
-    """Return the tensors of a norm that is there, with a shift or without."""
-    parts = {"weight": "gamma", "bias": "beta"}.items()
-    return [bias(f"{name}.{x}", f"{ours}/{y}") for x, y in parts if f"{ours}/{y}" in shapes]
+def _vectors(name, path, shapes):
+    """Return the tensors of a norm: its scale and its shift, as far as the network has them."""
+    suffixes = {"weight": "gamma", "bias": "beta"}.items()
+    return [bias(f"{name}.{x}", f"{path}/{y}") for x, y in suffixes if f"{path}/{y}" in shapes]
 
 
-def _meant(arguments, name):
-    """Return an argument, or what None means of it."""
+def _canonical_argument(arguments, name):
+    """Return an argument. Explicit values that equal the meaning of `None` become `None`."""
     value = arguments[name]
     if name == "qkv_bias" and value is None:
         return arguments["use_bias"]
-    size, heads = arguments["hidden_size"], arguments["num_heads"]
+    size = arguments["hidden_size"]
+    heads = arguments["num_heads"]
     epsilon = {"layer_norm": 1e-5, "rms_norm": 1e-6}.get(arguments["norm"])
-    usual = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
-    usual["norm_epsilon"] = epsilon
-    return None if name in usual and value == usual[name] else value
+    defaults = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
+    defaults["norm_epsilon"] = epsilon
+    return None if name in defaults and value == defaults[name] else value
 
 
-def _order(path, features, arguments):
-    """Return our order of a product's features: of the pairs that turn first all first ones."""
+def _interleaved_order(path, features, arguments):
+    """Return the feature order of a product with interleaved rotary pairs, or `None`.
+
+    This library stores the first features of all pairs, then the second features.
+    """
     latent = Latent.of(arguments.get("latent"))
     if latent is not None:
-        first = features - latent.rotary_dim
-        others, turning = range(first), _evens_first(range(first, features))
-        of_path = {"attention/latent": (*others, *turning)}
-        of_path |= dict.fromkeys(("attention/query", "attention/query_up"), (*turning, *others))
-        return of_path.get(path)
+        num_plain = features - latent.rotary_dim
+        plain = range(num_plain)
+        rotated = _evens_first(range(num_plain, features))
+        orders = {"attention/latent": (*plain, *rotated)}
+        orders |= dict.fromkeys(("attention/query", "attention/query_up"), (*rotated, *plain))
+        return orders.get(path)
     if path not in ("attention/query", "attention/key"):
         return None
-    turning = int(features * arguments["rotary_fraction"])
-    return (*_evens_first(range(turning)), *range(turning, features))
+    rotated = int(features * arguments["rotary_fraction"])
+    return (*_evens_first(range(rotated)), *range(rotated, features))
 
 
-def _evens_first(places):
-    return (*places[::2], *places[1::2])
+def _evens_first(indices):
+    return (*indices[::2], *indices[1::2])

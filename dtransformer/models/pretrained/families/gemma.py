@@ -1,7 +1,9 @@
 """Gemma 1 to 3.
 
-References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 2408.00118; 2025,
-"Gemma 3 technical report", arXiv 2503.19786.
+Reference:
+    - [Gemma Team, 2024, Gemma](https://arxiv.org/abs/2403.08295)
+    - [Gemma Team, 2024, Gemma 2](https://arxiv.org/abs/2408.00118)
+    - [Gemma Team, 2025, Gemma 3](https://arxiv.org/abs/2503.19786)
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -34,19 +36,19 @@ _CAPS = (
 )
 
 
-def _period(config, number):
-    """Return the kind of a block: by default each sixth is full."""
+def _period(config, index):
+    """Return the kind of a block. By default every sixth block is full."""
     period = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern") or 6
-    return every(period)(config, number)
+    return every(period)(config, index)
 
 
-# Its first configs say "gelu", and mean the approximation by tanh.
+# The first Gemma configs contain "gelu" but mean the tanh approximation.
 _ACTIVATION = hidden_act("hidden_act", "gelu_pytorch_tanh", gelu="gelu_pytorch_tanh")
 GEMMA = Family(
     "GemmaForCausalLM",
     parts=(*_HEADS, kv_heads(16), _ACTIVATION),
     fixed=_FIXED,
-    refused=_REFUSED,
+    supported_values=_REFUSED,
     ids=_IDS,
 )
 GEMMA2 = Family(
@@ -54,12 +56,12 @@ GEMMA2 = Family(
     parts=(
         *_HEADS,
         *_CAPS,
-        Blocks(kind_of=every(2), window=4096, has_types=True),
+        Blocks(kind_rule=every(2), window=4096, has_types=True),
         Field("soft_cap", "attn_logit_softcapping", 50.0, takes_null=True),
         Field("logits_soft_cap", "final_logit_softcapping", 30.0, takes_null=True),
     ),
     fixed={**_FIXED, "norm_placement": "sandwich"},
-    refused=_REFUSED,
+    supported_values=_REFUSED,
     ids=_IDS,
     norms=_NORMS,
 )
@@ -72,17 +74,17 @@ GEMMA3 = Family(
         Blocks(
             base=1e6,
             sliding_base=1e4,
-            kind_of=_period,
+            kind_rule=_period,
             window=4096,
             has_types=True,
-            by_kind=True,
-            older={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+            per_kind=True,
+            base_keys={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
         ),
         Field("soft_cap", "attn_logit_softcapping", None),
         Field("logits_soft_cap", "final_logit_softcapping", None),
     ),
     fixed={**_FIXED, "norm_placement": "sandwich", "qk_norm": "rms_norm_unit_offset"},
-    refused=_REFUSED,
+    supported_values=_REFUSED,
     ids=_IDS,
     norms=_NORMS,
 )

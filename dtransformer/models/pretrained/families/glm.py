@@ -1,7 +1,8 @@
-"""GLM-4, of 9 and of 32 billion weights, and GLM-4.5 with its experts.
+"""GLM-4 with 9 and 32 billion parameters, and GLM-4.5 with experts.
 
-References: Team GLM, 2024, "ChatGLM", arXiv 2406.12793; GLM-4.5 Team, 2025, "GLM-4.5", arXiv
-2508.06471.
+Reference:
+    - [Team GLM, 2024, ChatGLM](https://arxiv.org/abs/2406.12793)
+    - [GLM-4.5 Team, 2025](https://arxiv.org/abs/2508.06471)
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -49,5 +50,5 @@ GLM4_MOE = Family(
         deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
     ),
     dense={**paths.GATED, **paths.SHARED},
-    left_out=next_tokens,
+    skipped_prefixes=next_tokens,
 )

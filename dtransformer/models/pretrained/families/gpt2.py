@@ -1,7 +1,8 @@
-"""GPT-2 and OPT, decoders with learned positions.
+"""GPT-2 and OPT: decoders with learned positions.
 
-References: Radford et al., 2019, "Language models are unsupervised multitask learners"; Zhang et al.,
-2022, "OPT", arXiv 2205.01068.
+Reference:
+    - Radford et al., 2019, "Language models are unsupervised multitask learners"
+    - [Zhang et al., 2022, OPT](https://arxiv.org/abs/2205.01068)
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -17,16 +18,16 @@ GPT2 = Family(
         Field("num_layers", "n_layer"),
         Field("max_length", "n_positions"),
         Field("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"]),
-        epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
+        epsilon(1e-5, "layer_norm_epsilon", none_value=1e-5),
         Field("dropout_rate", "resid_pdrop", 0.1),
         Field("attention_dropout_rate", "attn_pdrop", 0.1),
         Field("embedding_dropout_rate", "embd_pdrop", 0.1),
         TIED,
         hidden_act("activation_function", "gelu_new"),
     ),
-    usual_parts=(),
+    default_parts=(),
     fixed={**CLASSIC, "positions": "learned"},
-    refused={
+    supported_values={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
@@ -35,7 +36,7 @@ GPT2 = Family(
     block="h.{}.",
     attention={"attn.c_attn": paths.QUERY_KEY_VALUE, "attn.c_proj": paths.OUTPUT},
     dense={"mlp.c_fc": paths.MAPPING, "mlp.c_proj": paths.PROJECTION},
-    is_transposed=False,  # GPT-2 has kernels as [inputs, outputs]
+    is_transposed=False,  # GPT-2 stores kernels as [inputs, outputs]
     norms={"ln_1": "attention_norm", "ln_2": "feed_forward_norm"},
     tables={"wte.weight": "embedding/table", "wpe.weight": "positions/table"},
     top={"ln_f": "blocks/final_norm", "lm_head": "head"},
@@ -54,9 +55,9 @@ OPT = Family(
         Field("use_bias", "enable_bias", True, same=("qkv_bias",)),
         hidden_act("activation_function", "relu"),
     ),
-    usual_parts=SIZES,
+    default_parts=SIZES,
     fixed={**CLASSIC, "positions": "learned", "position_offset": 2, "embedding_dropout_rate": 0.0},
-    refused={
+    supported_values={
         "do_layer_norm_before": True,
         "_remove_final_layer_norm": False,
         "layer_norm_elementwise_affine": True,

@@ -1,7 +1,10 @@
-"""Gpt-oss: sinks of attention, and experts with biases and a clamped gate.
+"""gpt-oss: attention sinks, and experts with biases and a clamped gate.
 
-References: OpenAI, 2025, gpt-oss model card, arXiv 2508.10925; what it does not say, by its published
-code. Files whose experts are MXFP4 are read, too (`quantized.py`), and saved as floats.
+Expert weights in MXFP4 can be loaded (see `quantized.py`) and are saved as floats.
+
+Reference:
+    - [OpenAI, 2025, gpt-oss model card](https://arxiv.org/abs/2508.10925)
+    - The published code, for details that the model card omits
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -24,8 +27,8 @@ GPT_OSS = Family(
         epsilon(1e-5),
         kv_heads(8),
         head_dim(64),
-        # Even blocks slide.
-        Blocks(base=150000.0, kind_of=every(2), window=128, has_types=True, scaling=_YARN),
+        # Blocks with an even index slide.
+        Blocks(base=150000.0, kind_rule=every(2), window=128, has_types=True, scaling=_YARN),
         Experts(
             {
                 "expert_num": ("num_local_experts", 128),
@@ -34,9 +37,9 @@ GPT_OSS = Family(
             fixed={"router_bias": True},
         ),
     ),
-    usual_parts=llama_parts_without("hidden_act"),
+    default_parts=llama_parts_without("hidden_act"),
     fixed={"use_bias": True, "qkv_bias": True, "sinks": True, "hidden_act": "clamped_swiglu"},
-    refused={
+    supported_values={
         "hidden_act": "silu",
         "attention_bias": True,
         "swiglu_alpha": 1.702,

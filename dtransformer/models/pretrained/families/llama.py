@@ -1,16 +1,21 @@
-"""Llama 1 to 3, and decoders that differ from it by a few fields.
+"""Llama 1 to 3, and decoders that differ from it in a few config keys.
 
-References: Touvron et al., 2023, "LLaMA", arXiv 2302.13971; Grattafiori et al., 2024, "The Llama 3
-herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.06825; Yang et al.,
-2024, "Qwen2 technical report", arXiv 2407.10671, and 2025, "Qwen3 technical report", arXiv
-2505.09388; Abdin et al., 2024, "Phi-3", arXiv 2404.14219; Lozhkov et al., 2024, "StarCoder 2", arXiv
-2402.19173; Bellagente et al., 2024, "Stable LM 2", arXiv 2402.17834; Parmar et al., 2024, "Nemotron-4",
-arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5,
-Ministral 3 and HunYuan by their published code.
+Reference:
+    - [Touvron et al., 2023, LLaMA](https://arxiv.org/abs/2302.13971)
+    - [Grattafiori et al., 2024, Llama 3](https://arxiv.org/abs/2407.21783)
+    - [Jiang et al., 2023, Mistral 7B](https://arxiv.org/abs/2310.06825)
+    - [Yang et al., 2024, Qwen2](https://arxiv.org/abs/2407.10671)
+    - [Yang et al., 2025, Qwen3](https://arxiv.org/abs/2505.09388)
+    - [Abdin et al., 2024, Phi-3](https://arxiv.org/abs/2404.14219)
+    - [Lozhkov et al., 2024, StarCoder 2](https://arxiv.org/abs/2402.19173)
+    - [Bellagente et al., 2024, Stable LM 2](https://arxiv.org/abs/2402.17834)
+    - [Parmar et al., 2024, Nemotron-4](https://arxiv.org/abs/2402.16819)
+    - Seed-OSS, SmolLM3, Granite, Arcee, Helium, ERNIE 4.5, Ministral 3 and HunYuan:
+      their published code
 """
 
 from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
+from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, always_sliding
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parallel import parallel_residual
 from dtransformer.models.pretrained.families.parts import (
@@ -24,25 +29,28 @@ from dtransformer.models.pretrained.families.parts import (
     reciprocal,
 )
 
-USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _PLAIN = {"attention_bias": False, "mlp_bias": False}
 
 
-def _last_slide(config, number):
-    """Return the kind of a block: those after the first `max_window_layers` may slide."""
-    is_last = number >= config.get("max_window_layers", 28)
+def _last_slide(config, index):
+    """Return the kind of a block. Blocks after the first `max_window_layers` may slide."""
+    is_last = index >= config.get("max_window_layers", 28)
     return SLIDING if config.get("use_sliding_window") and is_last else FULL
 
 
-def _slides_without_rotary(config, number):
-    """Return the kind of a block of SmolLM3's: those without rotary positions may slide."""
-    period, slides = config.get("no_rope_layer_interval") or 4, config.get("use_sliding_window")
-    turns = config.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(number + 1)]
-    return SLIDING if slides and not turns[number] else FULL
+def _slides_without_rotary(config, index):
+    """Return the kind of a SmolLM3 block. Blocks without rotary positions may slide."""
+    period = config.get("no_rope_layer_interval") or 4
+    slides = config.get("use_sliding_window")
+    has_rotary = config.get("no_rope_layers") or [
+        int((i + 1) % period != 0) for i in range(index + 1)
+    ]
+    return SLIDING if slides and not has_rotary[index] else FULL
 
 
 def _qwen_blocks(window):
-    return Blocks(kind_of=_last_slide, window=window, has_types=True, switch="use_sliding_window")
+    return Blocks(kind_rule=_last_slide, window=window, has_types=True, switch="use_sliding_window")
 
 
 _MINISTRAL = {
@@ -55,12 +63,12 @@ _MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-LLAMA = Family("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS)
+LLAMA = Family("LlamaForCausalLM", supported_values=_PLAIN, ids=DEFAULT_IDS)
 MISTRAL = Family(
     "MistralForCausalLM",
-    # A config that says nothing of it means 4096, as that of the first Mistral.
-    parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
-    ids=USUAL_IDS,
+    # A missing key means 4096, as in the first Mistral.
+    parts=(kv_heads(8), Blocks(kind_rule=always_sliding, window=4096)),
+    ids=DEFAULT_IDS,
 )
 MINISTRAL3 = Family(
     "Ministral3ForCausalLM",
@@ -68,9 +76,9 @@ MINISTRAL3 = Family(
         kv_heads(8),
         head_dim(128),
         epsilon(1e-5),
-        Blocks(base=1e6, kind_of=all_slide, scaling=_MINISTRAL),
+        Blocks(base=1e6, kind_rule=always_sliding, scaling=_MINISTRAL),
     ),
-    ids={**USUAL_IDS, "pad_token_id": 11},
+    ids={**DEFAULT_IDS, "pad_token_id": 11},
 )
 QWEN2 = Family("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True})
 QK_EPSILON = epsilon(1e-6, same=("qk_norm_epsilon",))
@@ -78,27 +86,27 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     parts=(QK_EPSILON, kv_heads(32), head_dim(128), _qwen_blocks(4096)),
     fixed={"qk_norm": "rms_norm"},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
 )
 PHI3 = Family(
     "Phi3ForCausalLM",
     parts=(
         epsilon(1e-5),
-        Blocks(kind_of=all_slide, is_partial=True),
+        Blocks(kind_rule=always_sliding, is_partial=True),
         Field("dropout_rate", "resid_pdrop", 0.0),
         Field("embedding_dropout_rate", "embd_pdrop", 0.0),
     ),
     attention=paths.FUSED_ATTENTION,
     dense=paths.FUSED_GATED,
-    ids={**USUAL_IDS, "eos_token_id": 32000, "pad_token_id": 32000},
+    ids={**DEFAULT_IDS, "eos_token_id": 32000, "pad_token_id": 32000},
 )
 STARCODER2 = Family(
     "Starcoder2ForCausalLM",
     parts=(
         kv_heads(2),
-        epsilon(1e-5, "norm_epsilon", own=1e-5),
-        Blocks(kind_of=all_slide),
-        hidden_act(usual="gelu_pytorch_tanh"),
+        epsilon(1e-5, "norm_epsilon", none_value=1e-5),
+        Blocks(kind_rule=always_sliding),
+        hidden_act(default="gelu_pytorch_tanh"),
         Field("use_bias", "use_bias", True, same=("qkv_bias",)),
         Field("dropout_rate", "residual_dropout", 0.0),
         Field("embedding_dropout_rate", "embedding_dropout", 0.0),
@@ -112,14 +120,14 @@ STABLELM = Family(
     "StableLmForCausalLM",
     parts=(
         kv_heads(32),
-        epsilon(1e-5, "layer_norm_eps", own=1e-5),
+        epsilon(1e-5, "layer_norm_eps", none_value=1e-5),
         Blocks(fraction=0.25),
         Field("qkv_bias", "use_qkv_bias", False),
         Field("dropout_rate", "hidden_dropout", 0.0),
         parallel_residual(False, "parallel_one_norm"),
     ),
     fixed={"norm": "layer_norm", "embedding_dropout_rate": 0.0},
-    refused={"qk_layernorm": False},
+    supported_values={"qk_layernorm": False},
     ids={"bos_token_id": 0, "eos_token_id": 0},
 )
 SEED_OSS = Family(
@@ -132,7 +140,7 @@ SEED_OSS = Family(
         Field("attention_dropout_rate", "attention_dropout", 0.1),
     ),
     fixed={"embedding_dropout_rate": 0.0},
-    refused={"attention_out_bias": False, "mlp_bias": False},
+    supported_values={"attention_out_bias": False, "mlp_bias": False},
     ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
 )
 SMOLLM3 = Family(
@@ -141,14 +149,14 @@ SMOLLM3 = Family(
         kv_heads(4),
         Blocks(
             base=2e6,
-            kind_of=_slides_without_rotary,
+            kind_rule=_slides_without_rotary,
             has_types=True,
             switch="use_sliding_window",
-            turns=("no_rope_layers", "no_rope_layer_interval", 4),
+            rotary_blocks=("no_rope_layers", "no_rope_layer_interval", 4),
         ),
         TIED,
     ),
-    refused=_PLAIN,
+    supported_values=_PLAIN,
     ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
 )
 GRANITE = Family(
@@ -159,46 +167,46 @@ GRANITE = Family(
         Field("residual_scale", "residual_multiplier", 1.0),
         Field("logits_scale", "logits_scaling", 1.0, reciprocal, reciprocal),
     ),
-    refused=_PLAIN,
-    ids=USUAL_IDS,
+    supported_values=_PLAIN,
+    ids=DEFAULT_IDS,
 )
 HUNYUAN = Family(
     "HunYuanDenseV1ForCausalLM",
     parts=(epsilon(1e-5, same=("qk_norm_epsilon",)), Blocks(has_alpha=True)),
     fixed={"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     norms={
         "input_layernorm": "attention_norm",
         "post_attention_layernorm": "feed_forward_norm",
         "self_attn.query_layernorm": "attention/query_norm",
         "self_attn.key_layernorm": "attention/key_norm",
     },
-    ids={**USUAL_IDS, "pad_token_id": 0},
+    ids={**DEFAULT_IDS, "pad_token_id": 0},
 )
 _UP = {"mlp.up_proj": paths.MAPPING, "mlp.down_proj": paths.PROJECTION}
-_RELU2 = hidden_act(usual="relu2")
+_RELU2 = hidden_act(default="relu2")
 ARCEE = Family(
     "ArceeForCausalLM",
     parts=(epsilon(1e-5), _RELU2),
     fixed={"gated": False},
-    refused=_PLAIN,
+    supported_values=_PLAIN,
     dense=_UP,
     ids={"bos_token_id": 128000, "eos_token_id": 128001},
 )
 NEMOTRON = Family(
     "NemotronForCausalLM",
-    parts=(epsilon(1e-5, "norm_eps", own=1e-5), _RELU2, Blocks(fraction=0.5)),
+    parts=(epsilon(1e-5, "norm_eps", none_value=1e-5), _RELU2, Blocks(fraction=0.5)),
     fixed={"norm": "layer_norm_unit_offset", "gated": False},
-    refused=_PLAIN,
+    supported_values=_PLAIN,
     dense=_UP,
     ids={"bos_token_id": 2, "eos_token_id": 3},
 )
 HELIUM = Family(
     "HeliumForCausalLM",
     parts=(epsilon(1e-8), kv_heads(20), head_dim(128), Blocks(base=1e5)),
-    refused=_PLAIN,
+    supported_values=_PLAIN,
     is_interleaved=True,
-    ids={**USUAL_IDS, "pad_token_id": 3},
+    ids={**DEFAULT_IDS, "pad_token_id": 3},
 )
 ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
@@ -211,5 +219,5 @@ ERNIE4_5 = Family(
         TIED,
     ),
     is_interleaved=True,
-    ids={**USUAL_IDS, "pad_token_id": 0},
+    ids={**DEFAULT_IDS, "pad_token_id": 0},
 )

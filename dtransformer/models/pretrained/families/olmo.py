@@ -1,7 +1,12 @@
-"""OLMo 2 and 3, OLMoE, and EXAONE 4, whose norms are of outputs, too.
+"""OLMo 2 and 3, OLMoE and EXAONE 4.
 
-References: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656; Muennighoff et al., 2024, "OLMoE",
-arXiv 2409.02060; LG AI Research, 2025, "EXAONE 4.0", arXiv 2507.11407; OLMo 3 by its published code.
+OLMo 2 and 3 and EXAONE 4 normalize the outputs of sublayers.
+
+Reference:
+    - [OLMo Team, 2025, OLMo 2](https://arxiv.org/abs/2501.00656)
+    - [Muennighoff et al., 2024, OLMoE](https://arxiv.org/abs/2409.02060)
+    - [LG AI Research, 2025, EXAONE 4.0](https://arxiv.org/abs/2507.11407)
+    - OLMo 3: its published code
 """
 
 from dtransformer.models.pretrained.families import paths
@@ -24,7 +29,7 @@ OLMO2 = Family(
     "Olmo2ForCausalLM",
     parts=(_EPSILON,),
     fixed={**_FIXED, "norm_placement": "output"},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
 )
@@ -34,15 +39,15 @@ OLMO3 = Family(
         _EPSILON,
         Blocks(
             base=5e5,
-            kind_of=every(4),
+            kind_rule=every(4),
             window=4096,
             has_types=True,
-            by_kind=True,
-            older=dict.fromkeys((FULL, SLIDING), "rope_theta"),
+            per_kind=True,
+            base_keys=dict.fromkeys((FULL, SLIDING), "rope_theta"),
         ),
     ),
     fixed={**_FIXED, "norm_placement": "output"},
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
 )
@@ -60,20 +65,24 @@ OLMOE = Family(
         ),
     ),
     fixed=_FIXED,
-    refused={"attention_bias": False, "clip_qkv": None},
+    supported_values={"attention_bias": False, "clip_qkv": None},
     ids=_IDS,
 )
 
 
-def _slides(config, number):
-    """Return the kind of a block of EXAONE 4's; letters are those of a period, the last one is full."""
+def _slides(config, index):
+    """Return the kind of a block of EXAONE 4.
+
+    `sliding_window_pattern` is a period, or one letter per block of a period: `L` slides. The
+    last block is full then.
+    """
     period = config.get("sliding_window_pattern", 4)
     if config.get("sliding_window", 4096) is None or not period:
         return FULL
     if isinstance(period, str):
-        is_last = number == config["num_hidden_layers"] - 1
-        return SLIDING if period[number % len(period)] == "L" and not is_last else FULL
-    return every(period)(config, number)
+        is_last = index == config["num_hidden_layers"] - 1
+        return SLIDING if period[index % len(period)] == "L" and not is_last else FULL
+    return every(period)(config, index)
 
 
 EXAONE4 = Family(
@@ -81,7 +90,7 @@ EXAONE4 = Family(
     parts=(
         _EPSILON,
         kv_heads(32),
-        Blocks(kind_of=_slides, window=4096, has_types=True, are_full_turned=False),
+        Blocks(kind_rule=_slides, window=4096, has_types=True, full_has_rotary=False),
     ),
     fixed={"qk_norm": "rms_norm", "norm_placement": "output"},
     ids={"bos_token_id": 0, "eos_token_id": 2},

@@ -1,9 +1,11 @@
-"""GPT-NeoX, Phi, Falcon and Command R: attention and feed-forward layer of one input.
+"""GPT-NeoX, Phi, Falcon and Command R: parallel attention and feed-forward layers.
 
-References: Black et al., 2022, "GPT-NeoX-20B", arXiv 2204.06745, §2.1, and Biderman et al., 2023,
-"Pythia", arXiv 2304.01373; Li et al., 2023, "Textbooks are all you need II", arXiv 2309.05463;
-Almazrouei et al., 2023, "The Falcon series", arXiv 2311.16867; Command R and R7B by their published
-code.
+Reference:
+    - [Black et al., 2022, GPT-NeoX-20B, §2.1](https://arxiv.org/abs/2204.06745)
+    - [Biderman et al., 2023, Pythia](https://arxiv.org/abs/2304.01373)
+    - [Li et al., 2023, phi-1.5](https://arxiv.org/abs/2309.05463)
+    - [Almazrouei et al., 2023, Falcon](https://arxiv.org/abs/2311.16867)
+    - Command R and R7B: their published code
 """
 
 from collections.abc import Mapping
@@ -14,37 +16,40 @@ from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import TIED, Field, differs, epsilon, hidden_act
 
-# Layers of the first decoders: all have biases.
+# Arguments of GPT-2 and its direct successors.
 CLASSIC = {"norm": "layer_norm", "gated": False, "use_bias": True, "qkv_bias": True}
-_EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
+_EPSILON = epsilon(1e-5, "layer_norm_eps", none_value=1e-5)
 _DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
 _ONE_NORM = "parallel_one_norm"
 
 
-def parallel_residual(usual: bool, placement: str) -> Field:
-    """Return the field of whether attention and feed-forward layer have one input.
+def parallel_residual(default: bool, placement: str) -> Field:
+    """Return the `Field` of parallel attention and feed-forward layers.
 
     Args:
-        usual: where nothing is said.
-        placement: the name of their norms' placement, of `block_forms.PLACEMENTS`.
+        default: Default of a config without the key.
+        placement: Norm placement of parallel blocks, from `block_forms.PLACEMENTS`.
     """
-    ours = lambda value: placement if value else None
-    theirs = {placement: True, None: False, "pre": False}.get
-    return Field("norm_placement", "use_parallel_residual", usual, ours, theirs)
+
+    def to_argument(value):
+        return placement if value else None
+
+    to_config = {placement: True, None: False, "pre": False}.get
+    return Field("norm_placement", "use_parallel_residual", default, to_argument, to_config)
 
 
 GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     parts=(
         _EPSILON,
-        hidden_act(usual="gelu"),
+        hidden_act(default="gelu"),
         Blocks(fraction=0.25, fields=("rotary_emb_base", "rotary_pct")),
         Field("dropout_rate", "hidden_dropout", 0.0, same=("embedding_dropout_rate",)),
         parallel_residual(True, "parallel"),
     ),
-    usual_parts=llama_parts_without("num_kv_heads", "head_dim"),
+    default_parts=llama_parts_without("num_kv_heads", "head_dim"),
     fixed=CLASSIC,
-    refused={"attention_bias": True, "is_decoder": False},
+    supported_values={"attention_bias": True, "is_decoder": False},
     ids={"bos_token_id": 0, "eos_token_id": 2},
     attention={"attention.query_key_value": paths.QUERY_KEY_VALUE, "attention.dense": paths.OUTPUT},
     dense=_DENSE,
@@ -60,13 +65,13 @@ PHI = Family(
     "PhiForCausalLM",
     parts=(
         _EPSILON,
-        hidden_act(usual="gelu_new"),
+        hidden_act(default="gelu_new"),
         Blocks(fraction=0.5),
         Field("dropout_rate", "resid_pdrop", 0.0),
         Field("embedding_dropout_rate", "embd_pdrop", 0.0),
     ),
     fixed={**CLASSIC, "norm_placement": _ONE_NORM, "head_bias": True},
-    refused={"qk_layernorm": False},
+    supported_values={"qk_layernorm": False},
     ids={"bos_token_id": 1, "eos_token_id": 2},
     attention=paths.attention("self_attn.{}", "q_proj", "k_proj", "v_proj", "dense"),
     dense={"mlp.fc1": paths.MAPPING, "mlp.fc2": paths.PROJECTION},
@@ -74,11 +79,13 @@ PHI = Family(
 )
 
 
-def _slides(config, number):
-    """Return the kind of a block of Command R7B's: each fourth is full, and has no positions."""
+def _slides(config, index):
+    """Return the kind of a block of Command R7B. By default every fourth block is full."""
     if config.get("sliding_window", 4096) is None:
-        raise InputError("sliding_window=null, blocks without positions, is not built for Cohere 2")
-    return every(config.get("sliding_window_pattern") or 4)(config, number)
+        raise InputError(
+            "`sliding_window=null` (blocks without positions) is not supported for Cohere 2."
+        )
+    return every(config.get("sliding_window_pattern") or 4)(config, index)
 
 
 _COHERE = {
@@ -90,41 +97,43 @@ _COHERE_PARTS = _EPSILON, TIED, Field("logits_scale", "logit_scale", 0.0625)
 COHERE = Family(
     "CohereForCausalLM",
     parts=(*_COHERE_PARTS, Blocks(base=5e5)),
-    refused={"attention_bias": False, "use_qk_norm": False},
+    supported_values={"attention_bias": False, "use_qk_norm": False},
     **_COHERE,
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",
     parts=(
         *_COHERE_PARTS,
-        Blocks(kind_of=_slides, window=4096, has_types=True, are_full_turned=False),
+        Blocks(kind_rule=_slides, window=4096, has_types=True, full_has_rotary=False),
     ),
-    refused={"attention_bias": False},
+    supported_values={"attention_bias": False},
     **_COHERE,
 )
 
 
 class _FalconHeads:
-    """The fields of Falcon's heads and norms: one head of keys and values, or groups of heads."""
+    """Mapping of Falcon's key and value heads and norms."""
 
     arguments = "num_kv_heads", "norm_placement"
 
-    def read(self, config: Mapping) -> dict:
-        """See `Part`."""
-        heads, is_one = config.get("num_kv_heads"), config.get("multi_query", True)
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Part`."""
+        heads = config.get("num_kv_heads")
+        is_multi_query = config.get("multi_query", True)
         has_two = config.get("num_ln_in_parallel_attn") != 1
         if not config.get("new_decoder_architecture"):
-            heads, has_two = 1 if is_one else None, False
+            heads = 1 if is_multi_query else None
+            has_two = False
         return {
             "num_kv_heads": heads or config["num_attention_heads"],
             "norm_placement": "parallel" if has_two else _ONE_NORM,
         }
 
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the blocks are not parallel.
+            InputError: If the blocks are not parallel.
         """
         placement = arguments["norm_placement"]
         norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
@@ -145,7 +154,7 @@ FALCON = Family(
     "FalconForCausalLM",
     parts=(
         _FalconHeads(),
-        epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
+        epsilon(1e-5, "layer_norm_epsilon", none_value=1e-5),
         hidden_act("activation", "gelu"),
         TIED,
         Field("use_bias", "bias", False, same=("qkv_bias",)),
@@ -153,14 +162,14 @@ FALCON = Family(
             "ffn_hidden_size",
             "ffn_hidden_size",
             lambda config: 4 * config["hidden_size"],
-            own=lambda arguments: 4 * arguments["hidden_size"],
+            none_value=lambda arguments: 4 * arguments["hidden_size"],
         ),
         Field("max_length", "max_position_embeddings", 2048),
     ),
-    usual_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
+    default_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
     fixed={"norm": "layer_norm", "gated": False, "attention_dropout_rate": 0.0},
-    # Dropout is of the sum of both there, and that of attention of ALiBi alone.
-    refused={
+    # Falcon applies dropout to the sum of both layers, and attention dropout only with ALiBi.
+    supported_values={
         "alibi": False,
         "parallel_attn": True,
         "hidden_dropout": 0.0,

@@ -1,6 +1,8 @@
-"""T5, its first version and 1.1, and mT5.
+"""T5, T5 1.1 and mT5.
 
-References: Raffel et al., 2019, arXiv 1910.10683; Xue et al., 2020, "mT5", arXiv 2010.11934.
+Reference:
+    - [Raffel et al., 2019, T5](https://arxiv.org/abs/1910.10683)
+    - [Xue et al., 2020, mT5](https://arxiv.org/abs/2010.11934)
 """
 
 import dataclasses
@@ -25,35 +27,37 @@ _HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class _FeedForward:
-    """The field of the activation, and of whether it is a gate's."""
+    """Mapping of the activation and of whether the feed-forward layer is gated."""
 
-    usual: str = "relu"
+    default: str = "relu"
     arguments: tuple[str, ...] = ("gated", "hidden_act")
 
-    def read(self, config: Mapping) -> dict:
-        """See `Part`.
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Part`.
 
         Raises:
-            InputError: there is no such layer.
+            InputError: If the layer is unknown.
         """
-        given = first_given(config.get("feed_forward_proj"), self.usual)
-        *gate, name = given.split("-")
+        value = first_given(config.get("feed_forward_proj"), self.default)
+        *gate, name = value.split("-")
         if gate not in ([], ["gated"]):
-            raise InputError(f"feed_forward_proj is {shown(given)}, which is not known")
+            raise InputError(
+                f"`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got {shown(value)}."
+            )
         if gate and name == "gelu":
-            name = "gelu_new"  # as the first files of 1.1 mean it
+            name = "gelu_new"  # The first T5 1.1 configs mean the tanh approximation.
         return {"gated": bool(gate), "hidden_act": activation(name)}
 
-    def written(self, arguments: Mapping) -> dict:
-        """See `Part`.
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config fields from network arguments; see `Part`.
 
         Raises:
-            InputError: the gate has no name.
+            InputError: If configs have no name for the gate.
         """
         name = published_activation(arguments["hidden_act"])
         if arguments["gated"] and name == "gelu":
             raise InputError(
-                "a gate of hidden_act='gelu' has no name in T5's configs: 'gelu_tanh' has"
+                "A gated `hidden_act='gelu'` has no name in T5's configs. Use 'gelu_tanh'."
             )
         gates = {"gelu_new": "gated-gelu"}
         return {
@@ -62,17 +66,24 @@ class _FeedForward:
 
 
 def _stack(side, *attentions):
-    """Return the fields of `Family` that blocks of a side have, of attentions' names and ours."""
-    last, attention, norms = len(attentions), {}, {}
+    """Return the `Family` fields that differ in one side's blocks.
+
+    Args:
+        side: `"encoder"` or `"decoder"`.
+        *attentions: Tuples of an attention's name in `transformers` and its path here.
+    """
+    last = len(attentions)
+    attention = {}
+    norms = {}
 
     def dense(arguments):
         gated = {"wi_0": "gate", "wi_1": "mapping"}
         names = {**(gated if arguments["gated"] else {"wi": "mapping"}), "wo": "projection"}
         return {f"{last}.DenseReluDense.{x}": (f"feed_forward/{y}",) for x, y in names.items()}
 
-    for i, (theirs, ours) in enumerate(attentions):
-        attention |= paths.attention(f"{i}.{theirs}.{{}}", *"qkvo", ours=ours)
-        norms[f"{i}.layer_norm"] = f"{ours}_norm"
+    for i, (hf_name, path) in enumerate(attentions):
+        attention |= paths.attention(f"{i}.{hf_name}.{{}}", *"qkvo", path=path)
+        norms[f"{i}.layer_norm"] = f"{path}_norm"
     return {
         "block": f"{side}.block.{{}}.layer.",
         "path": f"transformer/{side}/block_{{}}/",
@@ -82,10 +93,10 @@ def _stack(side, *attentions):
     }
 
 
-def _settled(arguments: dict, names: Collection[str]) -> dict:
-    """Version 1.1 has a head of its own, though newer configs of it say that it is tied."""
-    is_own = not arguments["scales_output"] and _HEAD in names
-    return {**arguments, "tied_head": arguments["tied_head"] and not is_own}
+def _finalize(arguments: dict, tensor_names: Collection[str]) -> dict:
+    """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
+    has_head = not arguments["scales_output"] and _HEAD in tensor_names
+    return {**arguments, "tied_head": arguments["tied_head"] and not has_head}
 
 
 _PARTS = (
@@ -93,7 +104,9 @@ _PARTS = (
     Field("num_heads", "num_heads"),
     Field("ffn_hidden_size", "d_ff"),
     Field(
-        "head_dim", "d_kv", own=lambda arguments: arguments["hidden_size"] // arguments["num_heads"]
+        "head_dim",
+        "d_kv",
+        none_value=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     ),
     Field("encoder_layers", "num_layers"),
     Field("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
@@ -129,7 +142,7 @@ T5 = Family(
         "embedding_scale": 1.0,
         "head_bias": False,
     },
-    refused={"is_decoder": False, "is_encoder_decoder": True},
+    supported_values={"is_decoder": False, "is_encoder_decoder": True},
     stacks={
         "encoder_layers": _stack("encoder", ("SelfAttention", "attention")),
         "decoder_layers": _stack(
@@ -147,15 +160,15 @@ T5 = Family(
         "lm_head": "head",
     },
     base=BASE,
-    usual_parts=(),
+    default_parts=(),
     network=EncoderDecoderLM,
     special_ids=DECODER_IDS,
-    own_padding=False,
+    needs_unique_padding=False,
     copies=COPIES,
     ignored=("EncDecAttention.relative_attention_bias.weight",),
-    settled=_settled,
+    finalize=_finalize,
 )
-# It is version 1.1 from its beginning: gated, and nothing is scaled before the head.
+# mT5 follows T5 1.1: gated, with unscaled decoder outputs.
 MT5 = dataclasses.replace(
     T5, architecture="MT5ForConditionalGeneration", parts=(*_PARTS, _FeedForward("gated-gelu"))
 )

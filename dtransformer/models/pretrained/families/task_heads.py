@@ -1,4 +1,4 @@
-"""Classes of `transformers` that label sequences or tokens: their heads here, and their tensors."""
+"""Heads of `transformers` classes that label sequences or tokens."""
 
 import dataclasses
 import pathlib
@@ -13,33 +13,32 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field, choice
-from dtransformer.models.pretrained.folder import pooling_of
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.models.pretrained.folder import read_pooling_head
+from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear
 
-_MOST_LABELS = 2**20  # that are named
+_MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# Families whose class without a head is written, for vectors of texts.
+# Families whose class without a head, which returns text vectors, can be saved.
 WITH_VECTORS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
     *("llama", "mistral", "qwen2", "qwen3"),
 )
-_HEADS = "head/", "sentence_head/"  # what paths of heads' weights begin with
+_HEADS = "head/", "sentence_head/"  # prefixes of the heads' weight paths
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskHead:
-    """The head of one class of a family.
+    """Head of one `transformers` class of a family.
 
     Args:
-        layer: the class of the layer.
-        dense: dict of their layers and ours.
-        arguments: those of the layer, besides the number of labels and dropout.
-        fields: the fields of a config that say other arguments of the layer.
-        dropouts: fields of the rate of dropout, of which the first that is given counts; none for no
-            dropout.
-        usual_dropout: the rate where none is given.
+        layer: Class of the head layer.
+        dense: Dict from names of the head's parts in `transformers` to paths in the layer.
+        arguments: Dict of the layer's arguments, except the number of labels and dropout.
+        fields: Tuple of `Field`s for other arguments of the layer.
+        dropouts: Tuple of config keys of the dropout rate. The first one in a config counts.
+            An empty tuple disables dropout.
+        default_dropout: Default dropout rate.
     """
 
     layer: Callable
@@ -47,57 +46,59 @@ class TaskHead:
     arguments: Mapping = dataclasses.field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
-    usual_dropout: float = 0.1
+    default_dropout: float = 0.1
 
     def head(
         self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
     ) -> LabelHead:
-        """Return the head of a network for some labels, not built.
+        """Return a head that is not built.
 
         Args:
-            labels: their names.
-            network: of which it has the type.
-            rate: of dropout.
-            config: fields of a published config, perhaps none.
+            labels: Names of the labels.
+            network: Network for the head, which has the same data type.
+            rate: Float. Dropout rate.
+            config: Published config, possibly empty.
         """
-        own = {name: x for field in self.fields for name, x in field.read(config).items()}
-        own |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
+        arguments = {name: x for field in self.fields for name, x in field.from_hf(config).items()}
+        arguments |= {**self.arguments, "dropout_rate": rate if self.dropouts else 0.0}
         if network.pad_id is None and self.arguments.get("pooling") == "last":
-            own["pad_id"] = config.get("pad_token_id")
-        head = self.layer(len(labels), dtype=network.dtype_policy, **own)
-        head.label_names, head.problem_type = tuple(labels), config.get("problem_type")
+            arguments["pad_id"] = config.get("pad_token_id")
+        head = self.layer(len(labels), dtype=network.dtype_policy, **arguments)
+        head.label_names = tuple(labels)
+        head.problem_type = config.get("problem_type")
         return head
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
-        """Return the tensors of a file that are a head's."""
+        """Return the `StoredTensor`s of a head."""
         shapes = weight_shapes.of_layer(head, (None, None, 1))
-        names = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
-        names |= {"bias": ("bias", bias), "beta": ("bias", bias)}
+        suffixes = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
+        suffixes |= {"bias": ("bias", bias), "beta": ("bias", bias)}
         return [
-            make(f"{theirs}.{name}", f"head/{ours}/{kind}")
-            for theirs, ours in self.dense.items()
-            for kind, (name, make) in names.items()
-            if f"{ours}/{kind}" in shapes
+            make(f"{hf_name}.{name}", f"head/{path}/{kind}")
+            for hf_name, path in self.dense.items()
+            for kind, (name, make) in suffixes.items()
+            if f"{path}/{kind}" in shapes
         ]
 
 
 def _heads(sequence, tokens="classifier", **options):
-    """Return the heads of a family's sequences, and of its tokens, and their options."""
+    """Return the sequence and token heads of a family. `options` apply to the token head."""
     return {
         SEQUENCE: TaskHead(SequenceHead, **sequence),
         TOKENS: TaskHead(TokenHead, {tokens: "classifier"}, **options),
     }
 
 
-def _first(pooler, classifier, activation="tanh"):
+def _first_token_head(pooler, classifier, activation="tanh"):
     return {
         "dense": {pooler: "pooler", classifier: "classifier"},
         "arguments": {"pooling": "first", "hidden_act": activation},
     }
 
 
-_ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
-# Of decoders: the last token that is no padding, without dropout; `score` of tokens has a bias.
+_ROBERTA = _heads(_first_token_head("classifier.dense", "classifier.out_proj"))
+# Decoders classify the last token before the padding, without dropout. `score` has a bias only
+# for token classification.
 _LAST = {
     "dense": {"score": "classifier"},
     "arguments": {"pooling": "last", "use_bias": False},
@@ -110,28 +111,28 @@ _MODERNBERT = {
     "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
     "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
     "dropouts": ("classifier_dropout",),
-    "usual_dropout": 0.0,
+    "default_dropout": 0.0,
 }
 _POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
-_OF_KIND = {
-    # Of these tokens have no class there.
+_HEADS_BY_KIND = {
+    # `transformers` has no token classification for these families.
     **{
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
         for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
     },
     **{kind: _heads(_LAST, dropouts=_RATES) for kind in ("gpt2", "gpt_neox", "falcon")},
-    # And these have none.
+    # `transformers` has no task heads for these families.
     **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
     **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
-    "bert": _heads(_first("bert.pooler.dense", "classifier")),
+    "bert": _heads(_first_token_head("bert.pooler.dense", "classifier")),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "distilbert": _heads(
         {
-            **_first("pre_classifier", "classifier", "relu"),
+            **_first_token_head("pre_classifier", "classifier", "relu"),
             "dropouts": ("seq_classif_dropout",),
-            "usual_dropout": 0.2,
+            "default_dropout": 0.2,
         },
         dropouts=("dropout",),
     ),
@@ -145,31 +146,43 @@ _OF_KIND = {
 
 
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
-    """Return the heads of a family by what the names of their classes end with.
+    """Return the task heads of a family, by the suffix of their class names.
 
     Args:
-        kind: its `model_type`, a key of `FAMILIES`.
+        kind: `model_type` of the family, a key of `FAMILIES`.
     """
-    return _OF_KIND.get(kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {})
+    return _HEADS_BY_KIND.get(
+        kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {}
+    )
 
 
-def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
-    """Give a network that is not built the head of its folder, where that is a task's.
+def with_stored_head(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
+    """Add the task head of a folder, if it has one, to a network that is not built.
 
-    Labels are those of the config's class. A folder of sentence-transformers specifies the pooling.
-    A class without the head of the network, such as `BertModel`, gives vectors: the mean of an
-    encoder's positions, or a decoder's last one.
+    Labels come from the config. A folder of sentence-transformers specifies the pooling. A
+    class without the pretraining head, such as `BertModel`, returns vectors: the mean over
+    positions for encoders, the last position for decoders.
+
+    Args:
+        network: Network that is not built.
+        config: Content of `config.json`.
+        folder: Path of the folder.
+
+    Returns:
+        The network.
 
     Raises:
-        InputError: If the family has no such class here.
+        InputError: If the head's class is not supported.
     """
-    names = config.get("architectures") or [""]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise InputError(f"{folder}: architectures is {shown(names)}, expected a list of names")
-    name = names[0]
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise InputError(
+            f"{folder}: `architectures` must be a list of names, got {shown(architectures)}."
+        )
+    name = architectures[0]
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
-        pooling = pooling_of(folder, network.dtype_policy)
+        pooling = read_pooling_head(folder, network.dtype_policy)
         is_base = name.endswith("Model") and name != FAMILIES[config["model_type"]].architecture
         is_decoder = isinstance(network, CausalLM)
         is_complete = is_decoder and network.arguments["tied_head"]
@@ -178,106 +191,128 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
         return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"]).get(ending)
     if form is None:
-        raise InputError(f"{name}: its head is not built here")
+        raise InputError(f"The head of {name} is not supported.")
     rates = (config.get(field) for field in form.dropouts)
-    rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
+    rate = next((rate for rate in rates if rate is not None), form.default_dropout)
     fields = {**FAMILIES[config["model_type"]].ids, **config}
     return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
 
 
 def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
-    """Return a head as the family of a network has it; None where that is not known.
+    """Return a new head in the form of the network's family.
 
     Args:
-        network: a network as `from_pretrained` returns it, or any other one.
+        network: Network, from `from_pretrained` or not.
         ending: `SEQUENCE` or `TOKENS`.
-        labels: names of the labels.
+        labels: Names of the labels.
+
+    Returns:
+        A head that is not built, or `None` if the network's family is unknown or has no such
+        head.
     """
     form = network.origin and task_heads(network.origin[0]).get(ending)
-    usual = {"pad_token_id": getattr(network, "end_id", None)}  # where there is no other one
-    return form and form.head(labels, network, network.arguments["dropout_rate"], usual)
+    # Texts end with the end token if the vocabulary has no padding.
+    fallback = {"pad_token_id": getattr(network, "end_id", None)}
+    return form and form.head(labels, network, network.arguments["dropout_rate"], fallback)
 
 
 def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
-    """Return the names of a config's labels in their order; two where it says nothing.
+    """Return the label names of a config in order. A config without labels has two.
 
     Raises:
-        InputError: it names none.
+        InputError: If `id2label` is not a dict from indices to names.
     """
-    names, number = config.get("id2label"), config.get("num_labels", 2)
+    names = config.get("id2label")
+    num_labels = config.get("num_labels", 2)
     if not names:
-        return usual_labels(min(check_int(f"{folder}: num_labels", number), _MOST_LABELS))
+        return usual_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
-        raise InputError(f"{folder}: id2label is {shown(names)}, expected numbers and names")
+        raise InputError(
+            f"{folder}: `id2label` must be a dict from indices to names, got {shown(names)}."
+        )
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def usual_labels(number: int) -> list[str]:
-    """Return what labels are called that have no names."""
-    return [f"LABEL_{place}" for place in range(number)]
+def usual_labels(num_labels: int) -> list[str]:
+    """Return the default names of labels: `"LABEL_0"`, `"LABEL_1"` and so on."""
+    return [f"LABEL_{index}" for index in range(num_labels)]
 
 
 def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
-    """Return the tensors of a file of a network of a family, which may have a task's head.
+    """Return the `StoredTensor`s in a file of a network, including its task head.
+
+    Args:
+        kind: `model_type` of the family, a key of `FAMILIES`.
+        network: The network.
 
     Raises:
-        InputError: the family has no class with such a head.
+        InputError: If the family has no class with the network's head.
     """
     tensors = FAMILIES[kind].tensors(network.arguments)
     if not getattr(network, "has_task_head", False):
         return tensors
     is_pooling = isinstance(network.head, PoolingHead)
-    own = [] if is_pooling else _form_of(kind, network.head)[1].tensors(network.head)
-    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *own]
+    head_tensors = [] if is_pooling else _find_form(kind, network.head)[1].tensors(network.head)
+    return [*(x for x in tensors if not x.weights[0].startswith(_HEADS)), *head_tensors]
 
 
 def head_fields(kind: str, network: TokenModel) -> dict:
-    """Return the fields of a published config that say a network's head: of a task, or none.
+    """Return the config fields of a network's task head; empty without a task head.
+
+    Args:
+        kind: `model_type` of the family, a key of `FAMILIES`.
+        network: The network.
 
     Raises:
-        InputError: the family has no class with such a head.
+        InputError: If the family has no class with the network's head.
     """
     if not getattr(network, "has_task_head", False):
         return {}
     head = network.head
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
-    base += "Text" * (kind == "gemma3_text")  # beside classes that see images
+    if kind == "gemma3_text":  # the plain name belongs to the multimodal class
+        base += "Text"
     if isinstance(head, PoolingHead):
         if kind not in WITH_VECTORS:
-            raise InputError(f"vectors of the family {kind!r} have no published form here")
+            raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
         return {"architectures": [f"{base}Model"]}
-    ending, form = _form_of(kind, head)
+    ending, form = _find_form(kind, head)
     names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
-    kept = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
+    optional_fields = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
     return {
         "architectures": [base + ending],
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-        **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},  # of the blocks, too
-        **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
-        **{x: y for x, own in kept if (y := getattr(head, own, None)) is not None},
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
+        # Blocks use the key `dropout` as well, so the head must not set it.
+        **{x: head.dropout_rate for x in form.dropouts[:1] if x != "dropout"},
+        **{x: y for field in form.fields for x, y in field.to_hf(vars(head)).items()},
+        **{
+            x: y
+            for x, attribute in optional_fields
+            if (y := getattr(head, attribute, None)) is not None
+        },
     }
 
 
 def file_name(kind: str, name: str, network: TokenModel) -> str:
-    """Return what a tensor of `tensors_of` is called in the files of a network."""
+    """Return the name in a network's files for a tensor of `tensors_of`."""
     family = FAMILIES[kind]
     if isinstance(getattr(network, "head", None), PoolingHead):
         return name.removeprefix(family.base_prefix)
     return family.file_name(name)
 
 
-def _form_of(kind, head):
-    """Return the end of the class' name, and the form, of a head."""
+def _find_form(kind, head):
+    """Return the class suffix and the `TaskHead` for a head."""
     ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
     form = task_heads(kind).get(ending)
-    own = head.get_config()
-    wanted = {} if form is None else {"use_bias": True, **form.arguments}
-    differs = {x: own.get(x) for x, value in wanted.items() if own.get(x) != value}
+    config = head.get_config()
+    expected = {} if form is None else {"use_bias": True, **form.arguments}
+    differs = {x: config.get(x) for x, value in expected.items() if config.get(x) != value}
     if form is None or not isinstance(head, form.layer) or differs:
-        told = f", which has {differs}" if differs else ""
+        detail = f" with {differs}" if differs else ""
         raise InputError(
-            f"published models of the family {kind!r} have no head of the kind "
-            f"{type(head).__name__}{told}: it cannot be saved as one of them"
+            f"Models of the family {kind!r} have no {type(head).__name__}{detail}. Save the network as "
+            "another family."
         )
     return ending, form
