@@ -1,7 +1,7 @@
-"""One call of a public collective: what is checked, and how it is named.
+"""Checks and names for the calls of public collectives.
 
-The functions of this package say what is sent and what the gradient is, `transport` how it
-travels; that all ranks mean the same is seen to here.
+The functions of this package define the operation and its gradient, and `transport` sends
+the tensors. This module ensures that all ranks make the same call.
 """
 
 import re
@@ -17,29 +17,29 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
 from dtransformer.parallel.tracing import trace
 
-_TOP = "dtransformer"  # of the names of collectives that belong to no gradient
+_TOP = "dtransformer"  # Name prefix of collectives outside of gradients.
 
 
 class Call:
-    """One call of a collective: checked and named.
+    """A checked and named call of a collective.
 
-    Horovod pairs the ranks' operations by name (in eager code, by type), and those of a
-    `tf.function` run in any order. So a name follows from the group, the collective and
-    the order of calls in the function alone, whatever scopes, layers or other traces the
-    rank has; and that of a gradient from the operation that it belongs to.
+    Horovod pairs the ranks' operations by name (in eager code, by type), and the operations of
+    a `tf.function` run in any order. Therefore a name depends only on the group, the
+    collective and the order of the calls in the function, and not on name scopes, layers or
+    other traces of the rank. The name of a gradient depends on its forward operation.
 
     Args:
-        function: name of the collective.
-        x: its tensor.
-        group: a `Group`, or None for the whole job.
-        adds: whether it computes a sum, which bools do not have.
-        divides: name of the argument with the axis whose dimension is divided by the group's
-            size; None where there is none.
-        **arguments: the collective's other arguments, axes and the root.
+        function: String. Name of the collective.
+        x: Tensor, or a value that converts to a tensor.
+        group: `Group`, or `None` for all ranks of the job.
+        adds: Whether the collective computes a sum, which bools do not support.
+        divides: Name of the axis argument whose dimension the group size must divide, or
+            `None`.
+        **arguments: Other integer arguments of the collective: axes and the root.
 
     Raises:
-        ValueError: an argument is wrong, on every rank that made the same call; or the ranks
-            of the group made different calls, on all of them.
+        ValueError: If an argument is invalid (on every rank that made the same call), or if
+            the ranks of the group made different calls (on all of them).
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Call:
                 _check_axis(text, name, value, x, group.size if name == divides else 1)
 
     def _check_agreement(self, text):
-        """Name the call, and raise on every rank of the group if they do not make the same.
+        """Set the name of the call, and raise on every rank if the calls of the group differ.
 
-        One small all-gather: in eager code at every call, in a `tf.function` when it is
-        traced, unless the same call was traced at the same place before.
+        This is one small all-gather: at every call in eager code, and during tracing in a
+        `tf.function`, unless the same call was traced at the same place before.
         """
         memory = self.group.memory
         if _compat.is_on_a_tape([self.x]):
             text += " on a gradient tape"
         if tf.executing_eagerly():
-            # With the number of eager calls, which ranks may count differently after an error.
+            # Ranks may have counted different numbers of eager calls after an error.
             calls = self._everyones(f"{memory.get('calls', 0)} {text}")
             numbers, calls = zip(*[call.split(" ", 1) for call in calls])
             number = max(map(int, numbers))
@@ -107,17 +107,17 @@ class Call:
         agreed.add(text)
 
     def _everyones(self, text, traced_before=False):
-        """Return the texts of all ranks, in the order of their numbers."""
+        """Return the texts of all ranks, ordered by rank."""
 
         def exchange(letters):
             return transport.concatenate(letters, self.group, self.name)
 
-        # Mostly of one length, which Horovod remembers.
+        # Horovod caches responses by shape, so pad to a length that most texts share.
         letters = np.frombuffer(f"{text}\n".encode().rjust(256), "uint8")
         with tf.init_scope():
             if traced_before:
-                # Another rank may not trace its function anew but run it. Under the name of
-                # its operation, Horovod sees two that differ and stops both.
+                # Another rank may run its function instead of retracing it. Under the name of the
+                # function's operation, Horovod detects the mismatch and stops both ranks.
                 exchange = tf.function(exchange, autograph=False).get_concrete_function(
                     tf.TensorSpec([None], "uint8")
                 )
@@ -133,7 +133,7 @@ class Call:
         return [line.lstrip() for line in everyone.splitlines()]
 
     def run(self, forward: Callable, gradient: Callable) -> tf.Tensor:
-        """Return y = `forward(x)`, whose gradient is `gradient(g, y)`."""
+        """Return `y = forward(x)` with the gradient `gradient(g, y)`."""
 
         @tf.custom_gradient
         def operate(x):
@@ -147,7 +147,7 @@ class Call:
         return y
 
     def carry(self, operation: Callable, x: tf.Tensor, *arguments) -> tf.Tensor:
-        """Return what a function of `transport` makes of x, in the group and by the name."""
+        """Run a function of `transport` on `x` with the group and the name of this call."""
         if self.group.size == 1:
             return operation(x, *arguments, self.group, self.name)
         with tf.name_scope(self.scope):
@@ -155,12 +155,12 @@ class Call:
         return self._received
 
     def at(self, root: int, value: tf.Tensor, elsewhere: Callable) -> tf.Tensor:
-        """Return `value` on the root, `elsewhere(value)` on the other ranks."""
+        """Return `value` on the root and `elsewhere(value)` on the other ranks."""
         return value if self.group.index == root else elsewhere(value)
 
 
 def describe(text: str, x: tf.Tensor, group: Group) -> str:
-    """Return the text of a call, with its tensor and group, for errors."""
+    """Return the description of a call, its tensor and its group for error messages."""
     return (
         f"{text} of shape {x.shape}, {x.dtype.name}, over a group of {group.size}, "
         f"the ranks {group.ranks}"
@@ -168,13 +168,13 @@ def describe(text: str, x: tf.Tensor, group: Group) -> str:
 
 
 def check_member(text: str, group: Group) -> None:
-    """Raise a ValueError that begins with the call's text if this rank is not in the group."""
+    """Raise a ValueError that starts with `text` if this rank is not in the group."""
     if group.index is None:
         raise ValueError(f"{text}: rank {job.rank()} is not in the group")
 
 
 def check_position(text: str, position: int, group: Group) -> None:
-    """Raise a ValueError that begins with the call's text if a position is not in the group."""
+    """Raise a ValueError that starts with `text` if a position is not in the group."""
     if position not in range(group.size):
         raise ValueError(
             f"{text}: position {position!r} is not in the group, which has 0 to {group.size - 1}"
@@ -205,7 +205,7 @@ def _check_axis(text, name, axis, x, divisor):
 
 
 def _names_of_functions():
-    """Return the names of the functions being traced, without TensorFlow's numbers."""
+    """Return the names of the functions being traced, without the digits that TensorFlow adds."""
     graph, names = tf.compat.v1.get_default_graph(), []
     while graph is not None and graph.building_function:
         names.append(re.sub(r"\d", "", graph.name))

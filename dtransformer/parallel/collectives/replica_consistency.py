@@ -12,7 +12,7 @@ EVERY = 100  # The host waits for each comparison.
 
 
 class ReplicaConsistency:
-    """Comparison of the batches of a mesh and of a pipeline: batches 1, 2 and every 100th."""
+    """Comparison of batches within a mesh and a pipeline: the first two and every 100th batch."""
 
     def __init__(self):
         self._counts = collections.Counter()
