@@ -101,7 +101,7 @@ class Call:
         if len(set(calls)) > 1:
             listing = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self._ordered, calls))
             raise ValueError(
-                "ranks make different calls, and every rank of a group has to make the same. "
+                "The ranks of a group must make the same collective call, but the calls differ. "
                 + listing
             )
         agreed.add(text)
@@ -127,8 +127,8 @@ class Call:
                 if not traced_before:
                     raise
                 raise ValueError(
-                    f"{text}: another rank does not trace its function anew, or is at another "
-                    f"call; give all ranks tensors of the same shape ({error.message})"
+                    f"{text}: Another rank did not retrace its function, or is at another call. "
+                    f"Give all ranks tensors of the same shape ({error.message})."
                 ) from error
         return [line.lstrip() for line in everyone.splitlines()]
 
@@ -162,45 +162,46 @@ class Call:
 def describe(text: str, x: tf.Tensor, group: Group) -> str:
     """Return the description of a call, its tensor and its group for error messages."""
     return (
-        f"{text} of shape {x.shape}, {x.dtype.name}, over a group of {group.size}, "
-        f"the ranks {group.ranks}"
+        f"`{text}` of a {x.dtype.name} tensor of shape {x.shape} in a group of {group.size} "
+        f"ranks, {group.ranks}"
     )
 
 
 def check_member(text: str, group: Group) -> None:
     """Raise a ValueError that starts with `text` if this rank is not in the group."""
     if group.index is None:
-        raise ValueError(f"{text}: rank {job.rank()} is not in the group")
+        raise ValueError(f"{text}: Rank {job.rank()} is not in the group.")
 
 
 def check_position(text: str, position: int, group: Group) -> None:
     """Raise a ValueError that starts with `text` if a position is not in the group."""
     if position not in range(group.size):
         raise ValueError(
-            f"{text}: position {position!r} is not in the group, which has 0 to {group.size - 1}"
+            f"{text}: Position {position!r} is not in the group. "
+            f"Choose a position from 0 to {group.size - 1}."
         )
 
 
 def _check_dtype(text, x, adds):
     if x.dtype.name not in transport.DTYPES:
         allowed = ", ".join(sorted(transport.DTYPES))
-        raise ValueError(f"{text}: Horovod carries {allowed}; cast the tensor")
+        raise ValueError(f"{text}: Horovod supports {allowed}. Cast the tensor.")
     if x.dtype == tf.bool and adds:
-        raise ValueError(f"{text}: bools have no sum; cast the tensor, or use all_reduce_max")
+        raise ValueError(f"{text}: Bools have no sum. Cast the tensor or use `all_reduce_max`.")
 
 
 def _check_axis(text, name, axis, x, divisor):
     rank = x.shape.rank
     if rank is None:
-        raise ValueError(f"{text}: the tensor's rank has to be known; use tf.ensure_shape")
+        raise ValueError(f"{text}: The tensor's rank is unknown. Set it with `tf.ensure_shape`.")
     if axis not in range(-rank, rank):
-        allowed = f"it may be {-rank} to {rank - 1}" if rank else "a scalar has no axis"
-        raise ValueError(f"{text}: {name} {axis!r} is outside of the tensor's rank; {allowed}")
+        allowed = f"Choose {-rank} to {rank - 1}." if rank else "A scalar has no axis."
+        raise ValueError(f"{text}: `{name}={axis!r}` is outside of the tensor's rank. {allowed}")
     size = x.shape[axis]
     if size is not None and size % divisor:
         raise ValueError(
-            f"{text}: dimension {size} of {name} {axis} is not divisible by the group's size "
-            f"{divisor}; pad it, or choose another axis"
+            f"{text}: Dimension {size} of `{name}={axis}` is not divisible by the group size "
+            f"{divisor}. Pad the tensor or choose another axis."
         )
 
 

@@ -282,12 +282,12 @@ def _pair(text, x, other, group, sends):
     check_member(text, group)
     check_position(text, other, group)
     if other == group.index:
-        raise ValueError(f"{text}: that is this rank itself")
+        raise ValueError(f"{text}: A rank cannot send to or receive from itself.")
     ranks = (group.ranks[group.index], group.ranks[other])
     pair = job.known_group(ranks if sends else ranks[::-1])
     if pair is None:
         raise ValueError(
-            f"{text}: there is no group of the two ranks; once, before, call new_group({ranks}) on "
-            "every rank of the job"
+            f"{text}: No group of these two ranks exists. Call `new_group({ranks})` once before on "
+            "every rank of the job."
         )
     return pair

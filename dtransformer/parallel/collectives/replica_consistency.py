@@ -61,8 +61,8 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
         f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), everyone)
     )
     raise ValueError(
-        f"the ranks of {name} have different batches: {listing}. Give them the same rows in the "
-        "same order, see dtransformer.data_shard()"
+        f"The ranks of {name} have different batches: {listing}. Give them the same rows in the "
+        "same order, see `dtransformer.data_shard()`."
     )
 
 
