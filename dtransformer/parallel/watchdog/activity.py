@@ -1,25 +1,25 @@
-"""Activity of a rank, and how long it may take: pure."""
+"""Activity of a rank and its time limits, without side effects."""
 
 import dataclasses
 from collections.abc import Sequence
 
-# How many times `stall_seconds` an activity may take.
+# Time limit of each activity, as a multiple of `stall_seconds`.
 _PATIENCE = {
-    "step": 1,  # forward, backward and update
-    "compiling": 10,  # a step whose functions are traced and compiled
-    "validating": 10,  # and predicting
+    "step": 1,  # Forward, backward and update.
+    "compiling": 10,  # A step whose functions are traced and compiled.
+    "validating": 10,  # Also prediction.
     "saving": 10,
-    "callbacks": 10,  # and all else between two steps of `fit`
-    "outside": 10,  # of `fit`: what the program does is not known
+    "callbacks": 10,  # Also everything else between two steps of `fit`.
+    "outside": 10,  # The program runs unknown code outside of `fit`.
 }
 KINDS = tuple(_PATIENCE)
-# Those that end early where the rank does not even compute: then it waits for others.
+# These activities end early if the process is idle, because it then waits for other ranks.
 _COMPUTES = ("compiling", "validating")
-_FIRST = 40  # times, while the first step compiles: a GPU's driver may take half an hour for it
-_TIMES_THE_LONGEST = 4  # what a step may take of the longest one before it
-# Those in which ranks need no other rank, but where they say that they wait.
+_FIRST = 40  # Multiple for the first step. A GPU driver may need half an hour to compile it.
+_TIMES_THE_LONGEST = 4  # Limit of a step as a multiple of the longest previous step.
+# Activities that need no other rank, unless a wait is reported.
 _ALONE = ("outside", "saving")
-_MOST_LETTERS = 200  # of what a rank waits in
+_MOST_LETTERS = 200  # Maximum length of the name of a wait in a heartbeat.
 
 _SAYS = {
     "step": "step {step}",
@@ -33,18 +33,19 @@ _SAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a rank does, as its heartbeat tells.
+    """Current activity of a rank, as reported in its heartbeat.
 
     Args:
-        kind: one of `KINDS`.
-        step: number of the step that it is in, or was in last.
-        seconds: for how long it has done that.
-        idle_seconds: for how long the process has hardly computed.
-        longest: seconds of the longest step so far that was not compiled.
-        own_seconds: what this rank took of late between two steps, for data and callbacks.
-        waits_in: the collective that it waits in meanwhile, and for whom; "" where it does not.
-        waited: for how long it has waited there.
-        is_guess: whether it may be something else: a function of TensorFlow that computes nothing.
+        kind: String from `KINDS`.
+        step: Integer. Current step, or the last one.
+        seconds: Duration of the activity so far.
+        idle_seconds: Time since the process last used a noticeable amount of CPU time.
+        longest: Duration in seconds of the longest step so far that was not compiled.
+        own_seconds: Recent time in seconds for data and callbacks between two steps of this rank.
+        waits_in: Description of the collective that the rank waits in and of the awaited ranks, or
+            `""` if it does not wait.
+        waited: Duration of the wait in seconds.
+        is_guess: Whether the wait is inferred from a TensorFlow function that uses no CPU time.
     """
 
     kind: str = "outside"
@@ -62,17 +63,20 @@ class Activity:
         return _SAYS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:
-        """Return the fields as JSON has them, which make the activity again."""
+        """Return the fields as a JSON dict for `Activity(**fields)`."""
         return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MOST_LETTERS]}
 
 
 def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
-    """Return whether a rank has done something for longer than it may.
+    """Return whether a rank has exceeded the time limit of its activity.
+
+    Waits are limited to `stall_seconds`, other activities to a multiple of it. The limit is at
+    least four times the longest previous step.
 
     Args:
-        activity: what it does.
-        later: seconds since it told that.
-        stall_seconds: how long a step, or a wait for other ranks, may take.
+        activity: Last reported `Activity`.
+        later: Seconds since the report.
+        stall_seconds: Time limit in seconds of a step, or of a wait for other ranks.
 
     Example:
 
@@ -91,13 +95,17 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
 
 
 def needs_others(activity: Activity) -> bool:
-    """Return whether a rank may be waiting for another one."""
+    """Return whether a rank may be waiting for another one.
+
+    This is the case if it reports a wait that is not a guess, or for all activities except saving
+    and code outside of `fit`.
+    """
     waits = activity.waits_in and not activity.is_guess
     return bool(waits) or activity.kind not in _ALONE
 
 
 def say_ranks(ranks: Sequence[int]) -> str:
-    """Return a text of a few ranks.
+    """Return a description of at most eight ranks.
 
     Example:
 

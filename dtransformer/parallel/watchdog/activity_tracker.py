@@ -1,4 +1,4 @@
-"""Activity tracker: what this rank does, as the library's own code says it."""
+"""Activity tracker: records the activity of this rank as reported by the library's code."""
 
 import collections
 import contextlib
@@ -11,32 +11,35 @@ from collections.abc import Iterator, Sequence
 from dtransformer import _compat
 from dtransformer.parallel.watchdog.activity import Activity, say_ranks
 
-_COMPUTES = 0.03  # of a core: a process that takes less waits for others
+_COMPUTES = 0.03  # Fraction of a core. A process below it is idle.
 _SECONDS_TO_GUESS = 5.0
-_WITHOUT_GUESS = ("saving", "step")  # a disk takes no cores, and a step has a time of its own
+_WITHOUT_GUESS = ("saving", "step")  # Disks use no cores, and steps have a separate limit.
 _OF_THE_PROGRAM = ("outside", "callbacks")
-_STEPS = 7  # of which the middle one tells how long a rank takes between two of them
+_STEPS = 7  # Number of steps of the median time between two steps.
 
 
 class ActivityTracker:
-    """Knows the activity of the thread that trains. `job.doing` tells it."""
+    """Tracker for the activity of the training thread. `job.doing` updates it."""
 
     def __init__(self):
         self._begin = time.monotonic()
         self._kind, self._step, self._longest = "outside", 0, 0.0
-        self._polling = set()  # a file for each thread that asks all the time what there is to do
+        self._polling = set()  # Files in /proc of threads that poll for work.
         self._cpu_at = self._begin, self._computed()
         self._last_computed = self._begin
         self._own_seconds = collections.deque(maxlen=_STEPS)
-        self._waits = {}  # number of a thread -> (since when, in what)
-        self._has_own_functions = False  # of the program, with collectives
-        self._call = (None, self._begin)  # of a function of TensorFlow, and since when
+        self._waits = {}  # Maps a thread id to the start time and the description of its wait.
+        self._has_own_functions = False  # Whether the user's functions contain collectives.
+        self._call = (
+            None,
+            self._begin,
+        )  # Current call of a TensorFlow function and its start time.
 
     @contextlib.contextmanager
     def polling_threads(self) -> Iterator[None]:
-        """Say that threads which the `with` block starts compute nothing of this rank's own.
+        """Exclude threads that start in the `with` block from the CPU time of this rank.
 
-        Horovod's asks every millisecond what there is to send: that takes 6 to 25 % of a core.
+        Horovod's thread polls for work every millisecond, which takes 6 to 25 % of a core.
         """
         before = _threads()
         yield
@@ -44,14 +47,14 @@ class ActivityTracker:
 
     @contextlib.contextmanager
     def doing(self, kind: str, step: int | None = None) -> Iterator[None]:
-        """Say that the `with` block does something; within it another one may be said.
+        """Record the activity of the `with` block. Blocks can be nested.
 
         Args:
-            kind: one of `activity.KINDS`.
-            step: number of the step; the last one by default.
+            kind: String from `activity.KINDS`.
+            step: Integer. Current step. Defaults to the last one.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield  # a thread that writes a checkpoint: others wait for it, or not
+            yield  # Other ranks may or may not wait for a thread that writes a checkpoint.
             return
         outer = self._kind
         self._enter(kind)
@@ -68,11 +71,11 @@ class ActivityTracker:
 
     @contextlib.contextmanager
     def waiting(self, collective: str, others: Sequence[int]) -> Iterator[None]:
-        """Say that the `with` block waits for other ranks, in any thread.
+        """Record that the `with` block waits for other ranks, in any thread.
 
         Args:
-            collective: in what. Of waits within each other the outer one counts.
-            others: for whom.
+            collective: Description of the collective. Nested waits keep the outer one.
+            others: Sequence of the awaited ranks.
         """
         thread = threading.get_ident()
         if thread in self._waits:
@@ -84,24 +87,28 @@ class ActivityTracker:
         finally:
             del self._waits[thread]
             if thread == threading.main_thread().ident and self._kind != "step":
-                self._begin = time.monotonic()  # the others have answered: it goes on
+                self._begin = (
+                    time.monotonic()
+                )  # The other ranks have answered, so the activity starts again.
 
     def compiles(self) -> None:
-        """Say that the step which is under way is traced and compiled."""
+        """Record that the current step is being traced and compiled."""
         if self._kind == "step":
             self._kind = "compiling"
 
     def traces_collective(self) -> None:
-        """Say that the function which is traced has a collective."""
-        if threading.get_ident() not in self._waits:  # else it is this library's, and watched
+        """Record that the function being traced contains a collective."""
+        if (
+            threading.get_ident() not in self._waits
+        ):  # The library's functions run within a recorded wait.
             self._has_own_functions |= self._kind in _OF_THE_PROGRAM
 
     def computed_for(self, seconds: float) -> None:
-        """Say how long this rank has taken from a step's end to the next one's batch."""
+        """Record the time in seconds between the end of a step and the next batch on this rank."""
         self._own_seconds.append(seconds)
 
     def activity(self) -> Activity:
-        """Return what this rank does now. To be called about every second."""
+        """Return the current activity of this rank. Call it about every second."""
         now = time.monotonic()
         before, cpu_before = self._cpu_at
         if now - before >= 0.5:
@@ -122,21 +129,21 @@ class ActivityTracker:
         )
 
     def _computed(self):
-        """Return the seconds that this process has computed, without what asks and watches."""
+        """Return the CPU seconds of this process without polling threads and the calling thread."""
         return time.process_time() - time.thread_time() - sum(map(_seconds, self._polling))
 
     def _wait(self, now):
-        """Return since when this rank waits, in what, and whether that is a guess."""
+        """Return the start time of this rank's wait, its description, and whether it is a guess."""
         main, waits = threading.main_thread().ident, self._waits.copy()
         if main in waits:
             return (*waits[main], False)
-        if self._kind == "saving" and waits:  # for a thread that writes
+        if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.
             since, collective = min(waits.values())
             return max(since, self._begin), collective, False
         call = _compat.call_of_function(main)
         if call != self._call[0]:
             self._call = call, now
-        # A function in which nothing is computed may wait in a collective that it has.
+        # A function that uses no CPU time may be waiting in one of its collectives.
         since = max(self._call[1], self._last_computed)
         is_known = self._kind not in _OF_THE_PROGRAM or self._has_own_functions
         may_wait = call is not None and is_known and self._kind not in _WITHOUT_GUESS
@@ -146,13 +153,13 @@ class ActivityTracker:
 
 
 def _threads():
-    """Return for each of this process' threads its file of scheduling figures (proc(5)), on Linux."""
+    """Return the scheduling statistics files (see proc(5)) of this process' threads."""
     return set(pathlib.Path("/proc/self/task").glob("*/schedstat"))
 
 
 def _seconds(schedstat):
-    """Return the seconds that a thread has computed."""
+    """Return the CPU seconds of a thread."""
     try:
         return int(schedstat.read_text().split()[0]) / 1e9
-    except OSError:  # it has ended
+    except OSError:  # The thread has ended.
         return 0.0

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and the other ranks, none of which ever blocks, and their addresses."""
+"""Non-blocking connections between rank 0 and the other ranks, and their addresses."""
 
 import contextlib
 import hashlib
@@ -10,24 +10,27 @@ import selectors
 import socket
 import time
 
-# The lines that ranks send each other: JSON, each with a seal that only the job can make.
+# Ranks exchange lines of JSON, each with a seal that only members of the job can compute.
 
 
-MAX_LINE = 16384  # bytes
+MAX_LINE = 16384  # Bytes.
 
 
 def new_token() -> str:
-    """Return a random token."""
+    """Return a random token of 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 class Seals:
-    """The seals of one direction of a rank's connection to rank 0, of which it has one in a job.
+    """Message authentication codes for one direction of a connection between a rank and rank 0.
+
+    Each rank has a single connection per job. The code depends on the index of the line, so lines
+    cannot be replayed.
 
     Args:
-        token: the job's.
-        rank: the rank.
-        direction: "hub" for what rank 0 sends, "rank" for what it is sent.
+        token: Secret token of the job.
+        rank: Integer. The rank at the other end from rank 0.
+        direction: "hub" for lines from rank 0, or "rank" for lines to rank 0.
     """
 
     def __init__(self, token: str, rank: int, direction: str):
@@ -39,15 +42,15 @@ class Seals:
         return hmac.new(self._key, head + text, hashlib.sha256).hexdigest().encode()
 
     def seal(self, value) -> bytes:
-        """Return what JSON can say as a line."""
+        """Return a JSON value as a sealed line."""
         text = json.dumps(value).encode()
         return self._seal(text) + b" " + text + b"\n"
 
     def open(self, line: bytes):
-        """Return what a line says.
+        """Return the value of a sealed line.
 
         Raises:
-            ValueError: its seal is not right.
+            ValueError: If the seal is invalid.
         """
         seal, _, text = line.partition(b" ")
         if not hmac.compare_digest(seal, self._seal(text)):
@@ -55,40 +58,44 @@ class Seals:
         return json.loads(text)
 
 
-_MAX_UNSENT = 2**20  # bytes, to a rank that takes none
+_MAX_UNSENT = 2**20  # Maximum bytes queued for a rank that does not read.
 _SECONDS_TO_SAY_HELLO = 10
 
 
 class Closed(Exception):
-    """The other side has closed the connection, or does not speak as it has to."""
+    """The connection was closed or the other side violated the protocol."""
 
 
 class Link:
-    """A connection over which sealed lines go both ways.
+    """Connection that carries sealed lines in both directions.
 
     Args:
-        connection: the socket.
+        connection: Connected socket.
     """
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.since = connection, time.monotonic()
-        self.said_rank = None  # which the other end says it is, a line
-        self.rank = None  # its number, once a line of its has the right seal
+        self.said_rank = None  # First line: the rank that the other end claims to be.
+        self.rank = None  # The rank, set once a line has a valid seal.
         self._received, self._unsent = b"", b""
         self._sends = self._receives = None
 
     def seal_with(self, token: str, rank: int, own: str, theirs: str) -> None:
-        """Seal what is sent, and open what comes, as `Seals` takes the arguments."""
+        """Set the seals. `own` and `theirs` are the directions of sent and received lines."""
         self._sends, self._receives = Seals(token, rank, own), Seals(token, rank, theirs)
 
     def send(self, value) -> None:
-        """Send what JSON can say, as soon as the other side takes it."""
+        """Send a JSON value as soon as the other side accepts it."""
         self.send_bytes(self._sends.seal(value))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes, or what is left of them later."""
+        """Send bytes and queue the rest.
+
+        Raises:
+            Closed: If the connection fails or the queue exceeds its limit.
+        """
         self._unsent += data
         try:
             while self._unsent:
@@ -100,7 +107,11 @@ class Link:
             raise Closed(str(error)) from None
 
     def lines(self) -> list[bytes]:
-        """Return the full lines that have come."""
+        """Return the complete lines received so far.
+
+        Raises:
+            Closed: If the connection is closed or fails, or if a line is too long.
+        """
         try:
             data = self.connection.recv(65536)
         except BlockingIOError:
@@ -115,7 +126,11 @@ class Link:
         return lines
 
     def open(self, line: bytes):
-        """Return what a line says."""
+        """Return the value of a sealed line.
+
+        Raises:
+            Closed: If the seal is invalid.
+        """
         try:
             return self._receives.open(line)
         except ValueError as error:
@@ -128,10 +143,11 @@ class Link:
 
 
 class End:
-    """A rank's end of its connections, which `Hub` and `Member` make.
+    """Base class for a rank's side of its connections. See `Hub` and `Member`.
 
     Attributes:
-        selector: it waits for what comes; others may register what has no data.
+        selector: Selector of all connections. Callers may register other file objects without
+            data.
     """
 
     def __init__(self):
@@ -143,13 +159,21 @@ class End:
         self.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def send(self, rank: int, value) -> None:
-        """Send to a rank; nothing where it is not connected."""
+        """Send a value to a rank. Does nothing if the rank is not connected."""
         if rank in self._of_ranks:
-            with contextlib.suppress(Closed):  # which is seen when it is read
+            with contextlib.suppress(Closed):  # The next read detects the closed connection.
                 self._of_ranks[rank].send(value)
 
     def receive(self, seconds: float) -> list[tuple[int, object]]:
-        """Wait for lines; return pairs of a rank and what it says, None where it is lost."""
+        """Wait for lines from other ranks.
+
+        Args:
+            seconds: Maximum time to wait.
+
+        Returns:
+            A list of `(rank, value)` tuples. The value is `None` if the connection to the rank is
+            lost.
+        """
         found = []
         for key, _ in self.selector.select(seconds):
             if isinstance(key.data, Link):
@@ -186,24 +210,28 @@ class End:
 
 
 class Hub(End):
-    """Rank 0's end of all connections.
+    """Rank 0's side of all connections.
 
     Args:
-        listener: a socket that listens.
-        token: the job's.
-        size: number of ranks of the job.
+        listener: Listening socket.
+        token: Secret token of the job.
+        size: Number of ranks of the job.
     """
 
     def __init__(self, listener: socket.socket, token: str, size: int):
         super().__init__()
         self._listener, self._token, self._size = listener, token, size
-        # First line of a connection -> the rank, which has one in a job: nothing can be sent again.
+        # Maps the first line of a connection to its rank. A rank connects only once per job, so its
+        # lines cannot be replayed.
         self._awaited = {str(rank).encode(): rank for rank in range(1, size)}
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def receive(self, seconds: float) -> list[tuple[int, object]]:
-        """As of `End`; connections that are none of a rank's are closed."""
+        """Wait for lines, and close connections that do not identify as a rank in time.
+
+        See `End.receive` for the arguments and the result.
+        """
         found = super().receive(seconds)
         for link in [link for link in self._links if link.rank is None]:
             if time.monotonic() - link.since > _SECONDS_TO_SAY_HELLO:
@@ -214,7 +242,7 @@ class Hub(End):
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             unknown = sum(link.rank is None for link in self._links)
-            if unknown > self._size + 64:  # of ranks there cannot be as many
+            if unknown > self._size + 64:  # The ranks of the job cannot open this many connections.
                 connection.close()
             else:
                 self._add(Link(connection))
@@ -237,22 +265,22 @@ class Hub(End):
         return self._awaited[line]
 
     def close(self) -> None:
-        """Close all connections, and take no more."""
+        """Close all connections and the listener."""
         super().close()
         self._listener.close()
 
 
 class Member(End):
-    """Another rank's end of its connection to rank 0.
+    """Another rank's side of its connection to rank 0.
 
     Args:
-        address: host and port of rank 0.
-        token: the job's.
-        rank: this rank.
-        seconds: how long to wait for the connection.
+        address: `(host, port)` tuple of rank 0.
+        token: Secret token of the job.
+        rank: Integer. This rank.
+        seconds: Time limit for the connection.
 
     Raises:
-        OSError: there is no connection.
+        OSError: If the connection fails.
     """
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, seconds: float):
@@ -265,21 +293,21 @@ class Member(End):
 
 
 def own_address(is_local: bool) -> str:
-    """Return the address to listen at: that on the way to the launcher, and no other.
+    """Return the address to listen on: the local address of the route to the launcher.
 
     Args:
-        is_local: whether all ranks are on this host.
+        is_local: Whether all ranks are on this host. The address is then 127.0.0.1.
     """
     if is_local:
         return "127.0.0.1"
     launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
     port = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0") or 0)
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as towards:
-        towards.connect((launcher, port or 9))  # sends nothing
+        towards.connect((launcher, port or 9))  # Connecting a datagram socket sends nothing.
         return towards.getsockname()[0]
     return socket.gethostbyname(own_host())
 
 
 def own_host() -> str:
-    """Return this host's name, as the job has it."""
+    """Return the name of this host in the job."""
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()

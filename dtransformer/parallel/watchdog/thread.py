@@ -1,6 +1,6 @@
-"""The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in.
+"""The watchdog thread: exchanges heartbeats and ends this rank after a verdict.
 
-A rank that cannot go on writes the stacks of its threads, says its last words, and leaves.
+Before it ends the process, it writes the stacks of all threads and prints the cause.
 """
 
 import collections
@@ -22,24 +22,24 @@ from dtransformer.parallel.watchdog.links import End
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
-_BEAT = 1.0  # seconds
-_FOR_OTHERS = 2.0  # seconds that a rank waits with its end, so that others have the verdict
-_FOR_THE_FAILED = 5.0  # and so that the one which failed tells it itself
+_BEAT = 1.0  # Seconds between two heartbeats.
+_FOR_OTHERS = 2.0  # Seconds before this rank exits, so that the others receive the verdict.
+_FOR_THE_FAILED = 5.0  # Seconds for a failed rank to print its own error.
 
 
-_SECONDS_TO_WRITE = 3.0  # after which a standard error that nobody reads is given up
+_SECONDS_TO_WRITE = 3.0  # Time limit for writes to a standard error that nobody reads.
 _AT_ONCE = 0.01
 
 
 def write_stacks(rank: int, message: str) -> str:
-    """Write where all threads are to a new file that only this user can read.
+    """Write the stacks of all threads to a new file that only this user can read.
 
     Args:
-        rank: this rank.
-        message: the verdict, for its first line.
+        rank: Integer. This rank.
+        message: String. The verdict, written to the first line.
 
     Returns:
-        The file's path; or why there is none.
+        The path of the file, or the reason why it was not written.
     """
     try:
         handle, path = tempfile.mkstemp(f"-rank-{rank}.stacks", "dtransformer-")
@@ -52,56 +52,57 @@ def write_stacks(rank: int, message: str) -> str:
 
 
 def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
-    """Return the line that a rank ends with.
+    """Return the line that a rank prints before it ends.
 
     Args:
-        message: the verdict, as `watch.say` has it.
-        rank, host: this rank, and its host.
-        own: what it did.
-        stacks: the file with its stacks.
+        message: String. Result of `watch.say`.
+        rank: Integer. This rank.
+        host: String. Host of this rank.
+        own: `Activity` of this rank.
+        stacks: String. Result of `write_stacks`.
     """
     text = f"rank {rank} on host {host} was in {own}"
     return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
 
 
 def leave(words: str, seconds: float) -> None:
-    """Print a line and end this process, whatever its other threads are doing and hold.
+    """Print a line and end this process with code 1, even if other threads block.
 
     Args:
-        words: the line.
-        seconds: to wait in between, so that the other ranks can say theirs.
+        words: String. The line.
+        seconds: Time to wait before the exit, so that the other ranks can print their lines.
     """
-    _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # whatever comes
+    _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # Exit even if the writes below block.
     _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{words}\n".encode()))
     _within(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
     _exit_in(max(seconds, _AT_ONCE))
 
 
 def end_unless_again(seconds: float) -> None:
-    """End this process after some seconds, unless this is called again before.
+    """End this process after some seconds, unless this function is called again before.
 
-    This needs nothing of Python: where the main thread waits in C++ and holds the interpreter's
-    lock, no other thread of Python runs. All stacks are printed on standard error.
+    The timer needs no Python thread. It works even if the main thread waits in C++ and keeps the
+    interpreter lock. It prints all stacks on standard error.
     """
     with contextlib.suppress(
         ValueError, OSError, AttributeError
-    ):  # of a standard error that is none
+    ):  # Standard error may be missing or invalid.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def go_on() -> None:
-    """Take back `end_unless_again`."""
+    """Cancel the timer of `end_unless_again`."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def _exit_in(seconds):
-    """End this process with code 1, from a thread that needs nothing of Python."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # the stacks are written already
+    """End this process with code 1 after some seconds, without the help of Python threads."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # The stacks are already in the file.
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _within(seconds: float, action: Callable) -> None:
-    """Do something that may block, and wait for it at most so long."""
+    """Run an action that may block in a thread, and wait for it for at most `seconds`."""
 
     def run():
         with contextlib.suppress(Exception):
@@ -113,16 +114,17 @@ def _within(seconds: float, action: Callable) -> None:
 
 
 class Watchdog:
-    """Watches over the job, in a thread of its own.
+    """Thread that monitors the job.
 
     Args:
-        rank: this rank.
-        hosts: the names of all ranks' hosts.
-        link: this rank's end of the connections.
-        stall_seconds: how long a step may take.
-        recorder: what this rank does.
-        gates: where it stops when a rank is asked to.
-        end: ends this process; a function of the line and of seconds to wait.
+        rank: Integer. This rank.
+        hosts: Sequence of host names, one per rank.
+        link: `End` of this rank: a `Hub` on rank 0, a `Member` elsewhere.
+        stall_seconds: Time limit in seconds of a step.
+        recorder: `ActivityTracker` of this rank.
+        gates: `StopBarriers` of this rank.
+        end: Function that ends this process, called with the last line and the seconds to wait.
+            Defaults to `leave`.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Watchdog:
         gates: StopBarriers,
         end: Callable[[str, float], None] = leave,
     ):
-        faulthandler.enable(2)  # who crashes outside of Python tells where
+        faulthandler.enable(2)  # Print the stacks if the process crashes outside of Python.
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
         everyone = range(len(hosts))
@@ -145,19 +147,19 @@ class Watchdog:
         self._ask, self._asked = socket.socketpair()
         self._asked.setblocking(False)
         self._link.selector.register(self._asked, selectors.EVENT_READ)
-        self._wishes = []  # of the main thread: what to send
+        self._wishes = []  # Values that the main thread wants to send.
         self._is_leaving = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="dtransformer-watchdog", daemon=True)
         self._thread.start()
 
-    # Called by the main thread.
+    # The main thread calls the following methods.
 
     def ask_to_stop(self, purpose: str) -> None:
-        """Let all ranks stop at the same gate. From a signal's handler, too."""
+        """Ask all ranks to stop at the same gate. Signal handlers may call this."""
         self._wish({"stop": purpose})
 
     def leave(self, error: str | None = None) -> None:
-        """Say farewell to the other ranks, with the error that ends this one."""
+        """Tell the other ranks that this rank leaves, and pass on the error that ends it."""
         self._wish({"left": True, "error": error})
         self._thread.join(2 * _BEAT)
 
@@ -166,12 +168,12 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._ask.send(b".")
 
-    # The thread.
+    # The methods below run in the watchdog thread.
 
     def _run(self):
         try:
             self._watch_until_left()
-        except Exception as error:  # of this code: no reason to end a job that goes on
+        except Exception as error:  # An error in the watchdog is no reason to end a job that works.
             with contextlib.suppress(Exception):
                 print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
                 self._carry_out({"left": True, "error": None})
@@ -180,7 +182,7 @@ class Watchdog:
         self._link.close()
 
     def _watch_until_left(self):
-        next_beat, is_process = 0.0, self._end is leave  # and no test
+        next_beat, is_process = 0.0, self._end is leave  # False in tests, which replace `end`.
         while not self._is_leaving:
             now = time.monotonic()
             if now >= next_beat:
@@ -266,7 +268,7 @@ class Watchdog:
             self._gates[purpose].open_until(last)
 
     def _answer_nothing(self, rank):
-        """Know that a rank passes no gate any more."""
+        """Record that a rank passes no more gates."""
         self._present.discard(rank)
         for purpose in list(self._agreements):
             self._answer(rank, purpose, None)
@@ -276,12 +278,12 @@ class Watchdog:
             self._link.send(rank, value)
 
     def _carry_out_verdict(self, verdict):
-        """Tell the others, and end this process."""
+        """Send the verdict to the other ranks and end this process."""
         if self._is_leaving:
             return
         if self.rank == 0:
             self._to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
-        if verdict.waits:  # it tells of it itself, and horovodrun of it
+        if verdict.waits:  # Give the failed rank and horovodrun time to report the error.
             end = time.monotonic() + _FOR_THE_FAILED
             while time.monotonic() < end and not self._wishes:
                 time.sleep(0.1)
@@ -293,4 +295,4 @@ class Watchdog:
         words = last_words(message, self.rank, self.hosts[self.rank], own, stacks)
         self._has_ended = True
         self._end(words, _FOR_OTHERS)
-        self._is_leaving = True  # where a test's `end` returns
+        self._is_leaving = True  # Only reached in tests, where `end` returns.

@@ -1,4 +1,7 @@
-"""The verdict on a job, by what is heard of its ranks: pure, times are given."""
+"""Verdict on a job from the heartbeats of its ranks.
+
+Callers pass all times, so tests need no clock.
+"""
 
 import collections
 import dataclasses
@@ -7,20 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
 
-_LATE = 5.0  # seconds without a look, after which this process itself was stopped
-SILENT_SHARE = 0.5  # of `stall_seconds`: a rank that is not heard of for so long has failed
-_MOST_TOLD = 4  # different things that ranks do
-_AT_ONCE = 0.8  # of that time: ranks that are silent for so long have the same cause
+_LATE = 5.0  # Seconds between two checks, above which this process was suspended.
+SILENT_SHARE = 0.5  # Fraction of `stall_seconds` after which a silent rank has failed.
+_MOST_TOLD = 4  # Maximum number of different activities in a message.
+_AT_ONCE = 0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why a job ends.
+    """Reason why a job ends.
 
     Args:
-        ranks: the ranks at fault; empty where it is not known.
-        cause: what they have done, a clause without the ranks.
-        waits: whether they tell of it themselves, so that others give them a moment for it.
+        ranks: Tuple of the ranks at fault. Empty if unknown.
+        cause: Clause that describes the failure, without the ranks.
+        waits: Whether the ranks at fault report the error themselves. The other ranks then wait a
+            moment before they end.
     """
 
     ranks: tuple[int, ...]
@@ -30,7 +34,7 @@ class Verdict:
 
 @dataclasses.dataclass
 class _Heard:
-    """What is known of a rank."""
+    """Last heartbeat of a rank."""
 
     at: float
     activity: Activity = Activity()
@@ -38,13 +42,13 @@ class _Heard:
 
 
 class Watch:
-    """Watches over ranks, and gives a verdict when one has failed or nothing goes on.
+    """Monitor of ranks that gives a verdict when one fails or the job stalls.
 
     Args:
-        ranks: the ranks that are watched. Stalls are judged where they are several, which is
-            on rank 0 only.
-        stall_seconds: how long a step may take.
-        now: seconds.
+        ranks: Iterable of the monitored ranks. Stalls are only detected with several ranks, which
+            is the case on rank 0.
+        stall_seconds: Time limit in seconds of a step.
+        now: Current time in seconds.
     """
 
     def __init__(self, ranks: Iterable[int], stall_seconds: float, now: float):
@@ -53,24 +57,25 @@ class Watch:
         self._verdict = None
 
     def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
-        """Know that a rank lives, and what it does."""
+        """Record a heartbeat of a rank, and its activity unless `None`."""
         self._ranks[rank].at = now
         if activity is not None:
             self._ranks[rank].activity = activity
 
     def left(self, rank: int, error: str | None = None) -> None:
-        """Know that a rank has left the job, in good order or with an error."""
+        """Record that a rank has left the job, normally or with an error."""
         self._ranks[rank].is_left = True
         if error is not None:
             last = self._ranks[rank].activity
             self._judge(Verdict((rank,), f"failed in {last}: {error}", waits=True))
 
     def lost(self, rank: int, step: int = 0) -> None:
-        """Know that a rank's connection is closed, without a farewell.
+        """Record that a rank's connection closed without notice.
 
         Args:
-            rank: it.
-            step: number of the step that this rank is in, which is newer than the last heartbeat.
+            rank: Integer. The lost rank.
+            step: Integer. Current step of this rank. It replaces the lost rank's last reported step
+                if it is newer.
         """
         if not self._ranks[rank].is_left:
             last = self._ranks[rank].activity
@@ -78,9 +83,9 @@ class Watch:
             self._judge(Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed"))
 
     def verdict(self, now: float) -> Verdict | None:
-        """Return why the job has to end; None as long as all is well. To be asked every second."""
+        """Return the verdict if the job must end, and `None` otherwise. Call it every second."""
         late, self._looked = now - self._looked > _LATE, now
-        if late:  # nobody could be heard meanwhile
+        if late:  # This process was suspended and could not receive heartbeats.
             for one in self._ranks.values():
                 one.at = now
         self._judge(self._silent(now))
@@ -88,7 +93,7 @@ class Watch:
         return self._verdict
 
     def own_seconds(self) -> dict[int, float]:
-        """Return `Activity.own_seconds` of the ranks that are there."""
+        """Return `Activity.own_seconds` of the ranks that have not left."""
         return {rank: one.activity.own_seconds for rank, one in self._present().items()}
 
     def _judge(self, verdict):
@@ -122,11 +127,11 @@ class Watch:
 
 
 def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdict:
-    """Return the verdict on a job in which no rank goes on: who is behind, and in what.
+    """Return the verdict on a job without progress: the ranks that lag behind, and their activity.
 
     Args:
-        activities: of all ranks.
-        left: the ranks that have left the job, and are waited for.
+        activities: Dict of the `Activity` of each rank.
+        left: Sequence of the ranks that have left the job while others wait for them.
 
     Example:
 
@@ -134,7 +139,7 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     >>> stalled({0: step, 1: step, 2: Activity("callbacks", 3, seconds=600)}).ranks
     (2,)
     """
-    ranks_of = collections.defaultdict(list)  # what ranks do -> which ones
+    ranks_of = collections.defaultdict(list)  # Maps each activity to its ranks.
     for rank, one in activities.items():
         ranks_of[str(one)].append(rank)
     seconds = min(one.waited if one.waits_in else one.seconds for one in activities.values())
@@ -151,7 +156,7 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
             f"them alone has caught, or a call that not all make: "
             f"{'; '.join(theirs[:_MOST_TOLD])}{more}",
         )  # fmt: skip
-    if not behind:  # all are in the same step, most of them in the same way
+    if not behind:  # All ranks are in the same step, most of them in the same activity.
         usual = max(ranks_of.values(), key=len)
         behind = [rank for rank in activities if rank not in usual]
     first, other = activities[behind[0]], next(r for r in activities if r not in behind)
@@ -176,22 +181,28 @@ def say(verdict: Verdict, hosts: Sequence[str]) -> str:
     return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
 
 
-_TIMES = 1.5  # as long as the others
-_LEAST = 0.01  # seconds more
-_LOOKS = 3  # one after the other, before it is told
+_TIMES = 1.5  # Minimum ratio to the median of the other ranks.
+_LEAST = 0.01  # Minimum difference in seconds.
+_LOOKS = 3  # Number of consecutive slow checks before a rank is reported.
 
 
 class Stragglers:
-    """Looks at how long each rank takes between two steps, for its data and callbacks."""
+    """Detector of ranks that need much longer than the others for data and callbacks."""
 
     def __init__(self):
         self._looks = {}
 
     def look(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
-        """Look once more; return a rank that is slow, its seconds and the others', the first time.
+        """Check for a slow rank and report it after three consecutive checks.
+
+        A rank is slow if it takes at least 1.5 times the median of the other ranks.
 
         Args:
-            own_seconds: seconds between two steps by rank; 0 where they are not known.
+            own_seconds: Dict of the seconds between two steps by rank. 0 means unknown.
+
+        Returns:
+            A `(rank, seconds, median of the others)` tuple at the third consecutive check, and
+            otherwise `None`.
 
         Example:
 
