@@ -162,8 +162,8 @@ class Call:
 def describe(text: str, x: tf.Tensor, group: Group) -> str:
     """Return the description of a call, its tensor and its group for error messages."""
     return (
-        f"`{text}` of a {x.dtype.name} tensor of shape {x.shape} in a group of {group.size} "
-        f"ranks, {group.ranks}"
+        f"`{text}` of a {x.dtype.name} tensor of shape {x.shape} over a group of {group.size}, "
+        f"the ranks {group.ranks}"
     )
 
 

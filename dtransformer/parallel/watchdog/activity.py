@@ -23,11 +23,11 @@ _MOST_LETTERS = 200  # Maximum length of the name of a wait in a heartbeat.
 
 _SAYS = {
     "step": "step {step}",
-    "compiling": "step {step}, which is compiled",
+    "compiling": "step {step} (compiling)",
     "validating": "validation or prediction after step {step}",
     "saving": "saving after step {step}",
     "callbacks": "callbacks after step {step}",
-    "outside": "no fit, after step {step}",
+    "outside": "code outside of fit, after step {step}",
 }
 
 
@@ -59,7 +59,7 @@ class Activity:
     is_guess: bool = False
 
     def __str__(self):
-        waits = f", where it waits in {self.waits_in}" * bool(self.waits_in)
+        waits = f", waiting in {self.waits_in}" if self.waits_in else ""
         return _SAYS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:

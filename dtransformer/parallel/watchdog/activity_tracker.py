@@ -149,7 +149,7 @@ class ActivityTracker:
         may_wait = call is not None and is_known and self._kind not in _WITHOUT_GUESS
         if not may_wait or now - since < _SECONDS_TO_GUESS:
             return now, "", False
-        return since, f"a function of TensorFlow ({call[1]})", True
+        return since, f"a TensorFlow function ({call[1]})", True
 
 
 def _threads():

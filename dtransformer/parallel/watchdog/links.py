@@ -54,7 +54,7 @@ class Seals:
         """
         seal, _, text = line.partition(b" ")
         if not hmac.compare_digest(seal, self._seal(text)):
-            raise ValueError("a line without the job's seal")
+            raise ValueError("The line has no valid seal of the job.")
         return json.loads(text)
 
 
@@ -102,7 +102,7 @@ class Link:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except BlockingIOError:
             if len(self._unsent) > _MAX_UNSENT:
-                raise Closed("takes nothing") from None
+                raise Closed("The other side does not read.") from None
         except OSError as error:
             raise Closed(str(error)) from None
 
@@ -119,10 +119,10 @@ class Link:
         except OSError as error:
             raise Closed(str(error)) from None
         if not data:
-            raise Closed("is closed")
+            raise Closed("The connection is closed.")
         *lines, self._received = (self._received + data).split(b"\n")
         if max(map(len, [*lines, self._received])) > MAX_LINE:
-            raise Closed("sends a line that is too long")
+            raise Closed("The received line is too long.")
         return lines
 
     def open(self, line: bytes):
@@ -261,7 +261,7 @@ class Hub(End):
 
     def _rank_of(self, line):
         if line not in self._awaited:
-            raise Closed("is no rank, or is there already")
+            raise Closed("The line names no rank, or a rank that is already connected.")
         return self._awaited[line]
 
     def close(self) -> None:

@@ -175,7 +175,7 @@ class Watchdog:
             self._watch_until_left()
         except Exception as error:  # An error in the watchdog is no reason to end a job that works.
             with contextlib.suppress(Exception):
-                print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
+                print(f"dtransformer: The watchdog failed: {error!r}.", file=sys.stderr)
                 self._carry_out({"left": True, "error": None})
         if self._end is leave and not self._has_ended:
             go_on()
@@ -214,8 +214,9 @@ class Watchdog:
         if slow is not None:
             rank, own, others = slow
             print(
-                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: between two "
-                f"steps, for data and callbacks, it takes {own:.3f} s, and the others {others:.3f} s",
+                f"dtransformer: rank {rank} on host {self.hosts[rank]} slows down the job: data "
+                f"and callbacks take {own:.3f} s between two steps, compared with {others:.3f} s "
+                "on the other ranks.",
                 file=sys.stderr,
             )
 

@@ -112,7 +112,7 @@ class Watch:
         seconds = max(silent.values())
         return Verdict(
             ranks,
-            f"not heard of for {seconds:.0f} s, last in {last}: frozen, or not reached any more",
+            f"no heartbeat for {seconds:.0f} s, last in {last}: frozen or unreachable",
         )
 
     def _stalled(self, now):
@@ -147,22 +147,24 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     behind = list(left) or [rank for rank, one in activities.items() if one.step < newest]
     if not behind and len(ranks_of) == 1:
         (same,) = ranks_of
-        return Verdict((), f"no rank went on for {seconds:.0f} s in {same}: their calls differ")
+        return Verdict(
+            (), f"no rank made progress for {seconds:.0f} s in {same}: their calls differ"
+        )
     if not behind and all(one.waits_in for one in activities.values()):
         theirs = [f"{say_ranks(some)} in {does}" for does, some in ranks_of.items()]
         more = "; …" * (len(theirs) > _MOST_TOLD)
         return Verdict(
-            (), f"ranks have waited for each other for {seconds:.0f} s, after an error that one of "
-            f"them alone has caught, or a call that not all make: "
+            (), f"ranks have waited for each other for {seconds:.0f} s, after an error that only "
+            f"one of them caught or a call that only some of them make: "
             f"{'; '.join(theirs[:_MOST_TOLD])}{more}",
         )  # fmt: skip
     if not behind:  # All ranks are in the same step, most of them in the same activity.
         usual = max(ranks_of.values(), key=len)
         behind = [rank for rank in activities if rank not in usual]
     first, other = activities[behind[0]], next(r for r in activities if r not in behind)
-    does = f"held the job for {seconds:.0f} s in {first}"
+    does = f"blocked the job for {seconds:.0f} s in {first}"
     if left:
-        does = "left the job, in which others wait"
+        does = "left the job while others wait"
     return Verdict(tuple(behind), f"{does}: rank {other} is in {activities[other]}")
 
 

@@ -48,12 +48,12 @@ def test_hosts_that_come_are_taken():
 OUTPUTS = {
     "a frozen rank": (
         [
-            "[0]<stderr>:dtransformer: the job ends: ranks 2, 3 on host b: not heard of for 26 s, "
-            "last in step 5: frozen, or not reached any more; rank 0 on host a was in step 6\n",
+            "[0]<stderr>:dtransformer: the job ends: ranks 2, 3 on host b: no heartbeat for 26 s, "
+            "last in step 5: frozen or unreachable; rank 0 on host a was in step 6\n",
             "Process name: 0\n",
             "Exit code: 1\n",
         ],
-        ("ranks 2, 3 on host b: not heard of for 26 s", ("b",), False, False),
+        ("ranks 2, 3 on host b: no heartbeat for 26 s", ("b",), False, False),
     ),
     "several hosts": (
         ["x dtransformer: the job ends: ranks 1, 2 on hosts a, b: ended in step 5; and so on\n"],
@@ -62,9 +62,9 @@ OUTPUTS = {
     "no rank is at fault": (
         [
             "[1]<stderr>:urllib3: Connection refused\n",
-            "[0]<stderr>:dtransformer: the job ends: no rank went on in step 5: their calls differ; x\n",
+            "[0]<stderr>:dtransformer: the job ends: no rank made progress in step 5: their calls differ; x\n",
         ],
-        ("no rank went on in step 5: their calls differ", (), False, False),
+        ("no rank made progress in step 5: their calls differ", (), False, False),
     ),
     "a rank cannot reach what is not ours": (
         ["[1]<stderr>:urllib3: Connection refused\n", "Exit code: 1\n"],

@@ -101,7 +101,7 @@ def test_a_rank_that_is_silent_ends_the_job_on_every_rank(job):
     told = job.last_words(3)
     assert sorted(told) == [0, 1, 2]
     for words in told.values():
-        assert "rank 1 on host one: not heard of for" in words
+        assert "rank 1 on host one: no heartbeat for" in words
 
 
 @pytest.mark.parametrize("job", [10], indirect=True)
@@ -111,7 +111,7 @@ def test_a_stall_ends_the_job_on_every_rank(job):
     job.doing[2].now = Activity("callbacks", 4, seconds=100)
     told = job.last_words(3)
     for words in told.values():
-        assert "rank 2 on host two: held the job" in words and "callbacks after step 4" in words
+        assert "rank 2 on host two: blocked the job" in words and "callbacks after step 4" in words
 
 
 def test_a_rank_that_fails_says_it_itself(job):
