@@ -1,4 +1,4 @@
-"""The devices of this rank: its GPUs, or its share of the machine's cores."""
+"""Devices of this rank: its GPUs, or a fraction of the host's cores."""
 
 import contextlib
 import functools
@@ -10,29 +10,30 @@ import tensorflow as tf
 from dtransformer import nvidia_driver
 
 _THREADS_THAT_SEND = 3
-# A bound, not a reservation: enough for the layouts that are tried on one card.
+# An upper bound, not a reservation. It suffices for the layouts that are tested on one GPU.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
-_cards_of_gpus = {}  # number of a GPU of this process -> its card, which TensorFlow never changes
+# Maps a GPU index of this process to its physical device. TensorFlow never changes it.
+_cards_of_gpus = {}
 
 
 def device_type() -> str:
-    """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
+    """Return "GPU" if this rank uses GPUs, and "CPU" otherwise."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
 def takes_gpu_branch() -> bool:
-    """Return whether a step goes the way of GPUs: in XLA's clusters, with logs read now and then.
+    """Return whether a step uses the GPU code path: XLA clusters and infrequent reads of the logs.
 
-    So it does on GPUs; and on CPUs where the environment has DTRANSFORMER_GPU_BRANCH=1, by which tests
-    hold that way without a GPU. What only a GPU has, `device_type` tells.
+    This is the case on GPUs, and on CPUs if DTRANSFORMER_GPU_BRANCH=1. Tests set that variable to
+    cover the path without a GPU. Use `device_type` for features that need a real GPU.
     """
     return device_type() == "GPU" or os.environ.get("DTRANSFORMER_GPU_BRANCH") == "1"
 
 
 def unused_driver() -> str | None:
-    """Return the version of an NVIDIA driver whose GPUs TensorFlow does not see; None without.
+    """Return the version of the NVIDIA driver if TensorFlow sees no GPU, and `None` otherwise.
 
-    What `CUDA_VISIBLE_DEVICES` hides is not missed.
+    GPUs hidden by `CUDA_VISIBLE_DEVICES` do not count.
     """
     if nvidia_driver.are_gpus_hidden() or device_type() == "GPU":
         return None
@@ -41,21 +42,21 @@ def unused_driver() -> str | None:
 
 @functools.cache
 def _cores_at_start():
-    """Return the cores that this process may run on before it is bound to a share of them."""
+    """Return the sorted cores that this process may use, as of the first call."""
     return sorted(os.sched_getaffinity(0))
 
 
 def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeline: bool) -> None:
-    """Take this rank's GPUs, or its share of the machine's cores.
+    """Reserve this rank's GPUs, or its fraction of the host's cores.
 
     Args:
-        local_rank: this rank's number on its host.
-        local_size: number of ranks of the host.
-        local_devices: number of devices of each.
-        is_pipeline: whether the rank sends to others while it computes.
+        local_rank: Integer. Index of this rank on its host.
+        local_size: Integer. Number of ranks on the host.
+        local_devices: Integer. Number of devices per rank.
+        is_pipeline: Whether the rank sends to other ranks while it computes.
 
     Raises:
-        RuntimeError: the host has fewer GPUs than its ranks ask for, or the first tensor was made
+        RuntimeError: If the host has fewer GPUs than its ranks need, or if a tensor was created
             before.
     """
     if tf.config.list_physical_devices("GPU"):
@@ -75,9 +76,9 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
-        if is_pipeline:  # what is sent has to leave while the only core computes
+        if is_pipeline:  # Sends need threads of their own while the computation occupies the core.
             tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
-    except RuntimeError:  # TensorFlow has started: slower, but not wrong
+    except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
             "dtransformer.init() comes after the first tensor, so that the devices of this host "
             "share its cores badly: call it first",
@@ -86,9 +87,12 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
 
 
 def logical_gpus() -> int:
-    """Return how many logical GPUs a card gives, as DTRANSFORMER_LOGICAL_GPUS says; 1 by default.
+    """Return the number of logical GPUs per GPU, set by DTRANSFORMER_LOGICAL_GPUS (default: 1).
 
-    For trying layouts on one card: logical GPUs of a card share its memory and its time.
+    Logical GPUs serve to test layouts on one GPU. They share its memory and its compute time.
+
+    Raises:
+        ValueError: If the variable is not a positive integer.
     """
     asked = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
     if not asked.isdecimal() or not int(asked):
@@ -97,14 +101,15 @@ def logical_gpus() -> int:
 
 
 def all_devices(local_size: int) -> int:
-    """Return the number of devices of each rank where a host's ranks share all of its GPUs."""
+    """Return the number of devices per rank if the ranks of a host share all of its GPUs."""
     return max(len(tf.config.list_physical_devices("GPU")) * logical_gpus() // local_size, 1)
 
 
 def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
-    """Return the GPUs that this rank alone was given, as CUDA_VISIBLE_DEVICES has them; or None.
+    """Return `CUDA_VISIBLE_DEVICES` if the launcher gave this rank exclusive GPUs, else `None`.
 
-    So it is where it sees as many as it drives, and not as many as the host's ranks do.
+    That is the case if the host has several ranks, this rank sees as many GPUs as it uses, and GPUs
+    are not divided into logical ones.
     """
     number = len(tf.config.list_physical_devices("GPU"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -113,12 +118,12 @@ def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
 
 
 def _take_gpus(local_rank, local_size, local_devices):
-    """Make this rank's GPUs the visible ones, with memory that is taken as it is needed."""
+    """Make this rank's GPUs visible and let their memory grow on demand."""
     cards, parts = tf.config.list_physical_devices("GPU"), logical_gpus()
     slots = [card for card in cards for _ in range(parts)]
     own = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
     if cards_of_its_own(local_size, local_devices):
-        own = cards  # what started this rank has chosen
+        own = cards  # The launcher has already selected the GPUs.
     if len(own) < local_devices:
         raise RuntimeError(
             f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
@@ -132,7 +137,8 @@ def _take_gpus(local_rank, local_size, local_devices):
                 "for each number of local devices"
             )
     near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
-    _bind_to(sorted(near.intersection(_cores_at_start())))  # and so the memory that they take
+    # Host memory is allocated near these cores.
+    _bind_to(sorted(near.intersection(_cores_at_start())))
     try:
         tf.config.set_visible_devices(list(dict.fromkeys(own)), "GPU")
         for card in dict.fromkeys(own):
@@ -149,12 +155,12 @@ def _take_gpus(local_rank, local_size, local_devices):
 
 
 def _bind_to(cores):
-    """Keep all threads of this process on its own cores, whose caches hold what they work on.
+    """Bind all threads of this process to the given cores, to make use of their caches.
 
-    Without cores, or with DTRANSFORMER_BIND_CORES=0, they stay where they are.
+    Does nothing without cores, or if DTRANSFORMER_BIND_CORES=0.
     """
     if not cores or os.environ.get("DTRANSFORMER_BIND_CORES") == "0":
         return
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # The thread has just ended.
             os.sched_setaffinity(int(thread), cores)
