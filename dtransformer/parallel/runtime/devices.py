@@ -64,8 +64,8 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         return
     if local_rank == 0 and (driver := unused_driver()):
         warnings.warn(
-            f"this host has an NVIDIA driver ({driver}), and TensorFlow sees no GPU: what follows is "
-            "computed on CPUs; 'dtransformer doctor' says why",
+            f"This host has an NVIDIA driver ({driver}), but TensorFlow sees no GPU and computes on "
+            "CPUs. Run 'dtransformer doctor' to find the cause.",
             stacklevel=3,
         )
     if local_size == local_devices == 1:
@@ -80,8 +80,8 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
             tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
     except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
-            "dtransformer.init() comes after the first tensor, so that the devices of this host "
-            "share its cores badly: call it first",
+            "`dtransformer.init()` was called after the first tensor was created, so the devices of "
+            "this host cannot divide its cores. Call it first.",
             stacklevel=3,
         )
 
@@ -96,7 +96,7 @@ def logical_gpus() -> int:
     """
     asked = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
     if not asked.isdecimal() or not int(asked):
-        raise ValueError(f"DTRANSFORMER_LOGICAL_GPUS must be a positive integer, got {asked!r}")
+        raise ValueError(f"`DTRANSFORMER_LOGICAL_GPUS` must be a positive integer, got {asked!r}.")
     return int(asked)
 
 
@@ -126,15 +126,16 @@ def _take_gpus(local_rank, local_size, local_devices):
         own = cards  # The launcher has already selected the GPUs.
     if len(own) < local_devices:
         raise RuntimeError(
-            f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
-            "most one rank a GPU, or cut cards with DTRANSFORMER_LOGICAL_GPUS to try a layout"
+            f"This host has {len(slots)} GPUs, but {local_size} ranks with {local_devices} each. "
+            "Start at most one rank per GPU, or set `DTRANSFORMER_LOGICAL_GPUS` to test a layout "
+            "with logical GPUs."
         )
     for number, card in enumerate(own):
         if (before := _cards_of_gpus.setdefault(number, card)) != card:
             raise RuntimeError(
-                f"GPU:{number} of this process is the card {before}, and would be {card} with "
-                f"local_devices={local_devices}: TensorFlow changes no card of a process; start one "
-                "for each number of local devices"
+                f"GPU:{number} of this process is {before} and cannot become {card} with "
+                f"`local_devices={local_devices}`, because TensorFlow never changes the GPUs of a "
+                "process. Start a new process for each number of local devices."
             )
     near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
     # Host memory is allocated near these cores.
@@ -150,7 +151,7 @@ def _take_gpus(local_rank, local_size, local_devices):
             tf.config.set_logical_device_configuration(card, [share] * own.count(card))
     except RuntimeError as error:
         raise RuntimeError(
-            f"call dtransformer.init() before the first tensor is made ({error})"
+            f"Call `dtransformer.init()` before the first tensor is created ({error})."
         ) from None
 
 

@@ -117,9 +117,9 @@ def start_horovod() -> types.ModuleType | None:
         return None
     if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
         raise InputError(
-            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
-            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}): start with dtransformer launch, or "
-            "unset HOROVOD_SIZE"
+            f"The environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
+            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}). Start with `dtransformer launch`, or "
+            "unset `HOROVOD_SIZE`."
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Do not fuse buckets that are ready at the same time. With more than two ranks, the order of
@@ -132,15 +132,16 @@ def start_horovod() -> types.ModuleType | None:
         import horovod.tensorflow as hvd
     except ImportError as error:
         raise RuntimeError(
-            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
-            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
-            "process with python"
+            f"This job has {os.environ['HOROVOD_SIZE']} ranks and needs Horovod, which cannot be "
+            f"imported ({error}). Run 'dtransformer doctor --install-horovod', or start a single "
+            "process with python."
         ) from error
     if device_type() == "GPU" and not hvd.nccl_built() and logical_gpus() == 1:
         raise RuntimeError(
-            "this Horovod was built without NCCL, so that all that ranks send would go through the "
-            "hosts' memory: install one that has it, drive the GPUs of a host from one process "
-            "(init(local_devices=...)), or set DTRANSFORMER_LOGICAL_GPUS to try layouts on a card"
+            "This Horovod was built without NCCL and would send everything through host memory. "
+            "Install a Horovod with NCCL, use all GPUs of a host from one process "
+            "(`init(local_devices=...)`), or set `DTRANSFORMER_LOGICAL_GPUS` to test layouts on one "
+            "GPU."
         )
     with job.activity.polling_threads():
         hvd.init()
@@ -160,9 +161,9 @@ def _check_alone():
         number = os.environ.get(name, "1")
         if number not in ("", "0", "1"):
             raise InputError(
-                f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
-                f"joined by Horovod: start with dtransformer launch, or unset {name} where each process "
-                "is to train by itself"
+                f"{launcher} has started several processes ({name}={shown(number)}), but ranks "
+                f"communicate with Horovod. Start with `dtransformer launch`, or unset {name} to "
+                "train each process independently."
             )
 
 
@@ -229,14 +230,14 @@ def compare_ranks(
     for rank, (host, visible) in enumerate(cards):
         if visible is not None and (first := cards.index([host, visible])) < rank:
             raise ValueError(
-                f"ranks {first} and {rank} see the same GPUs of {host} and no others "
-                f"(CUDA_VISIBLE_DEVICES={visible}): start at most one rank a GPU"
+                f"Ranks {first} and {rank} see the same GPUs of {host} and no others "
+                f"(CUDA_VISIBLE_DEVICES={visible}). Start at most one rank per GPU."
             )
     for field, expected in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
         if others:
             raise ValueError(
-                f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
-                f"{everyone[others[0]][field]!r}; start every rank with the same config"
+                f"Ranks disagree on `{field}`: rank 0 has {expected!r}, rank {others[0]} has "
+                f"{everyone[others[0]][field]!r}. Start every rank with the same config."
             )
     return list(addresses)

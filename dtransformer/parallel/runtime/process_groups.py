@@ -99,9 +99,9 @@ class ProcessGroups:
             for rank, theirs in enumerate(everyone):
                 if theirs != everyone[0]:
                     raise ValueError(
-                        f"ranks call new_group with different ranks: rank 0 with {everyone[0]}, "
-                        f"rank {rank} with {theirs}; every rank of the job makes every group, "
-                        "in the same order"
+                        f"Ranks call `new_group` with different ranks: rank 0 with {everyone[0]}, "
+                        f"rank {rank} with {theirs}. Every rank of the job must create every group, "
+                        "in the same order."
                     )
         self._check(ranks)
         return self.agreed(ranks)
@@ -133,16 +133,16 @@ class ProcessGroups:
 
     def _check(self, ranks):
         if not isinstance(ranks, tuple) or not ranks:
-            raise ValueError(f"a group needs a list of at least one rank, got {ranks!r}")
+            raise ValueError(f"A group needs a list of at least one rank, got {ranks!r}.")
         for rank in ranks:
             if not isinstance(rank, int) or not 0 <= rank < self._size:
                 has = f"the ranks 0 to {self._size - 1}" if self._size > 1 else "rank 0 alone"
                 raise ValueError(
-                    f"a group of the ranks {ranks}: {rank!r} is not a rank of this job, which "
-                    f"has {has}"
+                    f"Cannot create a group of the ranks {ranks}: {rank!r} is not a rank of this "
+                    f"job, which has {has}."
                 )
         if len(set(ranks)) < len(ranks):
-            raise ValueError(f"a group of the ranks {ranks} names a rank twice; name each once")
+            raise ValueError(f"A group of the ranks {ranks} contains a rank twice. Name each once.")
 
     def _process_set(self, ranks):
         """Return the Horovod process set of these ranks, shared by all of their orders."""
