@@ -1,6 +1,6 @@
-"""Instructions: what a stage of a pipeline does for a micro-batch, and which need each other.
+"""Instructions of a pipeline stage and the dependencies between them.
 
-Who sends to whom follows from the placement of the model chunks alone, whatever the schedule.
+The placement of the model chunks alone determines senders and receivers, for every schedule.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ _LETTERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One thing that a stage does for one micro-batch.
+    """One operation of a stage on one micro-batch.
 
-    A backward pass is one computation, or, where the schedule divides it, two: `BACKWARD` is then
-    that for inputs, and `WEIGHT_GRADIENTS` what it leaves.
+    A backward pass is one computation, or two if the schedule divides it. In that case `BACKWARD`
+    computes input gradients and `WEIGHT_GRADIENTS` the rest.
 
-    Sends go on by themselves. A receive says that something may come from now on: the
-    computation that needs it waits for it.
+    Sends and receives run in the background. A receive only announces that the stage is ready. The
+    computation that needs the tensor waits for it.
 
     Args:
-        kind: one of this module's constants.
-        micro_batch: number of the micro-batch.
-        chunk: number of the model chunk that computes, gives or takes; see `Placement`.
-        peer: the stage at the other end of a send or a receive; None elsewhere.
+        kind: Constant of this module.
+        micro_batch: Integer. Index of the micro-batch.
+        chunk: Integer. Index of the model chunk that computes, sends or receives. See `Placement`.
+        peer: Integer. Stage at the other end of a send or a receive, and `None` for computations.
     """
 
     kind: str
@@ -55,8 +55,8 @@ class Instruction:
 def with_transfers(computations: list[Instruction], placement: Placement) -> list[Instruction]:
     """Return the computations of a stage with the sends and receives that they need.
 
-    A stage says that it is ready to receive what its next computation needs before it
-    starts the current one, so that sends go on meanwhile.
+    Before each computation, a stage posts the receive of the next one, so that transfers overlap
+    with computations.
     """
     inputs = [input_of(one, placement) for one in computations]
     received = [[i] if i and i.kind not in COMPUTATIONS else [] for i in inputs]
@@ -67,13 +67,13 @@ def with_transfers(computations: list[Instruction], placement: Placement) -> lis
 
 
 def without_backward(instructions: list[Instruction], first_trained: int) -> list[Instruction]:
-    """Return a stage's instructions where no weight of the chunks before one is trained.
+    """Return a stage's instructions if the weights of the first chunks are frozen.
 
-    They have no backward passes, and nobody sends them gradients.
+    Frozen chunks have no backward passes and receive no gradients.
 
     Args:
-        instructions: of a stage, in their order.
-        first_trained: number of the first model chunk with a weight that is trained.
+        instructions: Ordered list of the instructions of a stage.
+        first_trained: Integer. Index of the first model chunk with a trained weight.
 
     Example:
 
@@ -92,10 +92,11 @@ def without_backward(instructions: list[Instruction], first_trained: int) -> lis
 
 
 def needed_by(computation: Instruction, placement: Placement) -> Instruction | None:
-    """Return the computation, of any stage, that gives a computation what it computes with.
+    """Return the computation, on any stage, that produces the input of a computation.
 
-    That of the chunk before or after: for the backward pass of the last chunk its own forward
-    pass, for the gradients of weights the backward pass. None for the network's inputs.
+    A forward pass needs the forward pass of the previous chunk, and a backward pass the backward
+    pass of the next chunk. The last chunk's backward pass needs its forward pass, and weight
+    gradients need the backward pass. The result is `None` for the inputs of the network.
     """
     k, chunk = computation.micro_batch, computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
@@ -108,9 +109,9 @@ def needed_by(computation: Instruction, placement: Placement) -> Instruction | N
 
 
 def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
-    """Return the instruction of the same stage that gives a computation what it computes with.
+    """Return the instruction, on the same stage, that provides the input of a computation.
 
-    The computation itself, where that is on the same stage, else a receive.
+    It is the producing computation if that runs on the same stage, and otherwise a receive.
     """
     needed = needed_by(computation, placement)
     if needed is None:
@@ -123,7 +124,7 @@ def input_of(computation: Instruction, placement: Placement) -> Instruction | No
 
 
 def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:
-    """Return the send of what a computation gives to another stage: a list of at most one."""
+    """Return a list with the send of a computation's result, empty if no other stage needs it."""
     k, chunk = computation.micro_batch, computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return []
@@ -137,7 +138,7 @@ def send_of(computation: Instruction, placement: Placement) -> list[Instruction]
 
 
 def receive_of(send: Instruction, placement: Placement) -> Instruction:
-    """Return the instruction of the stage `send.peer` that receives a send."""
+    """Return the receive on stage `send.peer` that matches a send."""
     sender = placement.stage_of(send.chunk)
     if send.kind == SEND_ACTIVATIONS:
         return Instruction(RECEIVE_ACTIVATIONS, send.micro_batch, send.chunk + 1, sender)

@@ -1,4 +1,4 @@
-"""Run a schedule on paper: when each stage does what, for given durations."""
+"""Simulation of a schedule with given durations."""
 
 import statistics
 
@@ -25,26 +25,27 @@ def simulate(
     transfer: float = 0.0,
     weight_gradients=1.0,
 ) -> Timeline:
-    """Run the instructions of all stages for given durations.
+    """Compute the timeline of a schedule for given durations.
 
-    A stage does one computation at a time. What is sent travels meanwhile, from when both
-    ends are ready; sending takes a stage no time.
+    A stage runs one computation at a time. Transfers overlap with computations and start when both
+    ends are ready. Sending takes no time on the stage.
 
     Args:
-        all_instructions: list of the instructions of each stage, from
-            `schedules.instructions`.
-        placement: the `Placement` that they are for.
-        forward, backward: the durations of a chunk's passes; functions of (stage, chunk)
-            or the same number for all. A backward pass takes 2 by default, and 1 where the
-            gradients of weights are apart.
-        transfer: how long a send travels.
-        weight_gradients: as `forward`, of the gradients of weights where they are apart.
+        all_instructions: List of the instructions of each stage, from `schedules.instructions`.
+        placement: `Placement` of the schedule.
+        forward: Duration of a chunk's forward pass: a number, or a function of `(stage, chunk)`.
+            Defaults to `1.0`.
+        backward: Duration of a chunk's backward pass, in the same form. `None` means 2, or 1 if
+            weight gradients are computed separately.
+        transfer: Duration of a transfer. Defaults to `0.0`.
+        weight_gradients: Duration of separate weight gradients, in the form of `forward`. Defaults
+            to `1.0`.
 
     Returns:
         A `Timeline`.
 
     Raises:
-        ValueError: the stages wait for each other for ever; names what each waits for.
+        ValueError: If the schedule deadlocks. The message names the missing input of each stage.
 
     Example:
 
@@ -62,8 +63,8 @@ def simulate(
         for kind, value in given.items()
     }
     position, clock = [0] * placement.num_stages, [0.0] * placement.num_stages
-    sent, ready = {}, {}  # a receive -> when the sender and the receiver came to it
-    done = {}  # a receive or a computation -> when
+    sent, ready = {}, {}  # Maps a receive to the times when its sender and its receiver are ready.
+    done = {}  # Maps a receive or a computation to its end time.
     events = []
 
     def deliver(receive, stage):
@@ -73,7 +74,7 @@ def simulate(
             events.append(Event(stage, receive, start, done[receive]))
 
     def run(stage, one):
-        """Carry an instruction out, or return False where its input is not there."""
+        """Execute an instruction and return True, or return False if its input is missing."""
         if one.kind in SENDS:
             receive = receive_of(one, placement)
             sent[receive] = clock[stage]
@@ -108,12 +109,11 @@ def simulate(
 
 
 def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> Timeline:
-    """Return the `Timeline` of the same computations, if nothing that is sent took any time.
+    """Return the `Timeline` of the same computations with instant transfers.
 
     Args:
-        timeline: a measured `Timeline`, from whose computations the durations are taken: the
-            median of each stage and kind.
-        all_instructions: list of the instructions of each stage.
+        timeline: Measured `Timeline`. Durations are the medians of each stage and kind.
+        all_instructions: List of the instructions of each stage.
     """
 
     def median(kind):

@@ -1,10 +1,11 @@
-"""Schedules whose backward passes are in two parts: for inputs, and later for weights.
+"""Schedules that divide backward passes into input gradients and, later, weight gradients.
 
-Other stages wait for the gradients of inputs alone; those of weights fill the time in which a
-stage would wait. What a forward pass keeps is kept until both are done.
+Other stages only wait for input gradients. Weight gradients fill the idle time of a stage.
+Activations are stored until both are done.
 
-Reference: Qi et al., 2023, "Zero bubble pipeline parallelism", arXiv 2401.10241, §2 and §3; the
-V-shaped one: Qi et al., 2024, arXiv 2405.15362.
+Reference:
+    Qi et al., 2023, "Zero bubble pipeline parallelism", arXiv 2401.10241, §2 and §3.
+    V-shaped schedule: Qi et al., 2024, arXiv 2405.15362.
 """
 
 import functools
@@ -21,10 +22,11 @@ from dtransformer.parallel.schedules.placement import Placement
 
 
 def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """1F1B, whose stage r computes gradients of weights r micro-batches later: p are alive.
+    """Run 1F1B and delay the weight gradients of stage r by r micro-batches.
 
-    With passes of equal lengths a stage idles (p − 1) / (3m + p − 1) of the time: a third of
-    1F1B's. Arguments and result are those of `schedules.gpipe`.
+    A stage stores the activations of p micro-batches. With passes of equal duration, a stage is
+    idle for a fraction (p − 1) / (3m + p − 1) of the time, a third of 1F1B's idle time. See
+    `schedules.gpipe` for the arguments and the result.
 
     Example:
 
@@ -48,26 +50,28 @@ def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
 
 
 def zb_v(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """Two chunks a stage, there and back: 2p chunks' activations are alive, 1F1B's memory.
+    """Run two chunks per stage in a V-shaped placement.
 
-    With passes of equal lengths stages idle while the first micro-batch comes to the last of
-    them, p − 1 passes, and hardly any more. Arguments and result are those of
-    `schedules.gpipe`, with a V-shaped placement.
+    A stage stores the activations of 2p chunks, as much memory as 1F1B needs. With passes of equal
+    duration, stages are idle for about p − 1 passes, until the first micro-batch reaches the last
+    stage. See `schedules.gpipe` for the arguments and the result.
     """
     return list(_by_priority(placement, num_micro_batches)[stage])
 
 
 @functools.lru_cache(maxsize=8)
 def _by_priority(placement, num_micro_batches):
-    """Let every stage do, unit by unit, the first that it can do of what comes first.
+    """Return the instructions of all stages, chosen by priority.
 
-    Gradients of inputs come first, those of its earlier chunk before the others, then forward
-    passes, those of the later chunk before the others, then gradients of weights. A stage has at
-    most 2p passes alive, and keeps room for a micro-batch that comes back.
+    In each time step, a stage runs the first pass that is possible.
+
+    The order of priority is: input gradients of the earlier chunk, input gradients of the later
+    chunk, forward passes of the later chunk, forward passes of the earlier chunk, weight gradients.
+    A stage has at most 2p unfinished passes and reserves room for a returning micro-batch.
     """
     p, m = placement.num_stages, num_micro_batches
     done, orders = {}, [[] for _ in range(p)]
-    counts = {}  # (kind, chunk) -> number of passes that were started
+    counts = {}  # Maps (kind, chunk) to the number of started passes.
 
     def choices(stage):
         early, late = placement.chunks_of(stage)
