@@ -33,7 +33,7 @@ class Placement:
         stages = set(self.stage_of_chunk)
         if stages != set(range(len(stages))):
             raise ValueError(
-                f"each stage from 0 on needs a model chunk, got the stages {self.stage_of_chunk}"
+                f"Each stage from 0 on needs a model chunk, got the stages {self.stage_of_chunk}."
             )
 
     @classmethod

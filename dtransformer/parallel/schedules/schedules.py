@@ -155,20 +155,21 @@ def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: 
     schedule = SCHEDULES[name]
     if num_micro_batches < num_stages:
         raise ValueError(
-            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
-            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
+            f"`micro_batch_num={num_micro_batches}` is less than `pipeline_stage={num_stages}`, so "
+            f"some stages would never work at the same time. Set `micro_batch_num={num_stages}` or "
+            "more."
         )
     if not schedule.allows(chunks_per_stage):
         others = [repr(other) for other, row in SCHEDULES.items() if row.allows(chunks_per_stage)]
         fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
         raise ValueError(
-            f"pipeline_chunks={chunks_per_stage} does not work with pipeline_schedule={name!r}: set "
-            f"pipeline_chunks={fitting}, or pipeline_schedule={' or '.join(others)}"
+            f"`pipeline_chunks={chunks_per_stage}` does not work with `pipeline_schedule={name!r}`. "
+            f"Set `pipeline_chunks={fitting}` or `pipeline_schedule={' or '.join(others)}`."
         )
     if schedule.full_turns and num_micro_batches % num_stages:
         raise ValueError(
-            f"pipeline_schedule={name!r} needs a multiple of pipeline_stage={num_stages} as "
-            f"micro_batch_num, got {num_micro_batches}"
+            f"`micro_batch_num={num_micro_batches}` must be a multiple of "
+            f"`pipeline_stage={num_stages}` with `pipeline_schedule={name!r}`."
         )
 
 

@@ -99,12 +99,12 @@ def simulate(
                 position[stage] += 1
                 moved = True
     waits = [
-        f"stage {stage} waits for the input of {own[position[stage]]}"
+        f"Stage {stage} waits for the input of {own[position[stage]]}."
         for stage, own in enumerate(all_instructions)
         if position[stage] < len(own)
     ]
     if waits:
-        raise ValueError(f"the schedule never ends: {', '.join(waits)}")
+        raise ValueError(f"The schedule deadlocks. {' '.join(waits)}")
     return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.stage))), placement)
 
 

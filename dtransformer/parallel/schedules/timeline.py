@@ -108,8 +108,8 @@ def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None
         InputError: If the file cannot be written.
     """
     if pathlib.Path(path).suffix != ".json":
-        raise ValueError(f"a timeline is written to a .json file, got {str(path)!r}")
-    events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "if sends took no time")]
+        raise ValueError(f"The path of a timeline must end with .json, got {str(path)!r}.")
+    events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "with instant transfers")]
     with replacing(path) as fresh:
         fresh.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
