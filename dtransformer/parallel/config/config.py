@@ -221,7 +221,8 @@ class TransformerOpParallelConfig(validators.Checked):
     parallel_rules: dict[str, validators.MeshAxis | None] | None = None
 
     def __setattr__(self, name, value):
-        if name == "recompute" and value and isinstance(value, dict):  # from YAML or JSON
+        # YAML and JSON files have a dict.
+        if name == "recompute" and value and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
         super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""Validation of configs: what fields may hold, and which of them work together."""
+"""Validation of config fields and of their combinations."""
 
 import functools
 import re
@@ -19,11 +19,11 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Level = Annotated[int, Field(ge=0, le=3)]
 MeshAxis = Literal["data", "context", "model"]
-# What dimensions are sharded over; the first one is outermost.
+# Mesh axes, outermost first.
 MESH_AXES = typing.get_args(MeshAxis)
 
 
-# These check; what they return is not kept, see `checked_value`.
+# These functions only check. `checked_value` ignores their results.
 
 
 def _schedule(name):
@@ -45,9 +45,9 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 @functools.cache
 def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
-    """Return the checks of a dataclass' fields, which their annotations say.
+    """Return a validator for each field of a dataclass, built from its annotations.
 
-    Nothing is converted: 1.0 is no int, 1 is no bool.
+    Validation is strict: 1.0 is not an int, and 1 is not a bool.
     """
     config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -55,10 +55,13 @@ def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
 
 
 def checked_value(kind: type, name: str, value):
-    """Return what a field of a dataclass keeps of a value: a tuple of a list, of a dict a copy.
+    """Validate a value for a field and return the value to store.
+
+    Lists and ranges become tuples, dicts are copied, and NumPy scalars become Python scalars.
 
     Raises:
-        ValueError: it is not allowed; names the field, what is allowed, and what came.
+        ValueError: If the value is invalid. The message has the field, the allowed values and the
+            value.
     """
     value = value.item() if isinstance(value, np.generic) else value
     kept = tuple(value) if isinstance(value, (list, range)) else value
@@ -72,7 +75,7 @@ def checked_value(kind: type, name: str, value):
 
 
 class Checked:
-    """A dataclass whose fields are checked on every assignment."""
+    """Base class for dataclasses that validate every assignment to a field."""
 
     def __setattr__(self, name, value):
         known = checks_of(type(self))
@@ -82,7 +85,7 @@ class Checked:
         object.__setattr__(self, name, checked_value(type(self), name, value))
 
 
-# What each stage of a pipeline would have to do once for every micro-batch.
+# Fields whose work each pipeline stage would repeat for every micro-batch.
 _NOT_WITH_A_PIPELINE = {
     "optimizer_shard": "every weight would be gathered twice for each micro-batch. Use level 2, which "
     "shards gradients and optimizer states",
@@ -91,14 +94,14 @@ _NOT_WITH_A_PIPELINE = {
 
 
 def check_supported(config, local_devices: int = 1) -> None:
-    """Refuse a config that this version cannot carry out, instead of ignoring it.
+    """Check that the fields of a config work together.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
-        local_devices: number of devices that each rank drives.
+        config: `TransformerOpParallelConfig`.
+        local_devices: Integer. Number of devices per rank. Defaults to `1`.
 
     Raises:
-        ValueError: fields do not work together; says why.
+        ValueError: If fields conflict. The message has the reason.
     """
     if config.optimizer_shard_partition == "whole" and int(config.optimizer_shard) not in (1, 2):
         why = (
@@ -146,22 +149,21 @@ def check_supported(config, local_devices: int = 1) -> None:
 
 
 def settings_without_chunks(config) -> dict:
-    """Return the fields and values of a config that work in no pipeline, of one stage or more."""
+    """Return a dict of the config's settings that no pipeline supports, even with one stage."""
     refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
     return {x: refused[x] for x in _NOT_WITH_A_PIPELINE if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:
-    """Check that a job was joined with a config.
+    """Check that the config matches the layout that `init` created.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
-        topology: the job's `Topology`.
-        placement: the job's `Placement`.
+        config: `TransformerOpParallelConfig`.
+        topology: `Topology` of the job.
+        placement: `Placement` of the job.
 
     Raises:
-        RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
-            joined the job without.
+        RuntimeError: If a degree of parallelism or the placement differs from the job.
     """
     for name, asked, joined in (
         ("model_parallel=", config.model_parallel, topology.model),
