@@ -53,26 +53,28 @@ class Topology:
         replica, local = self.model * self.context, self.local_devices
         if replica % local and (local % replica or self.data % (local // replica)):
             raise ValueError(
-                f"local_devices={local} must divide model_parallel={self.model}"
+                f"`local_devices={local}` must divide model_parallel={self.model}"
                 f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple "
-                f"of it that divides it times data_parallel={self.data}"
+                f"of it that divides its product with data_parallel={self.data}."
             )
         if self.data % self.expert:
             raise ValueError(
-                f"expert_parallel={self.expert} must divide data_parallel={self.data}: experts are "
-                "sharded over ranks that share the batch"
+                f"`expert_parallel={self.expert}` must divide `data_parallel={self.data}`, because "
+                "experts are sharded over ranks that share the batch."
             )
         if self.mesh_data * replica % local:
             raise ValueError(
-                f"expert_parallel={self.expert} does not work with local_devices={local} of each rank: "
-                f"meshes of {self.mesh_data * replica} devices would have parts of ranks"
+                f"`expert_parallel={self.expert}` does not work with `local_devices={local}` per "
+                f"rank, because meshes of {self.mesh_data * replica} devices would divide ranks."
             )
         if self.expert > 1 and self.mesh_data != self.expert:
-            cause = f"local_devices={local} of each rank" if local > 1 else "optimizer_shard=3"
-            fewer = " or optimizer_shard=2" if self.mesh_spans_data else " or fewer local devices"
+            cause = f"`local_devices={local}` per rank" if local > 1 else "`optimizer_shard=3`"
+            fewer = (
+                ", or `optimizer_shard=2`" if self.mesh_spans_data else ", or fewer local devices"
+            )
             raise ValueError(
-                f"expert_parallel={self.expert} does not work with {cause}, whose mesh has "
-                f"{self.mesh_data} data shards: set expert_parallel={self.mesh_data} or 1,{fewer}"
+                f"`expert_parallel={self.expert}` does not work with {cause}, whose mesh has "
+                f"{self.mesh_data} data shards. Set `expert_parallel={self.mesh_data}` or 1{fewer}."
             )
 
     @classmethod

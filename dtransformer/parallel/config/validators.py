@@ -87,9 +87,9 @@ class Checked:
 
 # Fields whose work each pipeline stage would repeat for every micro-batch.
 _NOT_WITH_A_PIPELINE = {
-    "optimizer_shard": "every weight would be gathered twice for each micro-batch. Use level 2, which "
-    "shards gradients and optimizer states",
-    "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
+    "optimizer_shard": "Every weight would be gathered twice for each micro-batch. Use level 2, which "
+    "shards gradients and optimizer states.",
+    "gradient_accumulation_shard": "Gradients would be sent for each micro-batch. Leave it False.",
 }
 
 
@@ -105,29 +105,32 @@ def check_supported(config, local_devices: int = 1) -> None:
     """
     if config.optimizer_shard_partition == "whole" and int(config.optimizer_shard) not in (1, 2):
         why = (
-            "level 3 shards the weights themselves" if config.optimizer_shard else "none is sharded"
+            "level 3 shards the weights themselves"
+            if config.optimizer_shard
+            else "nothing is sharded"
         )
         raise ValueError(
-            f"optimizer_shard_partition='whole' does not work with "
-            f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
-            "optimizer_shard_partition='flat'"
+            f"`optimizer_shard_partition='whole'` does not work with "
+            f"`optimizer_shard={config.optimizer_shard}`, because {why}. Set `optimizer_shard=1` or "
+            "`2`, or `optimizer_shard_partition='flat'`."
         )
     if config.gradient_accumulation_shard and config.optimizer_shard < 2:
         raise ValueError(
-            "gradient_accumulation_shard=True does not work with optimizer_shard="
-            f"{config.optimizer_shard}, where gradients are not sharded: set optimizer_shard=2 or 3"
+            "`gradient_accumulation_shard=True` does not work with `optimizer_shard="
+            f"{config.optimizer_shard}`, which does not shard gradients. Set `optimizer_shard=2` or "
+            "`3`."
         )
     if config.sequence_parallel and config.context_parallel > 1 and config.model_parallel > 1:
         raise ValueError(
-            f"sequence_parallel=True does not work with context_parallel={config.context_parallel}: "
-            "both split the sequence. Set sequence_parallel=False, and increase context_parallel to "
-            "save more memory"
+            "`sequence_parallel=True` does not work with "
+            f"`context_parallel={config.context_parallel}`, because both shard the sequence. Set "
+            "`sequence_parallel=False`, and increase `context_parallel` to save more memory."
         )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
         for name, value in settings_without_chunks(config).items():
             raise ValueError(
-                f"{name}={value} does not work with {degree}={getattr(config, degree)}: "
+                f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
                 f"{_NOT_WITH_A_PIPELINE[name]}"
             )
         schedules.check(
@@ -140,11 +143,11 @@ def check_supported(config, local_devices: int = 1) -> None:
         degrees = config.model_parallel * config.context_parallel * config.expert_parallel
         if divides and degrees * local_devices > 1:
             raise ValueError(
-                f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
-                "a mesh the gradients of weights are not computed apart; got "
+                f"`pipeline_schedule={config.pipeline_schedule!r}` needs stages of one device, "
+                "because a mesh cannot compute weight gradients separately, but got "
                 f"model_parallel={config.model_parallel}, expert_parallel={config.expert_parallel}, "
-                f"context_parallel={config.context_parallel} and local_devices={local_devices}: set "
-                "pipeline_schedule='1f1b' or 'interleaved'"
+                f"context_parallel={config.context_parallel} and local_devices={local_devices}. Set "
+                "`pipeline_schedule` to '1f1b' or 'interleaved'."
             )
 
 
@@ -174,6 +177,6 @@ def check_joined(config, topology, placement) -> None:
     ):
         if asked != joined:
             raise RuntimeError(
-                f"the config has {name}{asked}, and the job was joined with {joined}: call "
-                "dtransformer.init(config) before the network is made"
+                f"The config has {name}{asked}, but the job was started with {joined}. Call "
+                "`dtransformer.init(config)` before you create the network."
             )
