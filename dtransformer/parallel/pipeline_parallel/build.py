@@ -1,7 +1,7 @@
-"""Builds this rank's stage of a network, and puts every layer of any kind into a model chunk.
+"""Build this rank's stage of a network and assign every layer to a model chunk.
 
-Layers of other stages are built too, but without values: what they give has known shapes. Layers
-that nobody has placed are by where they are used, or spread evenly.
+Layers of other stages are also built, but only with shapes. Layers without a stage join the layers
+that use them, or are distributed evenly.
 """
 
 import functools
@@ -25,25 +25,29 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import leave_to_other
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules.placement import Placement
 
-# A layer's call: the layer, and the layers whose results it needs.
+# A call of a layer: the layer, and the layers whose results it needs.
 Call = tuple[Hashable, Sequence[Hashable]]
 
 
 def by_use(
     calls: Sequence[Call], ends: Sequence[Hashable], given: Mapping[Hashable, int], num_chunks: int
 ) -> dict[Hashable, int]:
-    """Return the model chunks of layers that have none, by those of the layers around them.
+    """Assign layers without a model chunk to the chunks of connected layers.
 
-    A layer is put where what it needs comes from: the last of the chunks. Where it needs the
-    network's inputs alone, it is put with the first layer that needs it.
+    A layer joins the last chunk that it needs results from. A layer that only needs the network's
+    inputs joins the first chunk that uses its results.
 
     Args:
-        calls: the calls of all layers, in their order.
-        ends: the layers that the network's outputs come from.
-        given: the chunks of layers that have one.
-        num_chunks: number of chunks of the network.
+        calls: Sequence of the calls of all layers, in order.
+        ends: Sequence of the layers that the network's outputs depend on.
+        given: Mapping from layers to the chunks that they already have.
+        num_chunks: Integer. Number of chunks of the network.
 
-    Example: an embedding, two blocks, a second embedding which only the last block needs, a head.
+    Returns:
+        A dict of the assigned chunks, without the layers in `given`.
+
+    Example: an embedding, two blocks, a second embedding that only the last block needs, and a
+    head.
 
     >>> calls = [("in", []), ("b0", ["in"]), ("more", []), ("b1", ["b0", "more"]), ("head", ["b1"])]
     >>> by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
@@ -66,11 +70,14 @@ def by_use(
 
 
 def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
-    """Return the model chunks of layers that follow each other, the largest chunk the smallest.
+    """Divide consecutive layers into model chunks and minimize the largest chunk.
 
     Args:
-        sizes: how much each layer has to compute, in the order of the layers.
-        num_chunks: number of chunks, at most that of layers.
+        sizes: Mapping from layers, in order, to their amounts of computation.
+        num_chunks: Integer. Number of chunks, at most the number of layers.
+
+    Returns:
+        A dict that maps layers to chunk indices.
 
     Example:
 
@@ -85,7 +92,7 @@ def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int
         else:
             low = middle + 1
     chunks = filled(sizes.values(), low)
-    while len(chunks) < num_chunks:  # halve the one with the most layers
+    while len(chunks) < num_chunks:  # Halve the chunk with the most layers.
         longest = max(range(len(chunks)), key=lambda number: len(chunks[number]))
         some, half = chunks[longest], len(chunks[longest]) // 2
         chunks[longest : longest + 1] = [some[:half], some[half:]]
@@ -97,18 +104,18 @@ def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
     """Build this rank's stage of a network.
 
     Args:
-        network: a `keras.Model`. What layers have a `pipeline_stage` keep it, the others get one.
-        symbols: a function that returns nested `keras.KerasTensor`s like the network's inputs.
-        specs: nested specs of known shapes like them.
+        network: `keras.Model`. Layers with a `pipeline_stage` keep it, and the others get one.
+        symbols: Function that returns nested `keras.KerasTensor` objects for the network's inputs.
+        specs: Nested specs of static shapes for the inputs.
 
     Returns:
-        The `Dataflow` of the specs.
+        The `Dataflow` for the specs.
 
     Raises:
-        ValueError: layers cannot be put into as many chunks as there are.
+        ValueError: If the layers cannot be divided into the required number of chunks.
     """
     placement = job.placement()
-    with keras.StatelessScope():  # whose end gives values to the weights that are left
+    with keras.StatelessScope():  # The remaining weights get their values when this scope ends.
         if not all(layer.built for layer in _compat.flat_layers(network)):
             network(symbols())
         place_all(network, specs, placement)
@@ -119,16 +126,16 @@ def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
 
 
 def place_all(network: keras.Model, specs, placement: Placement) -> None:
-    """Give a `pipeline_stage` to each layer that needs one and has none.
+    """Assign a `pipeline_stage` to each layer that needs one and has none.
 
     Args:
-        network: a `keras.Model`, built.
-        specs: nested specs of known shapes like its inputs.
-        placement: the `Placement`.
+        network: Built `keras.Model`.
+        specs: Nested specs of static shapes for its inputs.
+        placement: `Placement` of the chunks.
 
     Raises:
-        ValueError: there are fewer layers with weights than chunks; or the network itself adds
-            losses, or reads weights of layers.
+        ValueError: If there are fewer layers with weights than chunks, or if the network itself
+            adds losses or reads weights of layers.
     """
     for layer in placed_layers(network):
         _make_placeable(layer)
@@ -161,9 +168,9 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
 
 
 def _parts_without_place(layer, adds_losses=False):
-    """Return the outermost layers that have variables, own metrics, or add losses, and no place.
+    """Return the outermost unplaced layers that have variables or metrics, or add losses.
 
-    Models are no such layers, and layers that have placed ones inside: their layers are.
+    Models and layers that contain placed layers are not returned, but their inner layers may be.
     """
     found = []
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
@@ -181,7 +188,7 @@ def _parts_without_place(layer, adds_losses=False):
 
 
 def _recorded(network, specs, parts):
-    """Return the `DependencyRecorder` of a network whose parts are called as if they had a place."""
+    """Return the `DependencyRecorder` of a network, with `parts` treated as placed layers."""
     for part in parts:
         _make_placeable(part)
         part.pipeline_stage = 0
@@ -194,7 +201,7 @@ def _recorded(network, specs, parts):
 
 
 def _make_placeable(layer):
-    """Let a Keras layer have what layers of this package have for pipelines."""
+    """Add the pipeline attributes of this package's layers to a Keras layer."""
     if hasattr(layer, "copied_to"):
         return
     layer.copied_to, layer.results_that_are_weights = frozenset(), types.MappingProxyType({})
@@ -208,7 +215,7 @@ def _make_placeable(layer):
 
 
 class _Watch(keras.StatelessScope):
-    """A scope in which nobody reads weights of layers outside of their calls."""
+    """Scope that raises an error if weights are read outside of their layer's calls."""
 
     def __init__(self, layers):
         super().__init__(collect_losses=True)
@@ -228,7 +235,7 @@ def _in_order(recorder):
 
 
 def _size(layer):
-    """Return how many weights a layer multiplies with, each with every position of a batch."""
+    """Return 1 plus the number of weights that a layer multiplies with each position."""
     tables = {
         id(variable)
         for inner in _compat.flat_layers(layer)

@@ -1,4 +1,4 @@
-"""A computation of a network, compiled for each of this rank's model chunks."""
+"""Compiled functions of this rank's model chunks."""
 
 import contextlib
 
@@ -10,36 +10,38 @@ from dtransformer.parallel.tracing.dropout_seed import dropout_numbers
 
 
 class ChunkFunctions:
-    """What single model chunks do of a computation, compiled when it is first asked for.
+    """Functions of single model chunks, compiled on first use.
 
     Args:
-        network: a `keras.Model`, built.
-        compute: a function of (chunk, *args) that calls the network's layers and returns nested
+        network: Built `keras.Model`.
+        compute: Function of `(chunk, *args)` that calls the network's layers and returns nested
             results of the chunk.
-        devices: where this rank's stage computes, see `stage_devices`.
-        shares: whether chunks that are alike may share a function, on a mesh: what `compute` gives
-            must not depend on which of them it is.
+        devices: Executor of this rank's stage. See `stage_devices`.
+        shares: Whether equal chunks may share a function on a mesh. The result of `compute` must
+            not depend on the chunk index. Defaults to `False`.
     """
 
     def __init__(self, network, compute, devices, shares=False):
         self._network, self._compute, self._devices = network, compute, devices
         self._shares = shares and devices.compiles_whole_graphs
         self._compiled = {}
-        self._shared = {}  # key of a `Signature` -> the first chunk's, and its function
+        # Maps the key of a signature to the first chunk's signature and function.
+        self._shared = {}
 
     def of(self, chunk: int, dataflow: Dataflow, variant=None):
         """Return the compiled function of a chunk.
 
         Args:
-            chunk: number of the model chunk.
-            dataflow: the `Dataflow` of the computation.
-            variant: what else differs where the function is compiled anew; hashable.
+            chunk: Integer. Index of the model chunk.
+            dataflow: `Dataflow` of the computation.
+            variant: Hashable value. A different value compiles the function again. Defaults to
+                `None`.
 
         Returns:
-            A function of (weights, received, *args) that returns a dict of what the chunk sends
-            on, by the names of `dataflow.sent_after(chunk)`, and the results of `compute`.
-            The weights are what its method `weights` returns, `received` a dict by the names
-            of `dataflow.received_by(chunk)`.
+            A function of `(weights, received, *args)` that returns a dict of tensors to send, by
+            the names in `dataflow.sent_after(chunk)`, and the results of `compute`. `weights` is
+            the result of its method `weights`. `received` is a dict by the names in
+            `dataflow.received_by(chunk)`.
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
@@ -63,7 +65,10 @@ class ChunkFunctions:
         return SharedChunk(function, other, signature, *weights)
 
     def _function(self, chunk, dataflow, dropouts=None):
-        """Return what is compiled; with a list of dropout layers it takes their numbers, too."""
+        """Return the function to compile.
+
+        With `dropouts`, it also takes the numbers of these layers.
+        """
         crossing = [*dataflow.received_by(chunk), *dataflow.sent_after(chunk)]
         crossing = {tensor.name: tensor for tensor in crossing}
 

@@ -1,7 +1,7 @@
 """Dataflow between the model chunks of a pipeline.
 
-What passes are results of placed layers. Which ones is found out by running the network once
-with placeholder outputs for all of them: it is not declared.
+Chunks exchange results of placed layers. They are found by tracing the network once with
+placeholder outputs for all placed layers, so users declare nothing.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of a placed layer's call, or the mask that the call leaves on it.
+    """Result of a placed layer's call, or the mask that the call sets on a result.
 
     Args:
-        layer: the layer.
-        number: its number among the results of the call, flattened; None of a mask.
-        name: str, the same on every rank.
-        spec: its `tf.TensorSpec`.
+        layer: The layer.
+        number: Integer. Index among the flattened results of the call, or `None` for a mask.
+        name: String, identical on all ranks.
+        spec: `tf.TensorSpec` of the result.
     """
 
     layer: object
@@ -41,21 +41,22 @@ class Result:
 
 
 class DependencyRecorder:
-    """A view of calls: gives placeholder outputs, and remembers what inputs come from.
+    """View that returns placeholder outputs of layers and records the origins of their inputs.
 
     Args:
-        function: a function of `inputs` that calls placed layers and returns nested tensors.
-        inputs: nested tensors, or specs of known shapes: a micro-batch.
+        function: Function of `inputs` that calls placed layers and returns nested tensors.
+        inputs: Nested tensors or specs of static shapes for a micro-batch.
 
     Attributes:
-        calls: list of (layer, list of the `Result`s that it needs), in the order of the calls.
-        ends: list of the `Result`s that the function's outputs come from.
-        outputs: nested specs of the function's outputs.
+        calls: List of `(layer, results)` tuples in the order of the calls. `results` are the
+            `Result` objects that the call needs.
+        ends: List of the `Result` objects that the function's outputs depend on.
+        outputs: Nested specs of the function's outputs.
     """
 
     def __init__(self, function, inputs):
         self._names = CallNames()
-        self._results = {}  # a placeholder's name in the graph -> `Result`
+        self._results = {}  # Maps the graph name of a placeholder to its Result.
         self.calls, self.ends, self.outputs = [], [], None
 
         def run(inputs):
@@ -84,7 +85,7 @@ class DependencyRecorder:
         self._results[x.name] = Result(layer, number, name, spec)
 
     def _origins(self, tensors):
-        """Return the results that nested tensors, and their masks, come from directly."""
+        """Return the results that nested tensors and their masks directly depend on."""
         found, seen = {}, set()
         masks = list(_compat.masks_of(tensors).values())
         todo = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
@@ -102,14 +103,14 @@ class DependencyRecorder:
 
 @dataclasses.dataclass(frozen=True)
 class CrossStageTensor:
-    """A result of a placed layer that other model chunks need, or the mask that is on it.
+    """Result of a placed layer, or its mask, that other model chunks need.
 
     Args:
-        name: str, the same on every rank.
-        shape: tuple of ints.
-        dtype: name of its type.
-        first_chunk: the chunk that computes it.
-        last_chunk: the last chunk that needs it.
+        name: String, identical on all ranks.
+        shape: Tuple of integers.
+        dtype: Name of the dtype.
+        first_chunk: Integer. Chunk that computes it.
+        last_chunk: Integer. Last chunk that needs it.
     """
 
     name: str
@@ -120,20 +121,20 @@ class CrossStageTensor:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it; of masks and other ints there is none."""
+        """Whether a gradient is sent back. Masks and integers have none."""
         return "float" in self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """What passes from chunk to chunk, for one shape of micro-batches.
+    """Tensors sent between chunks, for one shape of micro-batches.
 
     Args:
-        placement: the `Placement` of the chunks.
-        tensors: tuple of `CrossStageTensor`s.
-        copies: dict of the path of a layer and the chunks that need a copy of its weights,
-            besides its own.
-        outputs: nested specs of what the network returns.
+        placement: `Placement` of the chunks.
+        tensors: Tuple of `CrossStageTensor` objects.
+        copies: Dict that maps the path of a layer to the other chunks that need a copy of its
+            weights.
+        outputs: Nested specs of the network's outputs.
     """
 
     placement: Placement
@@ -142,19 +143,19 @@ class Dataflow:
     outputs: object = None
 
     def sent_after(self, chunk: int) -> list[CrossStageTensor]:
-        """Return the `CrossStageTensor`s that a chunk hands to the next one."""
+        """Return the `CrossStageTensor` objects that a chunk passes to the next one."""
         return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
 
     def gradients_after(self, chunk: int) -> list[CrossStageTensor]:
-        """Return those of `sent_after(chunk)` of which the next chunk hands gradients back."""
+        """Return the tensors of `sent_after(chunk)` whose gradients the next chunk sends back."""
         return [x for x in self.sent_after(chunk) if x.has_gradient]
 
     def received_by(self, chunk: int) -> list[CrossStageTensor]:
-        """Return the `CrossStageTensor`s that a chunk has from the one before."""
+        """Return the `CrossStageTensor` objects that a chunk receives from the previous one."""
         return self.sent_after(chunk - 1) if chunk else []
 
     def copies_of(self, layer) -> frozenset[int]:
-        """Return the chunks, besides its own, that need a copy of a layer's weights."""
+        """Return the other chunks that need a copy of a layer's weights."""
         return self.copies.get(layer.path, frozenset())
 
     def __str__(self):
@@ -170,12 +171,12 @@ class Dataflow:
         """Return the dataflow of a function of placed layers.
 
         Args:
-            function: a function of `inputs` that returns nested tensors.
-            inputs: nested tensors, or specs of known shapes: a micro-batch.
-            placement: the `Placement`.
+            function: Function of `inputs` that returns nested tensors.
+            inputs: Nested tensors or specs of static shapes for a micro-batch.
+            placement: `Placement` of the chunks.
 
         Raises:
-            ValueError: a chunk needs what a later one computes.
+            ValueError: If a chunk needs a result of a later one.
         """
         return cls._from(DependencyRecorder(function, inputs), placement)
 
@@ -184,13 +185,13 @@ class Dataflow:
         """Return the dataflow of a network's training step.
 
         Args:
-            network: a `keras.Model`.
-            inputs: nested tensors, or specs of known shapes: a micro-batch.
-            placement: the `Placement`.
+            network: `keras.Model`.
+            inputs: Nested tensors or specs of static shapes for a micro-batch.
+            placement: `Placement` of the chunks.
 
         Raises:
-            ValueError: a chunk has no layers, or needs what a later one computes; or a
-                weight is in no layer that has a place.
+            ValueError: If a chunk has no layers or needs a result of a later one, or if a weight is
+                not in a placed layer.
         """
         recorder = DependencyRecorder(lambda inputs: network(inputs, training=True), inputs)
         _check_places(network, [layer for layer, _ in recorder.calls], placement)
@@ -205,7 +206,8 @@ class Dataflow:
         for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
             for result in needed:
                 first, path = chunk_of(result.layer, placement), result.layer.path
-                if result.number in result.layer.results_that_are_weights:  # there are copies
+                # Chunks that need this weight have copies of it.
+                if result.number in result.layer.results_that_are_weights:
                     if chunk != first:
                         copies[path] = copies.get(path, frozenset()) | {chunk}
                     continue

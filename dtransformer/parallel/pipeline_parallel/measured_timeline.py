@@ -1,4 +1,4 @@
-"""The timeline of a step that was run: every stage tells what it did, and when."""
+"""Measured timeline of a step, gathered from all stages."""
 
 import collections
 import dataclasses
@@ -9,15 +9,15 @@ from dtransformer.parallel.schedules.timeline import Event, Timeline
 
 
 def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Timeline:
-    """Return the `Timeline` of a step. All ranks have to call.
+    """Return the measured `Timeline` of a step. All ranks must call this.
 
     Args:
-        computations: list of the `Event`s of this rank's computations.
-        sent: dict of the names of sends and when they began, in seconds.
-        received: dict of the names of receives and their `Event`s.
+        computations: List of `Event` objects of this rank's computations.
+        sent: Dict of the start times of sends in seconds, by name.
+        received: Dict of the `Event` objects of receives, by name.
 
     Raises:
-        ValueError: a stage has computed nothing yet.
+        ValueError: If a stage has not computed anything yet.
     """
     as_json = {name: dataclasses.asdict(event) for name, event in received.items()}
     own = [dataclasses.asdict(event) for event in computations], sent, as_json
@@ -27,7 +27,7 @@ def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Ti
         raise ValueError("no training step was run yet: call fit or train_on_batch first")
     events = [Event.of(event) for own in events for event in own]
     sent = collections.ChainMap(*sent)
-    for own in received:  # a transfer begins once both ends are ready
+    for own in received:  # A transfer starts when both ends are ready.
         for name, event in own.items():
             event = Event.of(event)
             start = min(max(event.start, sent[name]), event.end)

@@ -1,4 +1,4 @@
-"""The weights of layers that are spread over stages: built, shared, saved and loaded."""
+"""Weights of layers distributed over stages: building, sharing, saving and loading."""
 
 import contextlib
 import functools
@@ -48,7 +48,8 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
         object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
             _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
-        object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
+        # Loading skips these layers.
+        object.__setattr__(inner, "load_own_variables", lambda store: None)
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
 
 
@@ -70,7 +71,7 @@ def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
 
 
 def _take_over(layer):
-    """Build a layer with weights that was left to others."""
+    """Build a layer with weights after `leave_to_others` removed them."""
     for inner in _compat.flat_layers(layer):
         for name in ("left_variables", "load_own_variables", "save_own_variables"):
             vars(inner).pop(name, None)
@@ -86,7 +87,11 @@ def _refuse_to_save(layer, store):
 
 
 def _absent(path, shape, dtype=None):
-    """Return the value of a weight that another stage has: its shape alone can be asked for."""
+    """Return zeros in symbolic scopes, because another stage has the weight's value.
+
+    Raises:
+        RuntimeError: If the value is read.
+    """
     if not _compat.in_symbolic_scope():
         raise RuntimeError(
             f"another stage of the pipeline has the weight {path}: it is read in a call of its layer "
@@ -96,17 +101,17 @@ def _absent(path, shape, dtype=None):
 
 
 def share_weights(network: keras.Model, inputs) -> Dataflow | None:
-    """Find out which stages share weights, and build the copies that this rank has.
+    """Find the weights that stages share, and build the copies of this rank.
 
     Args:
-        network: a `keras.Model`, built.
-        inputs: nested tensors, or specs of known shapes: a batch.
+        network: Built `keras.Model`.
+        inputs: Nested tensors or specs of static shapes for a batch.
 
     Returns:
-        The `Dataflow` of the batch; None where there is one model chunk.
+        The `Dataflow` of the batch, or `None` if there is a single model chunk.
 
     Raises:
-        ValueError: see `Dataflow.of_network`.
+        ValueError: See `Dataflow.of_network`.
     """
     if job.placement().num_chunks == 1:
         return None
@@ -121,7 +126,7 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
 
 @contextlib.contextmanager
 def full_network(network: keras.Model) -> Iterator[None]:
-    """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
+    """Context manager in which rank 0 can save the layers of all stages with Keras.
 
     All ranks must enter it. Rank 0 receives the weights of other stages layer by layer.
     """
@@ -195,10 +200,10 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
 
 
 def _from_stage(layer, owner):
-    """Return what a stage's layer would save, on every stage."""
+    """Return the values that a stage's layer would save, on every stage."""
     values, group = {}, job.pipeline_group()
     if job.stage()[0] == owner:
-        layer.save_own_variables(values)  # Keras' layers give variables
+        layer.save_own_variables(values)  # Keras layers store variables.
         values = {name: keras.ops.convert_to_numpy(value) for name, value in values.items()}
     return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
@@ -208,22 +213,22 @@ def _copy_into(values, store):
         store[name] = value
 
 
-# Gradients of weights that several stages have are added up.
+# Gradients of weights on several stages are summed.
 
 
 class SharedGradients:
-    """The weights of this rank's stage that other stages have too.
+    """Weights that this rank's stage shares with other stages.
 
-    Every rank of the job makes one at the same time.
+    Every rank of the job must create one at the same time.
 
     Args:
-        network: a `keras.Model`, whose shared weights are built.
+        network: `keras.Model` whose shared weights are built.
     """
 
     def __init__(self, network):
         numbers = {id(w): i for i, w in enumerate(network.trainable_variables)}
         pipelines = dict.fromkeys(job.topology().pipeline_group(r) for r in range(job.size()))
-        self._shared = []  # number and path of the weight, and the group that has it
+        self._shared = []  # Tuples of the index and path of a weight, and its group.
         for stages, layer in shared_layers(network):
             for ranks in pipelines:
                 group = job.agreed_group(sorted(ranks[stage] for stage in stages))
@@ -232,10 +237,10 @@ class SharedGradients:
                     self._shared += [(numbers[id(w)], w.path, group) for w in weights]
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Return the gradients, those of shared weights summed over the stages.
+        """Return the gradients, with those of shared weights summed over the stages.
 
         Args:
-            gradients: for each trained weight a list of tensors, its gradient's shards.
+            gradients: List with the gradient shards of each trained weight, a list of tensors.
         """
         gradients = list(gradients)
         for i, path, group in self._shared:
