@@ -147,8 +147,8 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
         recorder = _recorded(network, specs, parts)
     if _compat.adds_losses(network):
         raise ValueError(
-            f"{network.name} adds a loss in its call, which no stage of a pipeline computes: let a "
-            "layer add it"
+            f"{network.name} adds a loss in its call, which no stage of a pipeline computes. Add it in "
+            "a layer."
         )
     parts = [part for part in _in_order(recorder) if part in parts]
     placed = [layer for layer in _in_order(recorder) if layer not in parts]
@@ -159,8 +159,8 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     else:
         if len(parts) < placement.num_chunks:
             raise ValueError(
-                f"{network.name} has {len(parts)} layers with weights that are called, and the "
-                f"pipeline {placement.num_chunks} model chunks: each needs one"
+                f"{network.name} calls {len(parts)} layers with weights, but the pipeline has "
+                f"{placement.num_chunks} model chunks. Each chunk needs at least one."
             )
         places = spread({part: _size(part) for part in parts}, placement.num_chunks)
     for part in parts:
@@ -224,8 +224,8 @@ class _Watch(keras.StatelessScope):
     def get_current_value(self, variable):
         if id(variable) in self._weights:
             raise ValueError(
-                f"{variable.path} is used outside of a call of its layer, which has it on one stage "
-                "of the pipeline only: pipeline_stage=1, or a layer that is called wherever it is used"
+                f"{variable.path} is used outside of a call of its layer, but only one pipeline stage "
+                "has it. Set `pipeline_stage=1`, or call a layer wherever it is used."
             )
         return super().get_current_value(variable)
 

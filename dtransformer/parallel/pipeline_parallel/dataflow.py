@@ -213,9 +213,9 @@ class Dataflow:
                     continue
                 if chunk < first:
                     raise ValueError(
-                        f"{user} is on {placement.describe(chunk)} and needs what {path} computes "
-                        f"on {placement.describe(first)}: stages may not go backwards along the "
-                        "network"
+                        f"{user} is on {placement.describe(chunk)} and needs a result of {path} on "
+                        f"{placement.describe(first)}. Layers of a pipeline can only use results of "
+                        "earlier stages."
                     )
                 last_use[result] = max(last_use.get(result, 0), chunk)
         tensors = []
@@ -232,14 +232,14 @@ def _check_places(network, placed, placement):
     for chunk in range(placement.num_chunks):
         if chunk not in used:
             raise ValueError(
-                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
-                "change lambda_func or pipeline_stage; blocks take their stages when they are made, "
-                "by the config of that moment: call init before the network is made"
+                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights. "
+                "Change `lambda_func` or `pipeline_stage`. Blocks take their stages from the config "
+                "when they are created, so call `init` before you create the network."
             )
     inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
     for layer in _compat.flat_layers(network):
         if _compat.own_variables(layer) and id(layer) not in inside:
             raise ValueError(
-                f"{layer.path} has weights of its own beside its layers, which no pipeline stage "
-                "computes with: put them into a layer"
+                f"{layer.path} has weights outside of its layers, which no pipeline stage computes "
+                "with. Move them into a layer."
             )

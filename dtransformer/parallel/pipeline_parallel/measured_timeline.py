@@ -24,7 +24,7 @@ def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Ti
     everyone = all_gather_json(own, "timeline")
     events, sent, received = zip(*(everyone[rank] for rank in job.pipeline_group().ranks))
     if not all(events):
-        raise ValueError("no training step was run yet: call fit or train_on_batch first")
+        raise ValueError("No training step was run yet. Call `fit` or `train_on_batch` first.")
     events = [Event.of(event) for own in events for event in own]
     sent = collections.ChainMap(*sent)
     for own in received:  # A transfer starts when both ends are ready.

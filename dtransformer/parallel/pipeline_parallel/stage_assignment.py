@@ -25,7 +25,8 @@ def chunk_of(layer, placement: Placement) -> int:
     number, chunks = layer.pipeline_stage, placement.num_chunks
     if not -chunks <= number < chunks:
         raise ValueError(
-            f"{layer.path or layer.name} is put on stage {number}, but there are {chunks} stages"
+            f"`pipeline_stage={number}` of {layer.path or layer.name} is out of range: there are "
+            f"{chunks} stages."
         )
     return number % chunks
 
@@ -161,9 +162,9 @@ def check_here(layer) -> None:
     """
     if is_elsewhere(layer):
         raise RuntimeError(
-            f"{layer.path} is on stage {stages_of(layer, job.placement())[0]} of the pipeline, this "
-            f"rank on stage {job.stage()[0]}: call fit, evaluate or predict of a Trainer, which go "
-            "through all stages"
+            f"{layer.path} is on stage {stages_of(layer, job.placement())[0]} of the pipeline, but "
+            f"this rank is on stage {job.stage()[0]}. Call `fit`, `evaluate` or `predict` of a "
+            "Trainer, which run all stages."
         )
 
 

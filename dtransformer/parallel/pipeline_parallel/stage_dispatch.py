@@ -98,12 +98,12 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
     specs = dict(enumerate(tf.nest.flatten(output_specs(layer, args, kwargs))))
     spec = specs.get(number)
     if spec is None or not x.shape.is_compatible_with(spec.shape) or x.dtype != spec.dtype:
-        message = "there is none" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
+        declared = "no such result" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
         raise ValueError(
-            f"result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but by its shape "
-            f"rule {message}: other pipeline stages go by the rule; give the layer a "
-            "compute_output_shape, or a compute_output_spec where results are not of its compute "
-            "type"
+            f"Result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but the layer "
+            f"declares {declared}, which other pipeline stages rely on. Give the layer a "
+            "`compute_output_shape`, or a `compute_output_spec` if results are not of its compute "
+            "dtype."
         )
 
 

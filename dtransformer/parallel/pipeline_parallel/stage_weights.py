@@ -81,8 +81,8 @@ def _take_over(layer):
 
 def _refuse_to_save(layer, store):
     raise RuntimeError(
-        f"another stage of the pipeline has the weights of {layer.path}: save the trainer, on all "
-        "ranks, whose file holds those of every stage"
+        f"Another stage of the pipeline has the weights of {layer.path}. Save the trainer on all "
+        "ranks, whose file contains the weights of every stage."
     )
 
 
@@ -94,8 +94,8 @@ def _absent(path, shape, dtype=None):
     """
     if not _compat.in_symbolic_scope():
         raise RuntimeError(
-            f"another stage of the pipeline has the weight {path}: it is read in a call of its layer "
-            "only"
+            f"Another stage of the pipeline has the weight {path}, which can only be read in a call "
+            "of its layer."
         )
     return tf.zeros(shape, dtype)
 
@@ -171,7 +171,7 @@ def get_weights(network: keras.Model) -> list[np.ndarray]:
         if len(sent) != len(weights):
             raise RuntimeError(
                 f"{layer.path} has {len(sent)} weights on its stage of the pipeline, but "
-                f"{len(weights)} on this one: add and remove weights on all ranks"
+                f"{len(weights)} on this one. Add and remove weights on all ranks."
             )
         values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
     weights = all_weights(network)
@@ -191,8 +191,8 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
     weights, here = all_weights(network), {id(weight) for weight in network.weights}
     if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
-            f"set_weights received {len(values)} arrays for the {len(weights)} weights on all stages "
-            f"of {network.name}, or arrays of other shapes: pass the list that get_weights returns"
+            f"`set_weights` received {len(values)} arrays for the {len(weights)} weights on all "
+            f"stages of {network.name}, or arrays of other shapes. Pass the list from `get_weights`."
         )
     for weight, value in zip(weights, values):
         if id(weight) in here:
