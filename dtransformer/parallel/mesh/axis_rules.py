@@ -169,14 +169,14 @@ def weight_specs(axes: tuple, shape: tuple[int, ...], path: str) -> Specs:
             continue
         if size % axis_size(spec):
             raise ValueError(
-                f"the weight {path} of shape {tuple(shape)} cannot be sharded: its dimension "
-                f"{name!r} has {size} elements, and the mesh axis {spec!r} has {axis_size(spec)} "
-                f"shards; change the size, or set parallel_rules={{{name!r}: None}}"
+                f"The weight {path} of shape {tuple(shape)} cannot be sharded: dimension {name!r} "
+                f"has {size} elements, but the mesh axis {spec!r} has {axis_size(spec)} shards. "
+                f"Change the size, or set `parallel_rules={{{name!r}: None}}`."
             )
         if specs.count(spec) > 1:
             raise ValueError(
-                f"the weight {path} with the logical axes {axes} would be sharded twice over the "
-                f"mesh axis {spec!r}: set parallel_rules={{{name!r}: None}}"
+                f"The weight {path} with the logical axes {axes} would be sharded twice over the "
+                f"mesh axis {spec!r}. Set `parallel_rules={{{name!r}: None}}`."
             )
     return specs
 
@@ -194,13 +194,13 @@ def check_axes(axes: tuple, rank: int, what: str):
         ValueError: If a name is unknown or the number of names differs from `rank`.
     """
     if len(axes) != rank:
-        raise ValueError(f"{what} has {rank} dimensions, but its logical axes are {axes}")
+        raise ValueError(f"{what} has {rank} dimensions, but its logical axes are {axes}.")
     known = rules()
     for axis in axes:
         if axis is not None and axis not in known:
             raise ValueError(
-                f"{what} has the logical axis {axis!r}; known are {', '.join(known)}; "
-                f"parallel_rules={{{axis!r}: None}} adds one"
+                f"{what} has the unknown logical axis {axis!r}. Choose one of {', '.join(known)}, or "
+                f"add it with `parallel_rules={{{axis!r}: None}}`."
             )
 
 
@@ -223,8 +223,8 @@ def check_rules(used: set[str | None]):
         if name not in used | of_activations:
             names = sorted(filter(None, used))
             raise ValueError(
-                f"parallel_rules has a row for {name!r}, which no weight of the network has; its "
-                f"weights have {', '.join(names) or 'no logical axes'}"
+                f"`parallel_rules` has an entry for {name!r}, but no weight of the network has this "
+                f"axis. Its weights have {', '.join(names) or 'no logical axes'}."
             )
 
 
@@ -248,7 +248,7 @@ def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
 
 
 def _constrained(x, axes, put):
-    check_axes(axes, len(x.shape), "an activation")
+    check_axes(axes, len(x.shape), "An activation")
     return put(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 
 

@@ -69,13 +69,14 @@ def num_rows(batch) -> int:
     for x in flat:
         if not hasattr(x, "__len__"):
             raise ValueError(
-                f"a mesh and a pipeline take dense tensors, and a batch has a {type(x).__name__}: "
-                "make it one in the dataset, such as by .map(lambda x, y: (x.to_tensor(), y))"
+                f"A mesh or a pipeline needs dense tensors, but the batch has a {type(x).__name__}. "
+                "Convert it in the dataset, for example with "
+                "`.map(lambda x, y: (x.to_tensor(), y))`."
             )
     numbers = {len(x) for x in flat}
     if len(numbers) != 1:
         raise ValueError(
-            f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
+            f"The tensors of a batch must have the same number of rows, got {sorted(numbers)}."
         )
     return numbers.pop()
 

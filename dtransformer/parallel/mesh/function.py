@@ -78,9 +78,9 @@ class MeshFunction:
             return tensor
         if tensor.dtype == "resource":
             raise RuntimeError(  # TensorFlow would replace a ValueError with another error.
-                "a layer reads a tf.Variable, a tf.random.Generator or a table, and devices of a mesh "
-                "would each have their own: use add_weight (trainable=False), keras.Variable or "
-                "keras.random, or one device a rank"
+                "A layer reads a `tf.Variable`, a `tf.random.Generator` or a lookup table, and each "
+                "device of a mesh would have a separate one. Use `add_weight(trainable=False)`, "
+                "`keras.Variable` or `keras.random`, or use one device per rank."
             )
         if not tensor.shape.rank or tensor.dtype == "string":
             return tensor
@@ -145,9 +145,9 @@ def _refused(message, graph):
     kind = found[1] or found[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
     return (
-        f"{names[0] if names else 'a layer of the network'} computes {kind}, which DTensor cannot "
-        "compute on a mesh: use another layer (an LSTM or GRU with unroll=True has no loop), or "
-        "model_parallel=1 and one device a rank"
+        f"{names[0] if names else 'A layer of the network'} computes {kind}, which DTensor cannot "
+        "compute on a mesh. Use another layer (an LSTM or GRU with `unroll=True` has no loop), or set "
+        "`model_parallel=1` and use one device per rank."
     )
 
 

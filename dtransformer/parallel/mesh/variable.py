@@ -76,8 +76,8 @@ class MeshVariable(ShardedVariable):
     def _read(self):
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{self.path} is sharded over the mesh and can be read there only: call the "
-                "network through its Trainer (fit, evaluate, predict), or through generate"
+                f"{self.path} is sharded over the mesh and can only be read there. Call the network "
+                "through its Trainer (`fit`, `evaluate`, `predict`) or through `generate`."
             )
         with tf.device("CPU:0"):
             return self._maybe_autocast(tf.constant(self.numpy()))
