@@ -1,4 +1,4 @@
-"""Checks of the layout for a mixture of experts, before anything is built."""
+"""Checks of a mixture of experts against the layout, before anything is built."""
 
 from dtransformer.parallel.config.config import MoEConfig, get_parallel_config
 from dtransformer.parallel.runtime import job
@@ -8,7 +8,7 @@ def check_moe_config(config: MoEConfig) -> None:
     """Check that the fields of a `MoEConfig` work together.
 
     Raises:
-        ValueError: names those that do not.
+        ValueError: If fields conflict. The message has their names and values.
     """
     experts, chosen = config.expert_num, config.num_experts_chosen
     if chosen > experts:
@@ -26,10 +26,10 @@ def check_moe_config(config: MoEConfig) -> None:
 
 
 def check_layout(config: MoEConfig) -> None:
-    """Check that the parallel config can carry out what a `MoEConfig` asks for.
+    """Check that the parallel config supports a `MoEConfig`.
 
     Raises:
-        ValueError: it cannot; says what would work.
+        ValueError: If it does not. The message has a config that works.
     """
     parallel = get_parallel_config()
     shards = parallel.expert_parallel
@@ -59,7 +59,11 @@ def check_layout(config: MoEConfig) -> None:
 
 
 def needs_the_batch(config: MoEConfig) -> bool:
-    """Return whether what is computed for a token depends on all others of the global batch."""
+    """Return whether the result for a token depends on all other tokens of the global batch.
+
+    This is the case without an `expert_group_size` if experts have a capacity, or if a loss or the
+    sigmoid router's bias uses the load.
+    """
     if config.expert_group_size is not None:
         return False
     of_loss = config.aux_loss_factor or config.z_loss_factor or config.router_type == "sigmoid"
@@ -67,5 +71,5 @@ def needs_the_batch(config: MoEConfig) -> bool:
 
 
 def sends_counts(config: MoEConfig) -> bool:
-    """Return whether ranks tell each other how many tokens each sends to which expert."""
+    """Return whether ranks exchange the number of tokens for each expert."""
     return needs_the_batch(config) and job.mesh() is None and job.data_shard()[1] > 1
