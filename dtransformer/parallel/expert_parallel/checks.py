@@ -12,16 +12,18 @@ def check_moe_config(config: MoEConfig) -> None:
     """
     experts, chosen = config.expert_num, config.num_experts_chosen
     if chosen > experts:
-        raise ValueError(f"num_experts_chosen={chosen} is more than expert_num={experts}")
+        raise ValueError(f"`num_experts_chosen={chosen}` must not exceed `expert_num={experts}`.")
     groups, of_groups = config.routing_groups, config.routing_groups_chosen
     if experts % groups:
-        raise ValueError(f"routing_groups={groups} must divide expert_num={experts}")
+        raise ValueError(f"`routing_groups={groups}` must divide `expert_num={experts}`.")
     if of_groups > groups:
-        raise ValueError(f"routing_groups_chosen={of_groups} is more than routing_groups={groups}")
+        raise ValueError(
+            f"`routing_groups_chosen={of_groups}` must not exceed `routing_groups={groups}`."
+        )
     if chosen > of_groups * (experts // groups):
         raise ValueError(
-            f"num_experts_chosen={chosen} is more than there are experts in "
-            f"routing_groups_chosen={of_groups} groups of {experts // groups}"
+            f"`num_experts_chosen={chosen}` must not exceed the number of experts in "
+            f"`routing_groups_chosen={of_groups}` groups of {experts // groups}."
         )
 
 
@@ -35,26 +37,26 @@ def check_layout(config: MoEConfig) -> None:
     shards = parallel.expert_parallel
     if config.expert_num % shards:
         raise ValueError(
-            f"expert_parallel={shards} must divide expert_num={config.expert_num}: each rank "
-            "holds as many experts"
+            f"`expert_parallel={shards}` must divide `expert_num={config.expert_num}`, because each "
+            "rank has the same number of experts."
         )
     if not needs_the_batch(config):
         return
     works = (
-        "set expert_group_size to the number of tokens of one sequence, or fewer, which share "
-        "the places of the experts"
+        "Set `expert_group_size` to at most the number of tokens of one sequence. The tokens of a "
+        "group share the capacity of the experts."
     )
     if parallel.micro_batch_num > 1:
         raise ValueError(
-            "expert_group_size=None, one group of all tokens of the global batch, does not work "
-            f"with micro_batch_num={parallel.micro_batch_num}, as a micro-batch is computed before "
-            f"the next one is known: {works}"
+            "`expert_group_size=None` forms one group of all tokens of the global batch. It does not "
+            f"work with `micro_batch_num={parallel.micro_batch_num}`, because a micro-batch is "
+            f"computed before the next one is known. {works}"
         )
     if job.mesh() is not None and job.data_shard()[1] > 1:
         raise ValueError(
-            "expert_group_size=None, one group of all tokens of the global batch, does not work "
-            f"with {job.data_shard()[1]} replicas of a mesh, which do not tell each other counts "
-            f"while they compute: {works}"
+            "`expert_group_size=None` forms one group of all tokens of the global batch. It does not "
+            f"work with {job.data_shard()[1]} replicas of a mesh, which do not exchange counts during "
+            f"the computation. {works}"
         )
 
 
