@@ -80,8 +80,8 @@ class ContextPlan:
             if length % self.shards:
                 longer = math.ceil(length / self.shards) * self.shards
                 raise ValueError(
-                    f"context_parallel={self.shards} must divide the positions of a sequence, got "
-                    f"{length}: pad batches to a multiple of it, here {longer}"
+                    f"`context_parallel={self.shards}` must divide the positions of a sequence, got "
+                    f"{length}. Pad batches to a multiple of it, here {longer}."
                 )
 
     @property
@@ -255,7 +255,7 @@ def check_heads(n: int, m: int, shards: int) -> None:
     """
     if n % shards or (m % shards and shards % m):
         raise ValueError(
-            f"context_parallel_mode='ulysses' divides heads over context_parallel={shards}, and a "
-            f"device has {n} heads of queries and {m} of keys and values: set "
-            "context_parallel_mode='all_gather', 'ring' or 'auto', which do not divide heads"
+            f"`context_parallel_mode='ulysses'` divides heads over `context_parallel={shards}`, but "
+            f"a device has {n} heads of queries and {m} of keys and values. Set "
+            "`context_parallel_mode` to 'all_gather', 'ring' or 'auto'."
         )
