@@ -58,8 +58,8 @@ def stall_seconds_of(value: float | None) -> float:
         seconds = math.nan
     if seconds != 0 and not _LEAST <= seconds < math.inf:
         raise InputError(
-            f"stall_seconds, or {_FROM_ENVIRONMENT}, must be 0 for none, or at least {_LEAST}, got "
-            f"{shown(value)}"
+            f"`stall_seconds`, or {_FROM_ENVIRONMENT}, must be 0 to disable the watchdog or at least "
+            f"{_LEAST}, got {shown(value)}."
         )
     return seconds
 
@@ -107,9 +107,9 @@ def start_watchdog(
             link = Member(address, token, rank, _SECONDS_TO_CONNECT)
         except OSError as error:
             raise RuntimeError(
-                f"rank {rank} on host {own['host']} cannot reach the watchdog of rank 0 at "
-                f"{address[0]}:{address[1]} ({error}): let the hosts of the job reach each other at "
-                f"any port, or give stall_seconds=0, without a watchdog"
+                f"Rank {rank} on host {own['host']} cannot reach the watchdog of rank 0 at "
+                f"{address[0]}:{address[1]} ({error}). Allow connections between the hosts of the job "
+                "at any port, or set `stall_seconds=0` to disable the watchdog."
             ) from None
     hosts = [one["host"] for one in everyone]
     return Watchdog(rank, hosts, link, stall_seconds, recorder, gates)
@@ -231,8 +231,8 @@ def _check_meshes(topology):
     ranks, before = len(topology.model_parallel_group(0)), job.current().meshes
     if ranks > 1 and any(number % ranks for number in before):
         raise RuntimeError(
-            f"this layout has meshes of {ranks} ranks, which were in meshes of {min(before)} before and "
-            f"have compiled other collectives there: start the ranks anew for it"
+            f"This layout has meshes of {ranks} ranks, but the ranks were in meshes of {min(before)} "
+            "before and compiled other collectives there. Start new processes for this layout."
         )
 
 
