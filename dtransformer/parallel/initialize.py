@@ -136,7 +136,7 @@ def init(
             keeps the current seed, which is initially 0. Defaults to `None`.
         local_devices: Integer or `"all"`. Number of devices per rank: GPUs, or logical CPU devices
             if there is no GPU. `"all"` divides all GPUs of a host among its ranks. Defaults to `1`.
-        stall_seconds: Float. Time limit of a step in seconds, after which the watchdog ends the job
+        stall_seconds: Float. Time limit of a step in seconds. The watchdog then ends the job
             on every rank and names the rank at fault. Slow steps, compilation, checkpoints and
             validation have longer limits. `0` disables the watchdog. `None` uses the environment
             variable DTRANSFORMER_STALL_SECONDS, or 50 if it is not set. Defaults to `None`.

@@ -1,4 +1,4 @@
-"""The order in which parallelism techniques apply to a network.
+"""The order of parallelism techniques applied to a network.
 
 1. Create a weight (`variable_factory`): shard it over the mesh by its logical axes (tensor and
 expert

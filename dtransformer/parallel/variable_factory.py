@@ -30,7 +30,7 @@ ReadStored = Callable[[str, Bounds, str], np.ndarray]
 
 
 def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
-    """Return a context manager in which new weights start with stored values.
+    """Return a context manager that initializes new weights with stored values.
 
     Each rank reads only its shards, and no initial values are drawn, which would take longer.
 
@@ -43,7 +43,7 @@ def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """Context manager in which new weights have the shapes of a single device and no values."""
+    """Context manager that creates weights without values, in the shapes of a single device."""
     one_device = parallel_config(TransformerOpParallelConfig())
     with job.alone(), one_device, _compat.without_values():
         yield

@@ -2,11 +2,11 @@
 
 Between attention layers, tensors `[b, n, s, d]` are sharded along s over the context axis. This
 module reshapes them to `[c, b, n, s/c, d]`, with one of c shards per device. An all-to-all is a
-relayout from one dimension of size c to another. DTensor has no collective in which each device
-sends only to the next one: it supports neither `tf.roll` nor a concatenation along a sharded
-dimension, and a product with a permutation all-gathers. Therefore the rounds of a ring are
-all-to-alls, in which every shard sends 1/c of its keys and values to all others. The total bytes
-and the peak memory equal those of a ring.
+relayout from one dimension of size c to another. DTensor has no collective that only sends to the
+next device: it supports neither `tf.roll` nor a concatenation along a sharded dimension, and a
+product with a permutation all-gathers. Therefore each round of a ring is an all-to-all that sends
+1/c of every shard's keys and values to all others. The total bytes and the peak memory are the
+same as for a ring.
 """
 
 import tensorflow as tf

@@ -94,7 +94,7 @@ def _context(config):
     return "context" if config.context_parallel > 1 else None
 
 
-# To add a logical axis, add an entry here or in a config's `parallel_rules`.
+# A new logical axis needs an entry here or in a config's `parallel_rules`.
 LOGICAL_AXES = {
     "batch": LogicalAxis("sentences", _data, of_weights=False),
     "length": LogicalAxis(

@@ -121,7 +121,7 @@ class CrossStageTensor:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient is sent back. Masks and integers have none."""
+        """True if a gradient is sent back. Masks and integers have none."""
         return "float" in self.dtype
 
 

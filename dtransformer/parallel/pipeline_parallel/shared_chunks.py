@@ -81,7 +81,7 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
 
 
 def _stack_of(network, layers):
-    """Return the stack in which the layers are consecutive blocks, or `None`."""
+    """Return the stack that contains the layers as consecutive blocks, or `None`."""
     for stack in _stacks(network):
         if layers and layers[0] in stack.blocks:
             first = stack.blocks.index(layers[0])

@@ -45,7 +45,7 @@ def is_placed(layer) -> bool:
 def placed_layers(network: keras.Model) -> list:
     """Return the placed layers of a network, without their inner layers.
 
-    They are in the order in which the network tracks them.
+    Their order is the network's tracking order.
     """
     found = []
     for layer in _compat.flat_layers(network, include_self=False, recursive=False):

@@ -36,7 +36,7 @@ def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
 
     Args:
         layer: The layer.
-        compute: Method of the layer. It is traced once more with the arguments.
+        compute: Method of the layer. It is traced again with the arguments.
         args: Positional arguments of the method.
         kwargs: Keyword arguments of the method.
 
@@ -109,7 +109,7 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
 
 @contextlib.contextmanager
 def view(of):
-    """Context manager in which placed layers are called through the view `of`."""
+    """Context manager that routes calls of placed layers through the view `of`."""
     with trace.scope(stage_view=of):
         yield of
 

@@ -111,7 +111,7 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         The `Dataflow` of the batch, or `None` if there is a single model chunk.
 
     Raises:
-        ValueError: See `Dataflow.of_network`.
+        ValueError: If `Dataflow.of_network` raises one.
     """
     if job.placement().num_chunks == 1:
         return None
@@ -126,7 +126,7 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
 
 @contextlib.contextmanager
 def full_network(network: keras.Model) -> Iterator[None]:
-    """Context manager in which rank 0 can save the layers of all stages with Keras.
+    """Context manager that lets rank 0 save the layers of all stages with Keras.
 
     All ranks must enter it. Rank 0 receives the weights of other stages layer by layer.
     """
@@ -237,7 +237,7 @@ class SharedGradients:
                     self._shared += [(numbers[id(w)], w.path, group) for w in weights]
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Return the gradients, with those of shared weights summed over the stages.
+        """Sum the gradients of shared weights over the stages and return all gradients.
 
         Args:
             gradients: List with the gradient shards of each trained weight, a list of tensors.

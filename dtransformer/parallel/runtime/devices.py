@@ -42,7 +42,7 @@ def unused_driver() -> str | None:
 
 @functools.cache
 def _cores_at_start():
-    """Return the sorted cores that this process may use, as of the first call."""
+    """Return the sorted cores that this process may use. The result of the first call is cached."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -76,7 +76,7 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
-        if is_pipeline:  # Sends need threads of their own while the computation occupies the core.
+        if is_pipeline:  # Sends need separate threads while the computation occupies the core.
             tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
     except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
@@ -108,8 +108,8 @@ def all_devices(local_size: int) -> int:
 def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` if the launcher gave this rank exclusive GPUs, else `None`.
 
-    That is the case if the host has several ranks, this rank sees as many GPUs as it uses, and GPUs
-    are not divided into logical ones.
+    That is the case if the host has several ranks, this rank sees exactly `local_devices` GPUs, and
+    GPUs are not divided into logical ones.
     """
     number = len(tf.config.list_physical_devices("GPU"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -140,7 +140,7 @@ def placement() -> Placement:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Context manager in which this thread is a job of one rank, whose layers have full weights."""
+    """Context manager that makes this thread a job of one rank. Its layers have full weights."""
     token = _alone.set(Job(seed=seed(), is_joined=is_initialized()))
     try:
         yield

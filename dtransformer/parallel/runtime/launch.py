@@ -37,7 +37,7 @@ os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", str(int(logical_gpus
 
 
 def free_address(local: bool) -> str:
-    """Return a "host:port" string on which this rank can listen.
+    """Return a free address for this rank to listen on, a "host:port" string.
 
     Args:
         local: Whether all ranks are on this host.
@@ -92,7 +92,7 @@ def stop_mesh():
     _compat.forget_dtensor_device()
 
 
-# Variables in which other launchers store the number of started processes.
+# Other launchers store the number of started processes in these variables.
 _SET_BY_OTHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",

@@ -39,7 +39,7 @@ class Group:
         ranks: Tuple of integers. Ranks in the job, in the order of the group.
         index: Integer. Position of this process in `ranks`, or `None` if it is not a member.
         process_set: Horovod process set of the same ranks, or `None` for a single rank.
-        memory: Dict in which `collectives.call` records the calls of this group.
+        memory: Dict that `collectives.call` fills with the calls of this group.
     """
 
     ranks: tuple[int, ...]

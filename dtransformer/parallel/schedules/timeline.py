@@ -119,7 +119,7 @@ def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
 
     Args:
         timeline: `Timeline` in seconds. The result has microseconds.
-        number: Integer. Process id under which the rows appear.
+        number: Integer. Process id of the rows.
         title: String. Name of the process. The idle fraction is appended.
 
     Returns:

@@ -8,7 +8,7 @@ receives no heartbeats from rank 0 ends without a verdict from it.
 A rank that works but slows down the others is reported once.
 
 The decisions are pure functions and classes: `activity` (time limits of activities), `watch`
-(verdicts and stragglers) and `stop_barrier` (the step after which all ranks stop together on
-request). They are carried out by `links` (connections), `activity_tracker` (activity of this rank)
-and `thread` (the watchdog thread, and how a rank leaves).
+(verdicts and stragglers) and `stop_barrier` (the last step before all ranks stop together). They are
+carried out by `links` (connections), `activity_tracker` (activity of this rank) and `thread` (the
+watchdog thread, and how a rank leaves).
 """

@@ -24,7 +24,7 @@ from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
 _BEAT = 1.0  # Seconds between two heartbeats.
 _FOR_OTHERS = 2.0  # Seconds before this rank exits, so that the others receive the verdict.
-_FOR_THE_FAILED = 5.0  # Seconds for a failed rank to print its own error.
+_FOR_THE_FAILED = 5.0  # Seconds for a failed rank to print an error.
 
 
 _SECONDS_TO_WRITE = 3.0  # Time limit for writes to a standard error that nobody reads.
@@ -159,7 +159,7 @@ class Watchdog:
         self._wish({"stop": purpose})
 
     def leave(self, error: str | None = None) -> None:
-        """Tell the other ranks that this rank leaves, and pass on the error that ends it."""
+        """Announce to the other ranks that this rank leaves, with the error that ends it."""
         self._wish({"left": True, "error": error})
         self._thread.join(2 * _BEAT)
 

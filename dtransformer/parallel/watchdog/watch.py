@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
 
 _LATE = 5.0  # Seconds between two checks, above which this process was suspended.
-SILENT_SHARE = 0.5  # Fraction of `stall_seconds` after which a silent rank has failed.
+SILENT_SHARE = 0.5  # A rank has failed if it is silent for this fraction of `stall_seconds`.
 _MOST_TOLD = 4  # Maximum number of different activities in a message.
 _AT_ONCE = 0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
 

@@ -19,7 +19,7 @@ ShardBounds = tuple[Bounds, tuple[int, int] | None]
 
 
 class ShardedVariable(keras.Variable):
-    """Keras variable with the full shape, of which this rank stores only shards.
+    """Keras variable with the full shape and local shards.
 
     Attributes:
         shards: List of this rank's shards, as ordinary Keras variables.
@@ -76,7 +76,7 @@ class ShardedVariable(keras.Variable):
 
 
 class StoredValue:
-    """Initializer with a stored value, of which any rectangle can be read.
+    """Initializer that reads rectangles of a stored value.
 
     Args:
         read: Function of the bounds and the name of a dtype that returns an array.
@@ -95,7 +95,7 @@ class StoredValue:
 
 @contextlib.contextmanager
 def unsharded_on_chief(variables: Iterable[keras.Variable]):
-    """Context manager in which rank 0 can read the full values of variables.
+    """Context manager that lets rank 0 read the full values of variables.
 
     All ranks must enter it to send their shards. Rank 0 keeps the values in host memory.
     """
