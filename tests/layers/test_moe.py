@@ -217,10 +217,10 @@ def test_a_config_makes_the_layer_again():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"num_experts_chosen": 5}, "num_experts_chosen=5 is more than expert_num=4"),
-        ({"routing_groups": 3}, "routing_groups=3 must divide expert_num=4"),
-        ({"routing_groups_chosen": 2}, "routing_groups_chosen=2 is more than routing_groups=1"),
-        ({"routing_groups": 4, "num_experts_chosen": 2}, "num_experts_chosen=2 is more than there"),
+        ({"num_experts_chosen": 5}, "`num_experts_chosen=5` must not exceed `expert_num=4`"),
+        ({"routing_groups": 3}, "`routing_groups=3` must divide `expert_num=4`"),
+        ({"routing_groups_chosen": 2}, "`routing_groups_chosen=2` must not exceed `routing_groups=1`"),
+        ({"routing_groups": 4, "num_experts_chosen": 2}, "`num_experts_chosen=2` must not exceed the number of experts"),
     ],
 )
 def test_fields_that_do_not_work_together_are_refused(fields, words):
@@ -231,7 +231,7 @@ def test_fields_that_do_not_work_together_are_refused(fields, words):
 @pytest.mark.parametrize(
     "layout, fields, words",
     [
-        ({"expert_parallel": 3}, {}, "expert_parallel=3 must divide expert_num=4"),
+        ({"expert_parallel": 3}, {}, "`expert_parallel=3` must divide `expert_num=4`"),
         ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
     ],
 )

@@ -121,7 +121,7 @@ def test_another_card_than_before_is_refused(cards):
     cards(8)
     devices.take_devices(1, 2, 1, is_pipeline=False)
     with pytest.raises(
-        RuntimeError, match="GPU:0 of this process is the card GPU:1.*be GPU:4 with"
+        RuntimeError, match="GPU:0 of this process is GPU:1.*become GPU:4 with"
     ):
         devices.take_devices(1, 2, 4, is_pipeline=False)
 
@@ -155,7 +155,7 @@ def driver(monkeypatch, tmp_path):
 
 def test_a_driver_without_gpus_is_told_once(driver, monkeypatch):
     with pytest.warns(
-        UserWarning, match=r"NVIDIA driver \(580.159.04\), and TensorFlow sees no GPU"
+        UserWarning, match=r"NVIDIA driver \(580.159.04\), but TensorFlow sees no GPU"
     ):
         devices.take_devices(0, 1, 1, is_pipeline=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # asked for
@@ -227,7 +227,7 @@ def test_two_ranks_that_see_one_gpu_are_refused(cards, monkeypatch):
     told = lambda own, gather: [[{}, "a:1", ["one", "0"]], [{}, "b:1", ["one", "0"]]]
     monkeypatch.setattr(launch_module, "exchange_json", told)
     hvd = types.SimpleNamespace(local_size=lambda: 2, size=lambda: 2)
-    with pytest.raises(ValueError, match="ranks 0 and 1 see the same GPUs of one.*DEVICES=0"):
+    with pytest.raises(ValueError, match="Ranks 0 and 1 see the same GPUs of one.*DEVICES=0"):
         launch_module.compare_ranks(hvd, TransformerOpParallelConfig(), 0, 1, 0.0)
 
 

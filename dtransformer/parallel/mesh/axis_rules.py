@@ -194,12 +194,12 @@ def check_axes(axes: tuple, rank: int, what: str):
         ValueError: If a name is unknown or the number of names differs from `rank`.
     """
     if len(axes) != rank:
-        raise ValueError(f"{what} has {rank} dimensions, but its logical axes are {axes}.")
+        raise ValueError(f"The logical axes {axes} of {what} do not match its {rank} dimensions.")
     known = rules()
     for axis in axes:
         if axis is not None and axis not in known:
             raise ValueError(
-                f"{what} has the unknown logical axis {axis!r}. Choose one of {', '.join(known)}, or "
+                f"The logical axis {axis!r} of {what} is unknown. Choose one of {', '.join(known)}, or "
                 f"add it with `parallel_rules={{{axis!r}: None}}`."
             )
 
@@ -248,7 +248,7 @@ def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
 
 
 def _constrained(x, axes, put):
-    check_axes(axes, len(x.shape), "An activation")
+    check_axes(axes, len(x.shape), "an activation")
     return put(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 
 

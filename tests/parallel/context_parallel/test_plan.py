@@ -106,7 +106,7 @@ def test_what_is_sent():
 
 
 def test_a_length_that_shards_do_not_divide():
-    with pytest.raises(ValueError, match="context_parallel=4 must divide .* got 30: pad .* 32"):
+    with pytest.raises(ValueError, match="`context_parallel=4` must divide .* got 30. Pad .* 32"):
         make_plan("auto", 4, (1, 8, 30, 4), (1, 8, 30, 4), True, False)
 
 

@@ -212,8 +212,8 @@ class Backwards(Tied):
     [
         (Tied, "embeddings is used outside of a call of its layer"),
         (OwnLoss, "own_loss adds a loss in its call"),
-        (OwnWeight, "own_weight has weights of its own beside its layers"),
-        (Backwards, "stages may not go backwards"),
+        (OwnWeight, "own_weight has weights outside of its layers"),
+        (Backwards, "can only use results of earlier stages"),
     ],
 )
 def test_what_no_stage_can_compute_is_refused(kind, words):
@@ -230,7 +230,7 @@ def test_a_place_that_there_is_not_is_refused():
     network = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(8)])
     network(X)
     network.layers[0].pipeline_stage, network.layers[1].pipeline_stage = 0, 2
-    with pytest.raises(ValueError, match="put on stage 2, but there are 2"):
+    with pytest.raises(ValueError, match="`pipeline_stage=2` of .* there are 2 stages"):
         placed(network, X)
 
 
