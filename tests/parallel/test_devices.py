@@ -106,7 +106,7 @@ def test_cards_are_cut(cards, monkeypatch, local_rank, local_devices, visible, l
 
 def test_more_ranks_than_gpus_are_refused(cards):
     cards(2)
-    with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
+    with pytest.raises(RuntimeError, match="has 2 GPUs, but 4 ranks with 1 each.*LOGICAL_GPUS"):
         devices.take_devices(2, 4, 1, is_pipeline=False)
 
 
@@ -130,7 +130,7 @@ def test_another_card_than_before_is_refused(cards):
 def test_wrong_numbers_of_logical_gpus(cards, monkeypatch, asked):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", asked)
     cards(1)
-    with pytest.raises(ValueError, match="LOGICAL_GPUS must be a positive integer"):
+    with pytest.raises(ValueError, match="LOGICAL_GPUS` must be a positive integer"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
 
 
@@ -141,7 +141,7 @@ def test_a_tensor_before_init_is_told(cards, monkeypatch):
         raise RuntimeError("Visible devices cannot be modified after being initialized")
 
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
-    with pytest.raises(RuntimeError, match=r"call dtransformer.init\(\) before the first tensor"):
+    with pytest.raises(RuntimeError, match=r"Call `dtransformer.init\(\)` before the first tensor"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
 
 

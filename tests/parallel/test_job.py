@@ -103,14 +103,14 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     for name in ("horovod", "horovod.tensorflow"):
         monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
-    with pytest.raises(ValueError, match="dtransformer launch -np 2 .*doctor --install-horovod"):
+    with pytest.raises(ValueError, match="dtransformer launch -np 2` .*doctor --install-horovod"):
         dtransformer.init(TransformerOpParallelConfig(data_parallel=2))
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*Start with `dtransformer launch`"):
         dtransformer.init()
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    with pytest.raises(RuntimeError, match="2 ranks.*run 'dtransformer doctor --install-horovod'"):
+    with pytest.raises(RuntimeError, match="2 ranks.*Run 'dtransformer doctor --install-horovod'"):
         dtransformer.init()
     assert not job.is_initialized()
 

@@ -164,7 +164,7 @@ def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: 
         fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
         raise ValueError(
             f"`pipeline_chunks={chunks_per_stage}` does not work with `pipeline_schedule={name!r}`. "
-            f"Set `pipeline_chunks={fitting}` or `pipeline_schedule={' or '.join(others)}`."
+            f"Set `pipeline_chunks` to {fitting}, or `pipeline_schedule` to {' or '.join(others)}."
         )
     if schedule.full_turns and num_micro_batches % num_stages:
         raise ValueError(

@@ -301,12 +301,12 @@ def test_the_config_takes_every_schedule_of_the_table():
     "arguments, words",
     [
         (("1f1b", 4, 3, 1), "`micro_batch_num=3` is less than `pipeline_stage=4`"),
-        (("1f1b", 2, 4, 3), "Set `pipeline_chunks=1` or `pipeline_schedule='interleaved'"),
-        (("1f1b", 2, 4, 2), "or `pipeline_schedule='interleaved' or 'zb_v'`"),
+        (("1f1b", 2, 4, 3), "Set `pipeline_chunks` to 1, or `pipeline_schedule` to 'interleaved'"),
+        (("1f1b", 2, 4, 2), "or `pipeline_schedule` to 'interleaved' or 'zb_v'"),
         (("v", 2, 4, 3), "`pipeline_chunks=3` does not work with `pipeline_schedule='v'`"),
         (("zb_h1", 2, 4, 2), "`pipeline_chunks=2` does not work with `pipeline_schedule='zb_h1'`"),
-        (("zb_v", 2, 4, 1), "Set `pipeline_chunks=2` or `pipeline_schedule='1f1b' or 'gpipe'"),
-        (("interleaved", 2, 4, 1), "Set `pipeline_chunks=2 or more` or `pipeline_schedule='1f1b'"),
+        (("zb_v", 2, 4, 1), "Set `pipeline_chunks` to 2, or `pipeline_schedule` to '1f1b' or 'gpipe'"),
+        (("interleaved", 2, 4, 1), "Set `pipeline_chunks` to 2 or more, or `pipeline_schedule` to '1f1b'"),
         (("interleaved", 2, 3, 2), "`micro_batch_num=3` must be a multiple of `pipeline_stage=2`"),
     ],
 )
