@@ -22,13 +22,13 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
         network_variables: List of Keras variables. Replicated ones are copied from rank 0.
         optimizer_variables: List of Keras variables, one or more per shard.
     """
-    for group, own in shared_shards(network_variables, optimizer_variables).items():
-        sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in own]
+    for group, shards in shared_shards(network_variables, optimizer_variables).items():
+        sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in shards]
         for number, positions in enumerate(filled(sizes, _MESSAGE_BYTES)):
-            some = [own[i] for i in positions]
-            values = [shard.value for shard in some]
+            batch = [shards[i] for i in positions]
+            values = [shard.value for shard in batch]
             values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
-            for shard, value in zip(some, values):
+            for shard, value in zip(batch, values):
                 shard.assign(value)
 
 
@@ -44,10 +44,10 @@ def shared_shards(network_variables: list, optimizer_variables: list = ()) -> di
     """
     same_shards = job.data_parallel_group()
     shards = collections.defaultdict(list)  # Maps a group to its shards.
-    for number, variable in enumerate([*network_variables, *optimizer_variables]):
+    for i, variable in enumerate([*network_variables, *optimizer_variables]):
         if isinstance(variable, ShardedVariable) and not isinstance(variable, MeshVariable):
             continue  # Each rank of the group has a different shard.
-        is_replicated = number < len(network_variables) and not any(sharding_specs(variable))
+        is_replicated = i < len(network_variables) and not any(sharding_specs(variable))
         group = job.whole_job() if is_replicated and job.stage()[1] == 1 else same_shards
         if group.size > 1:
             shards[group] += own_shards([variable])

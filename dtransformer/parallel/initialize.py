@@ -93,13 +93,15 @@ def start_watchdog(
     if hvd is None or stall_seconds == 0:
         return None
     rank, size = hvd.rank(), hvd.size()
-    own, listener = {"host": own_host()}, None
+    contact, listener = {"host": own_host()}, None
     if rank == 0:
         host = own_address(is_local=hvd.local_size() == size)
         listener = socket.create_server((host, 0), backlog=min(size, 4096))
-        own |= {"address": listener.getsockname()[:2], "token": new_token()}
-    everyone = exchange_json(own, lambda text: hvd.allgather(text, name="dtransformer.watchdog"))
-    address, token = everyone[0]["address"], everyone[0]["token"]
+        contact |= {"address": listener.getsockname()[:2], "token": new_token()}
+    contacts = exchange_json(
+        contact, lambda text: hvd.allgather(text, name="dtransformer.watchdog")
+    )
+    address, token = contacts[0]["address"], contacts[0]["token"]
     if rank == 0:
         link = Hub(listener, token, size)
     else:
@@ -107,11 +109,11 @@ def start_watchdog(
             link = Member(address, token, rank, _SECONDS_TO_CONNECT)
         except OSError as error:
             raise RuntimeError(
-                f"Rank {rank} on host {own['host']} cannot reach the watchdog of rank 0 at "
+                f"Rank {rank} on host {contact['host']} cannot reach the watchdog of rank 0 at "
                 f"{address[0]}:{address[1]} ({error}). Allow connections between the hosts of the job "
                 "at any port, or set `stall_seconds=0` to disable the watchdog."
             ) from None
-    hosts = [one["host"] for one in everyone]
+    hosts = [contact_of_rank["host"] for contact_of_rank in contacts]
     return Watchdog(rank, hosts, link, stall_seconds, recorder, gates)
 
 
@@ -194,9 +196,9 @@ def init(
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd, before.groups)
     seed = before.seed if seed is None else seed
-    own = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
-    kept = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
-    job.become(job.Job(*own, is_joined=True, **kept))
+    arguments = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
+    preserved = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
+    job.become(job.Job(*arguments, is_joined=True, **preserved))
     with job.waiting("dtransformer.init", range(size)):
         _join_layout(topology, rank, addresses)
     return topology
@@ -205,19 +207,19 @@ def init(
 def _join_layout(topology, rank, addresses):
     """Start the mesh and create the groups of the layout."""
     groups, config = job.current().groups, get_parallel_config()
-    everyone = range(topology.num_ranks)
+    all_ranks = range(topology.num_ranks)
     mesh = start_mesh(topology, rank, addresses, device_type())
     ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
     joined = dataclasses.replace(
         job.current(),
         mesh=mesh,
         meshes=job.current().meshes | ranks,
-        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
-        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
-        pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
+        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in all_ranks]),
+        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in all_ranks]),
+        pipeline_group=groups.own([topology.pipeline_group(r) for r in all_ranks]),
     )
     job.become(joined)
-    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
+    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in all_ranks):
         for pair in config.placement.stage_pairs:  # These stages send to each other.
             job.agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
 
@@ -229,7 +231,7 @@ def _check_meshes(topology):
     deadlock.
     """
     ranks, before = len(topology.model_parallel_group(0)), job.current().meshes
-    if ranks > 1 and any(number % ranks for number in before):
+    if ranks > 1 and any(size % ranks for size in before):
         raise RuntimeError(
             f"This layout has meshes of {ranks} ranks, but the ranks were in meshes of {min(before)} "
             "before and compiled other collectives there. Start new processes for this layout."

@@ -44,14 +44,14 @@ def run_block(
     """
 
     def compute(*tensors):
-        own, given = tensors[: len(inputs)], tensors[len(inputs) :]
+        tensors_in, mask_tensors = tensors[: len(inputs)], tensors[len(inputs) :]
         if not training:
-            return function(*own, *given)
+            return function(*tensors_in, *mask_tensors)
         if block.recomputes:
-            of_inputs = lambda *own: function(*own, *given)
+            compute_inputs = lambda *tensors_in: function(*tensors_in, *mask_tensors)
             config = block.recompute_config
-            return recomputed(of_inputs, own, block.variables, config, block.add_loss)
-        return function(*sum_gradients_first(own), *given)
+            return recomputed(compute_inputs, tensors_in, block.variables, config, block.add_loss)
+        return function(*sum_gradients_first(tensors_in), *mask_tensors)
 
     with unsharding_ahead(inputs) as output:
         if block.shared is None:

@@ -85,10 +85,10 @@ class Call:
         if tf.executing_eagerly():
             # Ranks may have counted different numbers of eager calls after an error.
             calls = self._everyones(f"{memory.get('calls', 0)} {text}")
-            numbers, calls = zip(*[call.split(" ", 1) for call in calls])
-            number = max(map(int, numbers))
-            memory["calls"] = number + 1
-            self.name += str(number)
+            counts, calls = zip(*[call.split(" ", 1) for call in calls])
+            index = max(map(int, counts))
+            memory["calls"] = index + 1
+            self.name += str(index)
             agreed = set()
         else:
             with tf.name_scope(self.scope):
@@ -122,7 +122,7 @@ class Call:
                     tf.TensorSpec([None], "uint8")
                 )
             try:
-                everyone = exchange(tf.constant(letters)).numpy().tobytes().decode()
+                gathered = exchange(tf.constant(letters)).numpy().tobytes().decode()
             except tf.errors.FailedPreconditionError as error:
                 if not traced_before:
                     raise
@@ -130,7 +130,7 @@ class Call:
                     f"{text}: Another rank did not retrace its function, or is at another call. "
                     f"Give all ranks tensors of the same shape ({error.message})."
                 ) from error
-        return [line.lstrip() for line in everyone.splitlines()]
+        return [line.lstrip() for line in gathered.splitlines()]
 
     def run(self, forward: Callable, gradient: Callable) -> tf.Tensor:
         """Return `y = forward(x)` with the gradient `gradient(g, y)`."""

@@ -275,15 +275,15 @@ def _reversed(pair):
     return job.known_group(pair.ranks[::-1])
 
 
-def _pair(text, x, other, group, sends):
+def _pair(text, x, peer, group, sends):
     """Return the group (sender, receiver) of this rank and position `other`."""
     group = job.whole_job() if group is None else group
     text = describe(text, x, group)
     check_member(text, group)
-    check_position(text, other, group)
-    if other == group.index:
+    check_position(text, peer, group)
+    if peer == group.index:
         raise ValueError(f"{text}: A rank cannot send to or receive from itself.")
-    ranks = (group.ranks[group.index], group.ranks[other])
+    ranks = (group.ranks[group.index], group.ranks[peer])
     pair = job.known_group(ranks if sends else ranks[::-1])
     if pair is None:
         raise ValueError(

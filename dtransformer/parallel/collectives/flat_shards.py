@@ -69,18 +69,18 @@ def reduce_scatter(
     Returns:
         A list of flat tensors in the dtype of `tensors`, of ⌈n/d⌉ elements if divided evenly.
     """
-    sent, own_dtype = [tf.cast(x, dtype or x.dtype) for x in tensors], tensors[0].dtype
+    sent, result_dtype = [tf.cast(x, dtype or x.dtype) for x in tensors], tensors[0].dtype
     if _are_even(divisions):
         shards = [to_shards(x, group.size) for x in sent]
         sizes = [shard.shape[1] for shard in shards]
-        total = transport.reduce_scatter(_concat(shards, 1), group, name, own_dtype)
+        total = transport.reduce_scatter(_concat(shards, 1), group, name, result_dtype)
     else:
         sizes = [division.sizes[group.index] for division in divisions]
         sections = [
             _concat([tf.reshape(x, [-1])[slice(*d.range_of(i))] for x, d in zip(sent, divisions)])
             for i in range(group.size)
         ]
-        total = transport.reduce_scatter_sections(sections, group, name, own_dtype)
+        total = transport.reduce_scatter_sections(sections, group, name, result_dtype)
     return tf.split(total, sizes) if len(sizes) > 1 else [total]
 
 
@@ -99,16 +99,16 @@ def all_gather(
     if _are_even(divisions):
         sizes = [shard.shape[0] for shard in shards]
         packed = transport.all_gather(_concat(shards), group, name)
-        everyone = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
-        return [from_shards(shards, shape) for shards, shape in zip(everyone, shapes)]
-    of_each = list(
+        rows = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
+        return [from_shards(shards, shape) for shards, shape in zip(rows, shapes)]
+    sizes_by_rank = list(
         zip(*[division.sizes for division in divisions])
     )  # Sizes of the shards of each position.
     sections = transport.all_gather_sections(
-        _concat(shards), [sum(sizes) for sizes in of_each], group, name
+        _concat(shards), [sum(sizes) for sizes in sizes_by_rank], group, name
     )
-    everyone = [tf.split(section, sizes) for section, sizes in zip(sections, of_each)]
-    return [from_shards(tf.concat(parts, 0), shape) for parts, shape in zip(zip(*everyone), shapes)]
+    rows = [tf.split(section, sizes) for section, sizes in zip(sections, sizes_by_rank)]
+    return [from_shards(tf.concat(parts, 0), shape) for parts, shape in zip(zip(*rows), shapes)]
 
 
 def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None) -> list:
@@ -125,7 +125,7 @@ def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None)
 
 
 def _are_even(divisions):
-    return divisions is None or all(len(set(one.sizes)) == 1 for one in divisions)
+    return divisions is None or all(len(set(division.sizes)) == 1 for division in divisions)
 
 
 def _concat(tensors, axis=0):

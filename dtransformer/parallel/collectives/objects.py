@@ -25,7 +25,7 @@ def all_gather_json(value, name: str) -> list:
         name: String, identical on all ranks and different from the names of pending exchanges.
     """
     if job.size() == 1:
-        return exchange_json(value, lambda own: own)
+        return exchange_json(value, lambda data: data)
     with job.waiting(f"an exchange between ranks ({name})", range(job.size())):
         return exchange_json(value, _all_gather_named(name, job.current().groups))
 
@@ -34,7 +34,7 @@ def all_gather_json(value, name: str) -> list:
 def _all_gather_named(name, groups):
     """Return a compiled all-gather with this name. `groups` is a cache key of the current job."""
     function = tf.function(
-        lambda own: transport.concatenate(own, job.whole_job(), name),
+        lambda data: transport.concatenate(data, job.whole_job(), name),
         input_signature=[tf.TensorSpec([None], "uint8")],
         autograph=False,
     )
@@ -53,11 +53,15 @@ def broadcast_arrays(
         name: String, identical on all ranks.
     """
     is_root = job.rank() == root
-    own = {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
-    everyone = exchange_json(own, lambda x: transport.concatenate(x, group, f"{name}/shapes"))
-    (described,) = [one for one in everyone if one is not None]
-    found = {}
-    for key, (shape, dtype) in described.items():
+    local_specs = (
+        {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
+    )
+    gathered = exchange_json(
+        local_specs, lambda x: transport.concatenate(x, group, f"{name}/shapes")
+    )
+    (root_specs,) = [specs for specs in gathered if specs is not None]
+    results = {}
+    for key, (shape, dtype) in root_specs.items():
         # Horovod does not support every NumPy dtype, so send bytes.
         num_bytes = int(np.prod(shape)) * tf.as_dtype(dtype).size
         data = np.zeros(num_bytes, "uint8")
@@ -65,8 +69,10 @@ def broadcast_arrays(
             data = np.frombuffer(np.ascontiguousarray(arrays[key]).tobytes(), "uint8")
         position = group.ranks.index(root)
         data = transport.broadcast(tf.constant(data), position, group, f"{name}/{key}").numpy()
-        found[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
-    return found
+        results[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(
+            shape
+        )
+    return results
 
 
 def from_all_stages(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -76,12 +82,12 @@ def from_all_stages(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.nd
         arrays: Dict of NumPy arrays of this rank's stage. The stages' keys must differ.
         name: String, identical on all ranks.
     """
-    group, found = job.pipeline_group(), {}
+    group, results = job.pipeline_group(), {}
     if group.size == 1:
         return arrays
     for root in group.ranks:
-        found |= broadcast_arrays(arrays, root, group, f"{name}/{root}")
-    return found
+        results |= broadcast_arrays(arrays, root, group, f"{name}/{root}")
+    return results
 
 
 def from_chief(action: Callable, name: str):
@@ -96,10 +102,10 @@ def from_chief(action: Callable, name: str):
         Exception: If the action raised another error. The other ranks raise a ValueError or a
             RuntimeError with the same text.
     """
-    own = error = None
+    answer = error = None
     if job.is_chief():
-        own, error = _done(lambda: _without_os_errors(action))
-    first, *_ = all_gather_json(own, name)
+        answer, error = _done(lambda: _without_os_errors(action))
+    first, *_ = all_gather_json(answer, name)
     if error is not None:
         raise error
     return _value(0, first)
@@ -117,8 +123,8 @@ def on_all(action: Callable, name: str) -> list:
         ValueError: If the first error is a ValueError, on every rank.
         RuntimeError: If the first error is another one, on every rank.
     """
-    own, error = _done(action)
-    return [_value(rank, one, error) for rank, one in enumerate(all_gather_json(own, name))]
+    answer, error = _done(action)
+    return [_value(rank, reply, error) for rank, reply in enumerate(all_gather_json(answer, name))]
 
 
 def together(action: Callable, name: str):
@@ -126,9 +132,9 @@ def together(action: Callable, name: str):
 
     The result may be of any type. See `on_all` for the arguments and errors.
     """
-    own = []
-    on_all(lambda: own.append(action()), name)
-    return own[0]
+    results = []
+    on_all(lambda: results.append(action()), name)
+    return results[0]
 
 
 def _without_os_errors(action):
@@ -147,7 +153,7 @@ def _done(action):
         return {"error": [kind, str(error)]}, error
 
 
-def _value(rank, answer, own_error=None):
+def _value(rank, answer, local_error=None):
     """Return the value in a rank's answer, or raise its error."""
     if "value" in answer:
         return answer["value"]
@@ -155,4 +161,4 @@ def _value(rank, answer, own_error=None):
     kinds = {"InputError": InputError, "ValueError": ValueError}
     if kind not in kinds:
         text = f"rank {rank}: {kind}: {text}" if job.size() > 1 else f"{kind}: {text}"
-    raise kinds.get(kind, RuntimeError)(text) from own_error
+    raise kinds.get(kind, RuntimeError)(text) from local_error

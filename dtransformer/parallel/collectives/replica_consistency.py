@@ -51,14 +51,14 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
         for x in tf.nest.flatten(batch, expand_composites=True)
         if x is not None
     )
-    everyone = exchange_json(
+    gathered = exchange_json(
         [shapes, int(fingerprint(batch))],
         lambda text: transport.concatenate(text, group, "same_batch"),
     )
-    if all(other == everyone[0] for other in everyone):
+    if all(entry == gathered[0] for entry in gathered):
         return
     listing = ", ".join(
-        f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), everyone)
+        f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), gathered)
     )
     raise ValueError(
         f"The ranks of {name} have different batches: {listing}. Give them the same rows in the "

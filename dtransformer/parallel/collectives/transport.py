@@ -89,7 +89,7 @@ def broadcast_together(tensors: list, root: int, group: Group, name: str) -> lis
         flat = tf.concat([tf.reshape(x, [-1]) for x in tensors], 0)
         flat = broadcast(flat, root, group, f"{name}_{dtype}")
         split = tf.split(flat, [tf.size(x) for x in tensors], num=len(tensors))
-        return [tf.reshape(one, tf.shape(x)) for one, x in zip(split, tensors)]
+        return [tf.reshape(part, tf.shape(x)) for part, x in zip(split, tensors)]
 
     return by_dtype(as_one, tensors)
 
@@ -176,17 +176,19 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
         name: See `broadcast`.
         dtype: Dtype of the result. Defaults to the dtype of `rows`.
     """
-    own = rows.dtype.name
+    dtype_name = rows.dtype.name
     if group.size == 1:
         total = rows[0]
-    elif own not in _ADDED_AS:
+    elif dtype_name not in _ADDED_AS:
         ordered = _to_rank_order(rows, group)
         total = _run("reducescatter", ordered, group, name, op=job.horovod().Sum)
         total.set_shape([1, *rows.shape[1:]])
         total = total[0]
     else:
-        total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
-    return tf.cast(total, own if dtype is None else dtype)
+        total = tf.reduce_sum(
+            tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(dtype_name, dtype_name)), 0
+        )
+    return tf.cast(total, dtype_name if dtype is None else dtype)
 
 
 def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None) -> tf.Tensor:
@@ -200,9 +202,9 @@ def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None)
         name: See `broadcast`.
         dtype: Dtype of the result. Defaults to the dtype of the sections.
     """
-    own = sections[0].dtype.name
+    dtype_name = sections[0].dtype.name
     if group.size == 1:
-        return tf.cast(sections[0], own if dtype is None else dtype)
+        return tf.cast(sections[0], dtype_name if dtype is None else dtype)
     order = _rank_order(group)
     splits = [sections[i].shape[0] for i in order]
     packed = tf.concat([sections[i] for i in order], 0)
@@ -210,8 +212,8 @@ def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None)
     # TensorFlow would skip the operation if this rank's section is empty.
     received = tied(received, received_splits)
     rows = tf.reshape(received, [group.size, sections[group.index].shape[0]])
-    total = tf.reduce_sum(tf.cast(rows, _ADDED_AS.get(own, own)), 0)
-    return tf.cast(total, own if dtype is None else dtype)
+    total = tf.reduce_sum(tf.cast(rows, _ADDED_AS.get(dtype_name, dtype_name)), 0)
+    return tf.cast(total, dtype_name if dtype is None else dtype)
 
 
 def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str) -> list:
@@ -230,9 +232,9 @@ def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str)
     ]:  # TensorFlow folds empty tensors into constants, so send one element.
         x = never_constant(tf.zeros([1], x.dtype))
     order, sent = _rank_order(group), [max(size, 1) for size in sizes]
-    everyone = _move("allgather", x, group, name)
-    everyone.set_shape([sum(sent)])
-    parts = tf.split(everyone, [sent[i] for i in order])
+    gathered = _move("allgather", x, group, name)
+    gathered.set_shape([sum(sent)])
+    parts = tf.split(gathered, [sent[i] for i in order])
     return [parts[order.index(i)][: sizes[i]] for i in range(group.size)]
 
 
@@ -305,8 +307,8 @@ def by_dtype(collective: Callable, tensors: list, *others: list) -> list:
     for position, x in enumerate(tensors):
         positions.setdefault(x.dtype.name, []).append(position)
     results = [None] * len(tensors)
-    for dtype, together in positions.items():
-        items = [[each[i] for i in together] for each in (tensors, *others)]
-        for i, result in zip(together, collective(*items, dtype), strict=True):
+    for dtype, indices in positions.items():
+        arguments = [[items_of_list[i] for i in indices] for items_of_list in (tensors, *others)]
+        for i, result in zip(indices, collective(*arguments, dtype), strict=True):
             results[i] = result
     return results

@@ -251,10 +251,10 @@ class TransformerOpParallelConfig(validators.Checked):
         """
         from dtransformer.planner.automatic import automatic_plan, summary  # imports this module
 
-        found = automatic_plan(model, global_batch, **options)
+        plan = automatic_plan(model, global_batch, **options)
         if os.environ.get("HOROVOD_RANK", "0") == "0":
-            print(summary(found))
-        return found.best.config
+            print(summary(plan))
+        return plan.best.config
 
     def _known_data_parallel(self):
         if self.data_parallel is None:

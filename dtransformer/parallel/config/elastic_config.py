@@ -36,10 +36,10 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     >>> [(c.data_parallel, c.model_parallel, c.pipeline_stage) for c in found]
     [(2, 2, 2), (1, 2, 2), (3, 1, 1), (1, 2, 1)]
     """
-    given = config.model_parallel, config.context_parallel, config.pipeline_stage
+    degrees_before = config.model_parallel, config.context_parallel, config.pipeline_stage
     fitting = [
         degrees
-        for degrees in itertools.product(*map(divisors, given))
+        for degrees in itertools.product(*map(divisors, degrees_before))
         if num_devices % math.prod(degrees) == 0
     ]
     model, context, stages = max(fitting, key=lambda degrees: (math.prod(degrees), degrees))

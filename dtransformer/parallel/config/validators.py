@@ -64,23 +64,23 @@ def checked_value(kind: type, name: str, value):
             value.
     """
     value = value.item() if isinstance(value, np.generic) else value
-    kept = tuple(value) if isinstance(value, (list, range)) else value
-    kept = dict(kept) if isinstance(kept, dict) else kept
+    stored = tuple(value) if isinstance(value, (list, range)) else value
+    stored = dict(stored) if isinstance(stored, dict) else stored
     try:
-        checks_of(kind)[name].validate_python(kept)
+        checks_of(kind)[name].validate_python(stored)
     except pydantic.ValidationError as error:
-        told = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
-        raise ValueError(f"{name} {' or '.join(told)}, got {value!r}") from None
-    return kept
+        messages = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
+        raise ValueError(f"{name} {' or '.join(messages)}, got {value!r}") from None
+    return stored
 
 
 class Checked:
     """Base class for dataclasses that validate every assignment to a field."""
 
     def __setattr__(self, name, value):
-        known = checks_of(type(self))
-        if name not in known:
-            hint = nearest(name, known)
+        checks = checks_of(type(self))
+        if name not in checks:
+            hint = nearest(name, checks)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
         object.__setattr__(self, name, checked_value(type(self), name, value))
 
@@ -168,15 +168,15 @@ def check_joined(config, topology, placement) -> None:
     Raises:
         RuntimeError: If a degree of parallelism or the placement differs from the job.
     """
-    for name, asked, joined in (
+    for name, requested, joined in (
         ("model_parallel=", config.model_parallel, topology.model),
         ("context_parallel=", config.context_parallel, topology.context),
         ("expert_parallel=", config.expert_parallel, topology.expert),
         ("pipeline_stage=", config.pipeline_stage, topology.stage),
         ("model chunks on stages ", config.placement.stage_of_chunk, placement.stage_of_chunk),
     ):
-        if asked != joined:
+        if requested != joined:
             raise RuntimeError(
-                f"The config has {name}{asked}, but the job was started with {joined}. Call "
+                f"The config has {name}{requested}, but the job was started with {joined}. Call "
                 "`dtransformer.init(config)` before you create the network."
             )

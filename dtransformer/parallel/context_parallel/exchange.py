@@ -144,8 +144,8 @@ class ContextExchange:
     def heads(self, x: tf.Tensor) -> tf.Tensor:
         """Convert `[b, n, s, t]` to the heads of each shard, `[c, b, n/c, s, t]`."""
         b, n, s, t = x.shape
-        c, of_model = self.plan.shards, self._head_shards
-        x = tf.reshape(x, [b, of_model, c, n // (of_model * c), s, t])
+        c, head_shards = self.plan.shards, self._head_shards
+        x = tf.reshape(x, [b, head_shards, c, n // (head_shards * c), s, t])
         x = tf.reshape(tf.transpose(x, [2, 0, 1, 3, 4, 5]), [c, b, n // c, s, t])
         return _constrain(x, ("length_shards", None, "heads"))
 
@@ -157,15 +157,15 @@ class ContextExchange:
         Devices do not wait for each other, because each one only reads its local part. One number
         of heads must divide the other.
         """
-        known = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
-        (c, b, n), m = known.shape[:3], x.shape[2]
+        minimum = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
+        (c, b, n), m = minimum.shape[:3], x.shape[2]
         if n > m:
-            known = _constrain(tf.reshape(known, [c, b, m, n // m, 1]), _SHARDS)
-            known = tf.reduce_min(known, axis=3, keepdims=True)
+            minimum = _constrain(tf.reshape(minimum, [c, b, m, n // m, 1]), _SHARDS)
+            minimum = tf.reduce_min(minimum, axis=3, keepdims=True)
         elif n < m:
-            known = _constrain(tf.concat([known] * (m // n), axis=3), _SHARDS)
-            known = _constrain(tf.reshape(known, [c, b, m, 1, 1]), _SHARDS)
-        return x + tf.cast(tf.where(known == known, 0.0, float("nan")), x.dtype)
+            minimum = _constrain(tf.concat([minimum] * (m // n), axis=3), _SHARDS)
+            minimum = _constrain(tf.reshape(minimum, [c, b, m, 1, 1]), _SHARDS)
+        return x + tf.cast(tf.where(minimum == minimum, 0.0, float("nan")), x.dtype)
 
     def _by_shards(self, x):
         """Convert `[b, n, s, d]` to `[c, b, n, s/c, d]`."""
@@ -189,14 +189,17 @@ class ContextExchange:
     def _to_heads(self, x):
         """Convert `[c, b, n, s/c, d]` to `[c, b, n/c, s, d]`."""
         c, b, n, s, d = x.shape
-        of_model = self._head_shards
-        split, shape = [c, b, of_model, c, n // (of_model * c), s, d], [c, b, n // c, c * s, d]
+        head_shards = self._head_shards
+        split, shape = (
+            [c, b, head_shards, c, n // (head_shards * c), s, d],
+            [c, b, n // c, c * s, d],
+        )
         return _exchanged(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
 
     def _from_heads(self, x):
         c, b, n, s, d = x.shape
-        of_model = self._head_shards
-        split, shape = [c, b, of_model, n // of_model, c, s // c, d], [c, b, n * c, s // c, d]
+        head_shards = self._head_shards
+        split, shape = [c, b, head_shards, n // head_shards, c, s // c, d], [c, b, n * c, s // c, d]
         return _exchanged(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
 
 
@@ -230,13 +233,13 @@ def _all_to_all(x):
     return _constrain(x, ("length_shards", None, "batch", "heads"))
 
 
-def _exchanged(x, split, there, back, shape):
+def _exchanged(x, split, to_front, inverse, shape):
     """Reshape `x` to `split`, exchange blocks, and reshape the result to `shape`.
 
     `there` permutes the dimension to send to the front, and `back` reverses this.
     """
-    x = _all_to_all(tf.transpose(tf.reshape(x, split), there))
-    return _constrain(tf.reshape(tf.transpose(x, back), shape), _SHARDS)
+    x = _all_to_all(tf.transpose(tf.reshape(x, split), to_front))
+    return _constrain(tf.reshape(tf.transpose(x, inverse), shape), _SHARDS)
 
 
 def _constrain(x, axes):

@@ -105,22 +105,22 @@ class ContextPlan:
     @property
     def round_parts(self) -> list[Range]:
         """Index ranges of the keys that each shard sends in each round."""
-        own = self.num_keys // self.shards
+        num_keys = self.num_keys // self.shards
         if self.mode != "ring":
-            return [(0, own)]
-        number = min(self.shards, own)
-        ends = [own * (i + 1) // number for i in range(number)]
+            return [(0, num_keys)]
+        num_rounds = min(self.shards, num_keys)
+        ends = [num_keys * (i + 1) // num_rounds for i in range(num_rounds)]
         return list(zip([0, *ends[:-1]], ends))
 
     @property
     def rounds(self) -> list[list[Segment]]:
         """Segments of the keys of each round, ordered by shard."""
-        own = self.num_keys // self.shards
+        num_keys = self.num_keys // self.shards
         rounds = []
         for first, last in self.round_parts:
             size = last - first
-            segments = [Segment(r * size, r * own + first, size) for r in range(self.shards)]
-            if size == own:  # The round has the full sequence.
+            segments = [Segment(r * size, r * num_keys + first, size) for r in range(self.shards)]
+            if size == num_keys:  # The round has the full sequence.
                 segments = [Segment(0, 0, self.num_keys)]
             rounds.append(segments)
         return rounds
@@ -164,14 +164,14 @@ class ContextPlan:
         last = math.inf if window is None else highest + window - 1
         if causal:
             last = min(last, highest)
-        found = []
+        columns = []
         for segment in segments:
             start = max(segment.position, first)
             end = min(segment.position + segment.size, last + 1)
             for position in range(start, end, size) if start < end else ():
                 place = segment.start + position - segment.position
-                found.append(Columns(place, place + min(size, end - position), position))
-        return found
+                columns.append(Columns(place, place + min(size, end - position), position))
+        return columns
 
     def seen(
         self, causal: bool, window: int | None, sizes: tuple[int, int], by_position: bool = True
@@ -187,14 +187,14 @@ class ContextPlan:
             by_position: See `columns`.
         """
         rows = self.rows(sizes[0])
-        found = [
+        visible = [
             [self.columns(row, x, causal, window, sizes[1], by_position) for row in rows]
             for x in self.rounds
         ]
-        for number in range(len(rows)):
-            if not any(of_round[number] for of_round in found):
-                found[0][number] = [Columns(0, 1, self.rounds[0][0].position)]
-        return found
+        for i in range(len(rows)):
+            if not any(columns[i] for columns in visible):
+                visible[0][i] = [Columns(0, 1, self.rounds[0][0].position)]
+        return visible
 
     def are_all_near(self, row: Range, columns: Columns, causal: bool, window: int | None) -> bool:
         """Return whether all queries of a block may see all keys of `columns`."""

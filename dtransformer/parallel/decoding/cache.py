@@ -52,24 +52,24 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     """
     b, n, e, d = static_or_dynamic_shape(tensors[0])
     k = static_or_dynamic_shape(new[0])[0] // b
-    place = index % (e // k)
+    slot = index % (e // k)
     if trace.current().in_loop:
         # Row of each hypothesis in [b·n·e, d], with the dimensions b, k and n.
         sources, hypotheses, heads = (
             tf.reshape(tf.range(size), [-1, *[1] * later])
             for size, later in ((b, 2), (k, 1), (n, 0))
         )
-        at = tf.reshape((sources * n + heads) * e + place * k + hypotheses, [-1])
+        indices = tf.reshape((sources * n + heads) * e + slot * k + hypotheses, [-1])
         flat = [tf.reshape(x, [-1, d]) for x in tensors]
         flat = [
-            tf.raw_ops.InplaceUpdate(x=x, i=at, v=tf.reshape(y, [-1, d]))
+            tf.raw_ops.InplaceUpdate(x=x, i=indices, v=tf.reshape(y, [-1, d]))
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
     new, entries = [side_by_side(x, b) for x in new], tf.range(e)
     if not (isinstance(k, int) and k == 1):
         new = [tf.gather(x, entries % k, axis=2) for x in new]
-    is_new = (entries // k == place)[None, None, :, None]
+    is_new = (entries // k == slot)[None, None, :, None]
     pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 

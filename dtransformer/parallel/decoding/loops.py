@@ -205,11 +205,11 @@ class _StagedDecoding:
         return [], decoding.encode(source, decoding.search.max_length)
 
     def _compute_logits(self, inputs, cache):
-        decoding, numbers = self._make(), self._devices.numbers
+        decoding, unpack = self._make(), self._devices.numbers
         rows = [self._shape[0] * decoding.search.num_beams]
         shapes = {"last": rows, "beams": rows, "position": []}
-        state = {name: numbers(inputs[name], shape) for name, shape in shapes.items()}
-        mask = decoding.memory_mask(numbers(inputs["source"], self._shape))
+        state = {name: unpack(inputs[name], shape) for name, shape in shapes.items()}
+        mask = decoding.memory_mask(unpack(inputs["source"], self._shape))
         if cache is None:  # The cache is None while the dataflow between the stages is traced.
             cache = self._encode.empty_state
         return decoding.next_logits(state, cache, mask)
@@ -227,16 +227,16 @@ class _StagedDecoding:
         search = decoding.search
         state, source = search.start(decoding.texts(source)), put(source)
         _, caches = self._encode(source)
-        more = True
-        while more:
+        has_next = True
+        while has_next:
             inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
             logits, caches = self._step({"source": source, **inputs}, caches)
             if has_outputs():
                 state = self._update(state, logits, seed)
-            numbers = [state["position"], tf.cast(goes_on(search, state), "int32")]
-            chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
+            scalars = [state["position"], tf.cast(goes_on(search, state), "int32")]
+            chosen = from_last(tf.concat([state["last"], state["beams"], scalars], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
-            state["position"], more = chosen[-2], bool(chosen[-1])
+            state["position"], has_next = chosen[-2], bool(chosen[-1])
             if self._on_tokens is not None:
                 self._on_tokens(state["last"].numpy())
         return from_last(search.result(state), "ids")

@@ -24,11 +24,13 @@ def load_balancing(probabilities: tf.Tensor, totals: Totals) -> tf.Tensor:
         probabilities: float32 tensor `[g, n, E]`. 0 for padding.
         totals: `Totals` of the groups.
     """
-    share = tf.math.divide_no_nan(totals.load, tf.reduce_sum(totals.load, axis=-1, keepdims=True))
+    fraction = tf.math.divide_no_nan(
+        totals.load, tf.reduce_sum(totals.load, axis=-1, keepdims=True)
+    )
     mean = tf.math.divide_no_nan(tf.reduce_sum(probabilities, axis=-2), totals.tokens[..., None])
     num_experts = probabilities.shape[-1]
-    each = tf.reduce_sum(tf.stop_gradient(share) * mean, axis=-1)
-    return num_experts * tf.reduce_mean(each) * totals.parts
+    group_losses = tf.reduce_sum(tf.stop_gradient(fraction) * mean, axis=-1)
+    return num_experts * tf.reduce_mean(group_losses) * totals.parts
 
 
 def z_loss(logits: tf.Tensor, is_token: tf.Tensor, totals: Totals) -> tf.Tensor:
@@ -43,8 +45,8 @@ def z_loss(logits: tf.Tensor, is_token: tf.Tensor, totals: Totals) -> tf.Tensor:
         totals: `Totals` of the groups.
     """
     square = tf.square(tf.reduce_logsumexp(logits, axis=-1)) * tf.cast(is_token, "float32")
-    each = tf.math.divide_no_nan(tf.reduce_sum(square, axis=-1), totals.tokens)
-    return tf.reduce_mean(each) * totals.parts
+    group_losses = tf.math.divide_no_nan(tf.reduce_sum(square, axis=-1), totals.tokens)
+    return tf.reduce_mean(group_losses) * totals.parts
 
 
 def excess_load(bias: tf.Tensor, totals: Totals) -> tf.Tensor:

@@ -32,33 +32,35 @@ class Buffers:
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
         self._groups, self._of_groups = groups, groups.relayout
-        *of_groups, size, self._num_choices = static_or_dynamic_shape(choices)
+        *group_shape, size, self._num_choices = static_or_dynamic_shape(choices)
         num_experts = taken.taken.shape[-1]
-        is_known = isinstance(most, int) and isinstance(size, int)
-        places = size if most is None else (min if is_known else tf.minimum)(most, size)
-        self._shape = [*of_groups, num_experts, places]
+        is_static = isinstance(most, int) and isinstance(size, int)
+        num_slots = size if most is None else (min if is_static else tf.minimum)(most, size)
+        self._shape = [*group_shape, num_experts, num_slots]
         self._experts, self._model = mesh_axis("expert"), mesh_axis("mlp")
         # Buffers are sharded by group, and the buffers of experts by expert, over the same mesh
         # axis. The axis moves from the first dimension, because DTensor's all-to-all between others
         # is wrong.
         axis, *context = groups.axes
         self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
-        all_places, all_choices = num_experts * places, size * self._num_choices
-        place = _index(places) * _index(tf.range(num_experts)) + taken.position
+        total_slots, total_choices = num_experts * num_slots, size * self._num_choices
+        slot = _index(num_slots) * _index(tf.range(num_experts)) + taken.position
         # Dropped tokens get the index after the last slot.
-        place = tf.where(taken.taken > 0, place, _index(all_places))
+        slot = tf.where(taken.taken > 0, slot, _index(total_slots))
         is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
         # Slot of each choice [g, n·k], and conversely the choice of each slot [g, E·c].
-        place = tf.reduce_sum(is_choice * place[..., None, :], axis=-1)
-        self._places = self._of_groups(tf.reshape(place, [*of_groups, all_choices]))
+        slot = tf.reduce_sum(is_choice * slot[..., None, :], axis=-1)
+        self._places = self._of_groups(tf.reshape(slot, [*group_shape, total_choices]))
         # The first tokens get the greatest numbers, and tokens that are not accepted get 0.
-        which = _index(tf.range(self._num_choices))[:, None]
-        which = tf.reduce_sum(is_choice * which, axis=-2)  # [g, n, E]
-        first = _index(tf.range(size))[:, None] * self._num_choices
-        number = _index(all_choices) - (first + which)
-        number = self._of_groups(tf.linalg.matrix_transpose(number * taken.taken))
-        number = tf.reshape(tf.math.top_k(number, places).values, [*of_groups, all_places])
-        self._choices = self._of_groups(_index(all_choices) - number)
+        choice_index = _index(tf.range(self._num_choices))[:, None]
+        choice_index = tf.reduce_sum(is_choice * choice_index, axis=-2)  # [g, n, E]
+        first_choice = _index(tf.range(size))[:, None] * self._num_choices
+        priority = _index(total_choices) - (first_choice + choice_index)
+        priority = self._of_groups(tf.linalg.matrix_transpose(priority * taken.taken))
+        priority = tf.reshape(
+            tf.math.top_k(priority, num_slots).values, [*group_shape, total_slots]
+        )
+        self._choices = self._of_groups(_index(total_choices) - priority)
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return a list of one tensor, the buffers of all experts, from the tokens `[g, n, h]`."""
@@ -70,9 +72,9 @@ class Buffers:
             sent = self._look_up(x, tokens)
 
             def gradient(dy):
-                back = self._look_up(self._flat(self._of_groups(dy)), self._places)
-                back = tf.reshape(back, [*shape[:-1], self._num_choices, shape[-1]])
-                return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=-2))
+                gradients = self._look_up(self._flat(self._of_groups(dy)), self._places)
+                gradients = tf.reshape(gradients, [*shape[:-1], self._num_choices, shape[-1]])
+                return self._of_groups(tf.reduce_sum(self._of_groups(gradients), axis=-2))
 
             sent = self._of_groups(tf.reshape(sent, [*self._shape, shape[-1]]))
             return shard_first(sent, self._of_experts), gradient
@@ -88,7 +90,7 @@ class Buffers:
         """
 
         @custom_gradient
-        def of_choices(y):
+        def gather_choices(y):
             y = self._of_groups(y)
 
             def gradient(dy):
@@ -96,11 +98,11 @@ class Buffers:
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
                 return shard_first(self._of_groups(dy), self._of_experts)
 
-            found = self._look_up(self._flat(y), self._places)
-            found = tf.reshape(found, [*static_or_dynamic_shape(gates), y.shape[-1]])
-            return self._of_groups(found), gradient
+            gathered = self._look_up(self._flat(y), self._places)
+            gathered = tf.reshape(gathered, [*static_or_dynamic_shape(gates), y.shape[-1]])
+            return self._of_groups(gathered), gradient
 
-        y = of_choices(outputs[0])
+        y = gather_choices(outputs[0])
         gates = self._of_groups(tf.cast(gates, y.dtype))
         return self._of_groups(tf.reduce_sum(gates[..., None] * y, axis=-2))
 
@@ -108,11 +110,11 @@ class Buffers:
         """Reshape `[g, E, c, h]` to `[g, E·c, h]`."""
         return self._of_groups(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
 
-    def _look_up(self, rows, numbers):
+    def _look_up(self, rows, indices):
         """Gather rows of `[g, r, h]` by indices `[g, m]`, with zeros for index r."""
         rank = len(self._groups.axes)
         rows = self._of_groups(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
-        return self._of_groups(tf.gather(rows, numbers, axis=rank, batch_dims=rank))
+        return self._of_groups(tf.gather(rows, indices, axis=rank, batch_dims=rank))
 
     def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers `[g, E, c, h]` with kernels `[E, h, f]`, sharded along f."""
@@ -121,25 +123,25 @@ class Buffers:
 
     def row_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers `[g, E, c, f]` with kernels `[E, f, h]`, sharded along f."""
-        of_kernel = (self._experts, self._model, None)
-        product = lambda: self._product(xs[0], kernel, self._of_experts, of_kernel)
+        kernel_axes = (self._experts, self._model, None)
+        product = lambda: self._product(xs[0], kernel, self._of_experts, kernel_axes)
         return [keep_for_recompute(product)]
 
-    def _product(self, x, kernel, of_result, of_kernel):
-        of_inputs = (*self._of_experts[:-1], of_kernel[1])
+    def _product(self, x, kernel, result_axes, kernel_axes):
+        input_axes = (*self._of_experts[:-1], kernel_axes[1])
         g = "gs"[: len(self._groups.axes)]
 
         @custom_gradient
         def product(x, kernel):
-            x, kernel = shard_first(x, of_inputs), shard_first(kernel, of_kernel)
+            x, kernel = shard_first(x, input_axes), shard_first(kernel, kernel_axes)
 
             def gradient(dy):
-                dy = shard_first(dy, of_result)
+                dy = shard_first(dy, result_axes)
                 dx = tf.einsum(f"{g}ecf,ehf->{g}ech", dy, kernel)
                 dk = tf.einsum(f"{g}ech,{g}ecf->ehf", x, dy)
-                return shard_first(dx, of_inputs), shard_first(dk, of_kernel)
+                return shard_first(dx, input_axes), shard_first(dk, kernel_axes)
 
-            return shard_first(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
+            return shard_first(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), result_axes), gradient
 
         return product(x, tf.cast(kernel, x.dtype))
 
@@ -148,5 +150,5 @@ class Buffers:
         return [xs[0] + tf.cast(bias, xs[0].dtype)[:, None, :]]
 
 
-def _index(numbers):
-    return tf.cast(numbers, INDEX_TYPE)
+def _index(values):
+    return tf.cast(values, INDEX_TYPE)

@@ -46,10 +46,10 @@ def capacity(num_tokens: int | tf.Tensor, moe_config) -> int | tf.Tensor | None:
     """
     if moe_config.dropless:
         return None
-    each = moe_config.num_experts_chosen * moe_config.capacity_factor / moe_config.expert_num
+    per_token = moe_config.num_experts_chosen * moe_config.capacity_factor / moe_config.expert_num
     if isinstance(num_tokens, int):
-        return max(1, math.ceil(num_tokens * each - _ROUNDING))
-    exact = tf.cast(num_tokens, "float64") * each - _ROUNDING
+        return max(1, math.ceil(num_tokens * per_token - _ROUNDING))
+    exact = tf.cast(num_tokens, "float64") * per_token - _ROUNDING
     return tf.maximum(1, tf.cast(tf.math.ceil(exact), "int32"))
 
 

@@ -13,17 +13,17 @@ def check_moe_config(config: MoEConfig) -> None:
     experts, chosen = config.expert_num, config.num_experts_chosen
     if chosen > experts:
         raise ValueError(f"`num_experts_chosen={chosen}` must not exceed `expert_num={experts}`.")
-    groups, of_groups = config.routing_groups, config.routing_groups_chosen
+    groups, chosen_groups = config.routing_groups, config.routing_groups_chosen
     if experts % groups:
         raise ValueError(f"`routing_groups={groups}` must divide `expert_num={experts}`.")
-    if of_groups > groups:
+    if chosen_groups > groups:
         raise ValueError(
-            f"`routing_groups_chosen={of_groups}` must not exceed `routing_groups={groups}`."
+            f"`routing_groups_chosen={chosen_groups}` must not exceed `routing_groups={groups}`."
         )
-    if chosen > of_groups * (experts // groups):
+    if chosen > chosen_groups * (experts // groups):
         raise ValueError(
             f"`num_experts_chosen={chosen}` must not exceed the number of experts in "
-            f"`routing_groups_chosen={of_groups}` groups of {experts // groups}."
+            f"`routing_groups_chosen={chosen_groups}` groups of {experts // groups}."
         )
 
 
@@ -42,7 +42,7 @@ def check_layout(config: MoEConfig) -> None:
         )
     if not needs_the_batch(config):
         return
-    works = (
+    fix = (
         "Set `expert_group_size` to at most the number of tokens of one sequence. The tokens of a "
         "group share the capacity of the experts."
     )
@@ -50,13 +50,13 @@ def check_layout(config: MoEConfig) -> None:
         raise ValueError(
             "`expert_group_size=None` forms one group of all tokens of the global batch. It does not "
             f"work with `micro_batch_num={parallel.micro_batch_num}`, because a micro-batch is "
-            f"computed before the next one is known. {works}"
+            f"computed before the next one is known. {fix}"
         )
     if job.mesh() is not None and job.data_shard()[1] > 1:
         raise ValueError(
             "`expert_group_size=None` forms one group of all tokens of the global batch. It does not "
             f"work with {job.data_shard()[1]} replicas of a mesh, which do not exchange counts during "
-            f"the computation. {works}"
+            f"the computation. {fix}"
         )
 
 
@@ -68,8 +68,8 @@ def needs_the_batch(config: MoEConfig) -> bool:
     """
     if config.expert_group_size is not None:
         return False
-    of_loss = config.aux_loss_factor or config.z_loss_factor or config.router_type == "sigmoid"
-    return bool(of_loss) or not config.dropless
+    uses_load = config.aux_loss_factor or config.z_loss_factor or config.router_type == "sigmoid"
+    return bool(uses_load) or not config.dropless
 
 
 def sends_counts(config: MoEConfig) -> bool:

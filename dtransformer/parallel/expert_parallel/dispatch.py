@@ -49,9 +49,9 @@ class SortedTokens:
         # Row of each choice [N, k], and conversely the choice of each row [M].
         self._rows = tf.gather(row, choices, batch_dims=1)
         flat = tf.reshape(self._rows, [-1, 1])
-        numbers = tf.range(tf.shape(flat, INDEX_TYPE)[0])
+        indices = tf.range(tf.shape(flat, INDEX_TYPE)[0])
         with _outside_of_clusters():
-            self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
+            self._choices = tf.scatter_nd(flat, indices, [total + 1])[:total]
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return the tokens `[mᵢ, h]` of each expert from all tokens `[g, n, h]`."""
@@ -63,9 +63,9 @@ class SortedTokens:
             tokens = tf.reshape(x, [-1, x.shape[-1]])
             sent = tf.gather(tokens, self._choices // self._num_choices)
 
-            def gradient(*of_experts):
-                back = self._of_choices(tf.concat(of_experts, 0))
-                return tf.reshape(tf.reduce_sum(back, axis=1), shape)
+            def gradient(*expert_gradients):
+                gradients = self._of_choices(tf.concat(expert_gradients, 0))
+                return tf.reshape(tf.reduce_sum(gradients, axis=1), shape)
 
             with _outside_of_clusters():
                 return tf.split(sent, self._sizes, num=num_experts), gradient
@@ -81,14 +81,14 @@ class SortedTokens:
         """
 
         @custom_gradient
-        def of_choices(y):
+        def gather_choices(y):
             def gradient(dy):
                 return tf.gather(tf.reshape(dy, [-1, dy.shape[-1]]), self._choices)
 
             return self._of_choices(y), gradient
 
         shape = tf.shape(gates)
-        y = of_choices(tf.concat(outputs, 0))
+        y = gather_choices(tf.concat(outputs, 0))
         gates = tf.cast(tf.reshape(gates, [-1, 1, self._num_choices]), y.dtype)
         return tf.reshape(tf.matmul(gates, y), [shape[0], shape[1], y.shape[-1]])
 

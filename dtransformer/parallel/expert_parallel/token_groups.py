@@ -101,8 +101,8 @@ class TokenGroups:
         """
         x = self.of_activations(x)
         if not (isinstance(self._padding, int) and self._padding == 0):
-            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
-            x = self.of_activations(tf.pad(x, more))
+            paddings = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
+            x = self.of_activations(tf.pad(x, paddings))
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
@@ -161,9 +161,9 @@ class TokenGroups:
     def _of_ranks(self, load, tokens, size, name):
         """All-gather the counts of all replicas. Each replica has one part of the group."""
         group, rows = job.data_parallel_group(), self._shape[0]
-        own = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
-        everyone = transport.all_gather(never_constant(own), group, f"{name}/counts")
-        *load, tokens, size, all_rows = tf.unstack(everyone, axis=1)
+        counts = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
+        gathered = transport.all_gather(never_constant(counts), group, f"{name}/counts")
+        *load, tokens, size, all_rows = tf.unstack(gathered, axis=1)
         load = tf.stack(load, axis=1)  # [ranks, E]
         before = tf.reduce_sum(load[: group.index], axis=0, keepdims=True)
         return Totals(

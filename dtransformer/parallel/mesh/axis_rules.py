@@ -195,12 +195,12 @@ def check_axes(axes: tuple, rank: int, what: str):
     """
     if len(axes) != rank:
         raise ValueError(f"The logical axes {axes} of {what} do not match its {rank} dimensions.")
-    known = rules()
+    known_axes = rules()
     for axis in axes:
-        if axis is not None and axis not in known:
+        if axis is not None and axis not in known_axes:
             raise ValueError(
-                f"The logical axis {axis!r} of {what} is unknown. Choose one of {', '.join(known)}, or "
-                f"add it with `parallel_rules={{{axis!r}: None}}`."
+                f"The logical axis {axis!r} of {what} is unknown. Choose one of "
+                f"{', '.join(known_axes)}, or add it with `parallel_rules={{{axis!r}: None}}`."
             )
 
 
@@ -218,9 +218,9 @@ def check_rules(used: set[str | None]):
     Raises:
         ValueError: If an entry matches nothing.
     """
-    of_activations = {name for name, axis in LOGICAL_AXES.items() if not axis.of_weights}
+    activation_axes = {name for name, axis in LOGICAL_AXES.items() if not axis.of_weights}
     for name in get_parallel_config().parallel_rules or {}:
-        if name not in used | of_activations:
+        if name not in used | activation_axes:
             names = sorted(filter(None, used))
             raise ValueError(
                 f"`parallel_rules` has an entry for {name!r}, but no weight of the network has this "

@@ -26,8 +26,8 @@ def put_sharded(batch):
         x = np.asarray(x)
         x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
-        of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
-        return _pack([x[bounds.slices] for bounds in of_devices], specs)
+        device_bounds = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        return _pack([x[bounds.slices] for bounds in device_bounds], specs)
 
     return tf.nest.map_structure(put, batch)
 
@@ -43,9 +43,9 @@ def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
     Returns:
         An `(inputs, labels, sample_weight)` tuple of nested DTensors.
     """
-    number = num_rows((inputs, labels))
-    if rows_added(number):
-        ones = np.ones([number], "float32")
+    rows = num_rows((inputs, labels))
+    if rows_added(rows):
+        ones = np.ones([rows], "float32")
         sample_weight = tf.nest.map_structure(lambda x: ones if x is None else x, sample_weight)
     return put_sharded((inputs, labels, sample_weight))
 
@@ -73,12 +73,12 @@ def num_rows(batch) -> int:
                 "Convert it in the dataset, for example with "
                 "`.map(lambda x, y: (x.to_tensor(), y))`."
             )
-    numbers = {len(x) for x in flat}
-    if len(numbers) != 1:
+    counts = {len(x) for x in flat}
+    if len(counts) != 1:
         raise ValueError(
-            f"The tensors of a batch must have the same number of rows, got {sorted(numbers)}."
+            f"The tensors of a batch must have the same number of rows, got {sorted(counts)}."
         )
-    return numbers.pop()
+    return counts.pop()
 
 
 def put_numbers(numbers) -> tf.Tensor:

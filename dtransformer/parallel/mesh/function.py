@@ -53,16 +53,16 @@ class MeshFunction:
         ranks = job.model_parallel_group().ranks
         # Functions in the computation may wait for other ranks.
         waiting = job.waiting("a computation on the mesh", ranks)
-        kept = _compat.captures_replaced(self._on_every_device)
+        captures = _compat.captures_replaced(self._on_every_device)
         scope = keras.StatelessScope(mapping, collect_losses=True)
-        with scope, self._on_mesh(), waiting, kept:
+        with scope, self._on_mesh(), waiting, captures:
             results = self._function(*args)
         self.adds_losses = bool(scope.losses)
         updates = {}
-        for number, variable in enumerate(self._variables):
-            new = scope.get_current_value(variable)
-            if new is not None and new is not weights[number]:
-                updates[str(number)] = relayout(new, sharding_specs(variable))
+        for i, variable in enumerate(self._variables):
+            value = scope.get_current_value(variable)
+            if value is not None and value is not weights[i]:
+                updates[str(i)] = relayout(value, sharding_specs(variable))
         return results, updates
 
     def _on_every_device(self, tensor):
@@ -129,20 +129,20 @@ class MeshFunction:
         wait(results)
         if self._is_new:
             self.compiled, self._is_new = new_functions(), False
-        for number, value in updates.items():
-            variable = variables[int(number)]
+        for i, value in updates.items():
+            variable = variables[int(i)]
             shards = own_shards([variable])
-            for shard, new in zip(shards, unpacked(variable, value)):
-                shard.assign(new)
+            for shard, new_shard in zip(shards, unpacked(variable, value)):
+                shard.assign(new_shard)
         return results
 
 
 def _refused(message, graph):
     """Return an error message for an operation that DTensor cannot compile, or `None`."""
-    found = _OPERATION.search(message)
-    if found is None or not any(words in message for words in _BY_THE_COMPILER):
+    match = _OPERATION.search(message)
+    if match is None or not any(phrase in message for phrase in _BY_THE_COMPILER):
         return None
-    kind = found[1] or found[2]
+    kind = match[1] or match[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
     return (
         f"{names[0] if names else 'A layer of the network'} computes {kind}, which DTensor cannot "
@@ -159,8 +159,8 @@ def wait(results):
     `unpack` also waits, but blocks all other Python threads, including the watchdog. Reading a
     scalar does not.
     """
-    some = [result for result in tf.nest.flatten(results) if result is not None]
-    smallest = min(some, key=lambda result: result.shape.num_elements())
+    tensors = [result for result in tf.nest.flatten(results) if result is not None]
+    smallest = min(tensors, key=lambda result: result.shape.num_elements())
     if not smallest.shape.rank:
         smallest.numpy()
     for on_device in dtensor.unpack(smallest):

@@ -129,13 +129,13 @@ class LocalShards:
 
     def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
         mesh = job.mesh()
-        of_devices = bounds_of(shape, specs, mesh.local_device_ids())
+        device_bounds = bounds_of(shape, specs, mesh.local_device_ids())
         self._pack = _compat.packer(make_layout(specs))
-        self.distinct = list(dict.fromkeys(of_devices))
-        number_of = [self.distinct.index(bounds) for bounds in of_devices]
+        self.distinct = list(dict.fromkeys(device_bounds))
+        shard_indices = [self.distinct.index(bounds) for bounds in device_bounds]
         # The local devices and the indices of their shards.
-        self._places = list(zip(mesh.local_devices(), number_of))
-        self._firsts = [number_of.index(number) for number in range(len(self.distinct))]
+        self._places = list(zip(mesh.local_devices(), shard_indices))
+        self._firsts = [shard_indices.index(index) for index in range(len(self.distinct))]
         self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
         self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
@@ -143,8 +143,8 @@ class LocalShards:
         """Return a DTensor of shards: tensors or variables in the order of `distinct`."""
         values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
-        for device, number in self._places:
-            value = values[number]
+        for device, index in self._places:
+            value = values[index]
             if value.device != device:
                 with tf.device(device):
                     value = tf.identity(value)
@@ -153,8 +153,8 @@ class LocalShards:
 
     def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the distinct shards of a DTensor, in the order of `distinct`."""
-        of_devices = dtensor.unpack(value)
-        return [of_devices[first] for first in self._firsts]
+        device_shards = dtensor.unpack(value)
+        return [device_shards[first] for first in self._firsts]
 
 
 def bounds_of(
@@ -168,13 +168,13 @@ def bounds_of(
         device_ids: Iterable of global device indices.
     """
     mesh = job.mesh()
-    found = []
+    bounds = []
     for device in device_ids:
         coordinates = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
         sizes = [size // axis_size(spec) for size, spec in zip(shape, specs)]
         starts = [size * int(coordinates.get(spec, 0)) for size, spec in zip(sizes, specs)]
-        found.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
-    return found
+        bounds.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
+    return bounds
 
 
 def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -191,22 +191,24 @@ def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tens
     """
     group = job.model_parallel_group()
     sharded = [i for i, variable in enumerate(variables) if any(variable.specs)]
-    of_ranks = [[shard] for shard in shards]  # Lists of the flattened shards of all ranks.
+    rank_shards = [[shard] for shard in shards]  # Lists of the flattened shards of all ranks.
     if group.size > 1 and sharded:
         packed = transport.all_gather(tf.concat([shards[i] for i in sharded], 0), group, name)
         parts = tf.split(packed, [shards[i].shape[0] for i in sharded], axis=1)
         for i, rows in zip(sharded, parts):
-            of_ranks[i] = tf.unstack(rows)
-    return [_assemble(variable, own) for variable, own in zip(variables, of_ranks)]
+            rank_shards[i] = tf.unstack(rows)
+    return [
+        _assemble(variable, flat_shards) for variable, flat_shards in zip(variables, rank_shards)
+    ]
 
 
-def _assemble(variable, of_ranks):
+def _assemble(variable, rank_shards):
     """Return the full value of a variable from the flattened shards of each rank of the mesh."""
     mesh = job.mesh()
     num_local, blocks = mesh.num_local_devices(), {}
-    for rank, flat in enumerate(of_ranks):
+    for rank, flat in enumerate(rank_shards):
         ids = range(rank * num_local, (rank + 1) * num_local)
-        if len(of_ranks) == 1:
+        if len(rank_shards) == 1:
             ids = mesh.local_device_ids()
         distinct = list(dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)))
         shards = tf.split(flat, len(distinct))

@@ -53,20 +53,20 @@ def by_use(
     >>> by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
     {'head': 1, 'more': 1, 'in': 0}
     """
-    found = dict(given)
-    for layer, needed in calls:
-        chunks = [found[other] for other in needed if other in found]
+    places = dict(given)
+    for layer, sources in calls:
+        chunks = [places[source] for source in sources if source in places]
         if layer not in given and chunks:
-            found[layer] = max([*chunks, found.get(layer, 0)])
+            places[layer] = max([*chunks, places.get(layer, 0)])
     users = {}
-    for layer, needed in [*calls, (None, ends)]:
-        for other in needed:
-            users.setdefault(other, []).append(layer)
+    for layer, sources in [*calls, (None, ends)]:
+        for source in sources:
+            users.setdefault(source, []).append(layer)
     for layer, _ in reversed(calls):
-        if layer not in found:
-            chunks = [found.get(user, num_chunks - 1) for user in users.get(layer, [None])]
-            found[layer] = min(chunks)
-    return {layer: chunk for layer, chunk in found.items() if layer not in given}
+        if layer not in places:
+            chunks = [places.get(user, num_chunks - 1) for user in users.get(layer, [None])]
+            places[layer] = min(chunks)
+    return {layer: chunk for layer, chunk in places.items() if layer not in given}
 
 
 def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
@@ -86,18 +86,18 @@ def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int
     """
     low, high = max(sizes.values()), sum(sizes.values())
     while low < high:
-        middle = (low + high) // 2
-        if len(filled(sizes.values(), middle)) <= num_chunks:
-            high = middle
+        limit = (low + high) // 2
+        if len(filled(sizes.values(), limit)) <= num_chunks:
+            high = limit
         else:
-            low = middle + 1
+            low = limit + 1
     chunks = filled(sizes.values(), low)
     while len(chunks) < num_chunks:  # Halve the chunk with the most layers.
-        longest = max(range(len(chunks)), key=lambda number: len(chunks[number]))
-        some, half = chunks[longest], len(chunks[longest]) // 2
-        chunks[longest : longest + 1] = [some[:half], some[half:]]
+        longest = max(range(len(chunks)), key=lambda chunk: len(chunks[chunk]))
+        indices, half_size = chunks[longest], len(chunks[longest]) // 2
+        chunks[longest : longest + 1] = [indices[:half_size], indices[half_size:]]
     layers = list(sizes)
-    return {layers[i]: number for number, some in enumerate(chunks) for i in some}
+    return {layers[i]: chunk for chunk, indices in enumerate(chunks) for i in indices}
 
 
 def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
@@ -141,9 +141,11 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
         _make_placeable(layer)
     parts = _parts_without_place(network)
     recorder = _recorded(network, specs, parts)
-    more = [part for part in _parts_without_place(network, adds_losses=True) if part not in parts]
-    if more:
-        parts += more
+    loss_parts = [
+        part for part in _parts_without_place(network, adds_losses=True) if part not in parts
+    ]
+    if loss_parts:
+        parts += loss_parts
         recorder = _recorded(network, specs, parts)
     if _compat.adds_losses(network):
         raise ValueError(
@@ -153,9 +155,11 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     parts = [part for part in _in_order(recorder) if part in parts]
     placed = [layer for layer in _in_order(recorder) if layer not in parts]
     if placed:
-        given = {layer: chunk_of(layer, placement) for layer in placed}
-        calls = [(layer, [x.layer for x in needed]) for layer, needed in recorder.calls]
-        places = by_use(calls, [x.layer for x in recorder.ends], given, placement.num_chunks)
+        fixed_places = {layer: chunk_of(layer, placement) for layer in placed}
+        calls = [(layer, [result.layer for result in results]) for layer, results in recorder.calls]
+        places = by_use(
+            calls, [result.layer for result in recorder.ends], fixed_places, placement.num_chunks
+        )
     else:
         if len(parts) < placement.num_chunks:
             raise ValueError(
@@ -172,19 +176,19 @@ def _parts_without_place(layer, adds_losses=False):
 
     Models and layers that contain placed layers are not returned, but their inner layers may be.
     """
-    found = []
+    parts = []
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         if is_placed(inner):
             continue
         if isinstance(inner, keras.Model) or any(map(is_placed, _compat.flat_layers(inner))):
-            found += _parts_without_place(inner, adds_losses)
+            parts += _parts_without_place(inner, adds_losses)
         elif (
             inner.variables
             or inner.metrics
             or (adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner))))
         ):
-            found.append(inner)
-    return list(dict.fromkeys(found))
+            parts.append(inner)
+    return list(dict.fromkeys(parts))
 
 
 def _recorded(network, specs, parts):

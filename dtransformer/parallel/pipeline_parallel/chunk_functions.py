@@ -61,8 +61,8 @@ class ChunkFunctions:
         if key not in self._shared:
             function = self._function(chunk, dataflow, signature.dropouts)
             self._shared[key] = signature, self._devices.compile(function, *weights)
-        other, function = self._shared[key]
-        return SharedChunk(function, other, signature, *weights)
+        first_signature, function = self._shared[key]
+        return SharedChunk(function, first_signature, signature, *weights)
 
     def _function(self, chunk, dataflow, dropouts=None):
         """Return the function to compile.
@@ -76,14 +76,14 @@ class ChunkFunctions:
             return {name: self._devices.relayout(crossing[name], x) for name, x in tensors.items()}
 
         def run(received, *args):
-            calls = ChunkView(chunk, dataflow, relayout(received))
-            drawn = contextlib.nullcontext()
+            chunk_view = ChunkView(chunk, dataflow, relayout(received))
+            scope = contextlib.nullcontext()
             if dropouts is not None:
-                put, *args = args
-                numbers = self._devices.numbers(put, [len(dropouts)])
-                drawn = dropout_numbers({id(x): numbers[i] for i, x in enumerate(dropouts)})
-            with drawn, view(calls):
+                packed_numbers, *args = args
+                layer_numbers = self._devices.numbers(packed_numbers, [len(dropouts)])
+                scope = dropout_numbers({id(x): layer_numbers[i] for i, x in enumerate(dropouts)})
+            with scope, view(chunk_view):
                 results = self._compute(chunk, *args)
-            return relayout(calls.sent), results
+            return relayout(chunk_view.sent), results
 
         return run

@@ -72,33 +72,33 @@ class DependencyRecorder:
         results = placeholder(layer, args, kwargs)
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
         name = self._names.next(layer)
-        for number, x in enumerate(flat):
-            self._remember(x, layer, number, f"{name}:{number}")
-        for number, spec in left_masks(layer, compute, args, kwargs).items():
+        for index, x in enumerate(flat):
+            self._remember(x, layer, index, f"{name}:{index}")
+        for index, spec in left_masks(layer, compute, args, kwargs).items():
             mask = zeros_of(spec, args, kwargs)
-            self._remember(mask, layer, None, mask_name(name, number))
-            _compat.with_mask(flat[number], mask)
+            self._remember(mask, layer, None, mask_name(name, index))
+            _compat.with_mask(flat[index], mask)
         return tf.nest.pack_sequence_as(results, flat)
 
-    def _remember(self, x, layer, number, name):
+    def _remember(self, x, layer, index, name):
         spec = tf.TensorSpec(x.shape, x.dtype)
-        self._results[x.name] = Result(layer, number, name, spec)
+        self._results[x.name] = Result(layer, index, name, spec)
 
     def _origins(self, tensors):
         """Return the results that nested tensors and their masks directly depend on."""
-        found, seen = {}, set()
+        origins, visited = {}, set()
         masks = list(_compat.masks_of(tensors).values())
-        todo = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
-        while todo:
-            x = todo.pop()
-            if x.name in seen:
+        pending = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
+        while pending:
+            x = pending.pop()
+            if x.name in visited:
                 continue
-            seen.add(x.name)
+            visited.add(x.name)
             if x.name in self._results:
-                found[x.name] = self._results[x.name]
+                origins[x.name] = self._results[x.name]
             else:
-                todo += list(x.op.inputs)
-        return list(found.values())
+                pending += list(x.op.inputs)
+        return list(origins.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,9 @@ class Dataflow:
     def __str__(self):
         lines = []
         for chunk in range(self.placement.last_chunk):
-            there = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
+            border = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
             for x in self.sent_after(chunk):
-                lines.append(f"{there}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
+                lines.append(f"{border}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
         return "\n".join(lines)
 
     @classmethod
@@ -201,10 +201,10 @@ class Dataflow:
     def _from(cls, recorder, placement):
         copies, last_use = {}, {}
         uses = [
-            (chunk_of(layer, placement), layer.path, needed) for layer, needed in recorder.calls
+            (chunk_of(layer, placement), layer.path, results) for layer, results in recorder.calls
         ]
-        for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
-            for result in needed:
+        for chunk, user, results in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
+            for result in results:
                 first, path = chunk_of(result.layer, placement), result.layer.path
                 # Chunks that need this weight have copies of it.
                 if result.number in result.layer.results_that_are_weights:

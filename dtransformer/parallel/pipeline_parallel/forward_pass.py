@@ -48,21 +48,21 @@ class ForwardPass:
             An `(outputs, states)` tuple. Outputs are zeros except on the last stage. See
             `from_last`.
         """
-        dataflow, new_states, leaving = self._dataflow(inputs), {}, []
+        dataflow, new_states, pending_sends = self._dataflow(inputs), {}, []
         placement = dataflow.placement
         for chunk in own_chunks():
             if not chunk:
-                passing = {}
+                tensors = {}
             elif not placement.is_local(chunk - 1):
-                passing = self._receive(dataflow, chunk)
+                tensors = self._receive(dataflow, chunk)
             state = None if states is None else states[chunk]
             function = self._functions.of(chunk, dataflow, state is None)
-            passing, (outputs, new_states[chunk]) = function(
-                function.weights(), passing, inputs, state
+            tensors, (outputs, new_states[chunk]) = function(
+                function.weights(), tensors, inputs, state
             )
             if chunk != placement.last_chunk and not placement.is_local(chunk):
-                leaving.append(self._send(dataflow, chunk, passing))
-        for sent in leaving:
+                pending_sends.append(self._send(dataflow, chunk, tensors))
+        for sent in pending_sends:
             sent.result()
         if has_outputs():
             return self.devices.local(outputs), new_states
@@ -119,7 +119,7 @@ def from_last(tensors, name: str):
         return tensors
     root = placement.stage_of(placement.last_chunk)
     flat = [
-        transport.broadcast(x, root, group, f"{name}_{number}")
-        for number, x in enumerate(tf.nest.flatten(tensors))
+        transport.broadcast(x, root, group, f"{name}_{i}")
+        for i, x in enumerate(tf.nest.flatten(tensors))
     ]
     return tf.nest.pack_sequence_as(tensors, flat)

@@ -20,15 +20,15 @@ def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Ti
         ValueError: If a stage has not computed anything yet.
     """
     as_json = {name: dataclasses.asdict(event) for name, event in received.items()}
-    own = [dataclasses.asdict(event) for event in computations], sent, as_json
-    everyone = all_gather_json(own, "timeline")
-    events, sent, received = zip(*(everyone[rank] for rank in job.pipeline_group().ranks))
+    local_records = [dataclasses.asdict(event) for event in computations], sent, as_json
+    all_records = all_gather_json(local_records, "timeline")
+    events, sent, received = zip(*(all_records[rank] for rank in job.pipeline_group().ranks))
     if not all(events):
         raise ValueError("No training step was run yet. Call `fit` or `train_on_batch` first.")
-    events = [Event.of(event) for own in events for event in own]
+    events = [Event.of(event) for local_records in events for event in local_records]
     sent = collections.ChainMap(*sent)
-    for own in received:  # A transfer starts when both ends are ready.
-        for name, event in own.items():
+    for local_records in received:  # A transfer starts when both ends are ready.
+        for name, event in local_records.items():
             event = Event.of(event)
             start = min(max(event.start, sent[name]), event.end)
             events.append(dataclasses.replace(event, start=start))

@@ -14,9 +14,9 @@ from dtransformer.parallel.runtime import job
 class _Waited(concurrent.futures.Future):
     """Future that reports its waiting thread to the watchdog."""
 
-    def __init__(self, what, rank):
+    def __init__(self, description, rank):
         super().__init__()
-        self._what, self._rank = what, rank
+        self._what, self._rank = description, rank
 
     def result(self, timeout=None):
         """Wait for the result and report the wait."""

@@ -58,7 +58,7 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
     stack = _stack_of(network, layers)
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:
         return None
-    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
+    inner = [layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)]
     if _any_tells_means(inner):
         return None
     blocks = list(stack.blocks)
@@ -85,9 +85,11 @@ def _stack_of(network, layers):
     for stack in _stacks(network):
         if layers and layers[0] in stack.blocks:
             first = stack.blocks.index(layers[0])
-            follow = stack.blocks[first : first + len(layers)] == layers
-            inner = [one for layer in layers for one in _compat.flat_layers(layer)]
-            return stack if follow and all(map(_is_ours, inner)) else None
+            are_consecutive = stack.blocks[first : first + len(layers)] == layers
+            inner = [
+                layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)
+            ]
+            return stack if are_consecutive and all(map(_is_ours, inner)) else None
     return None
 
 
@@ -103,8 +105,8 @@ def number_of_blocks(network: keras.Model) -> int:
 
 def _stacks(network):
     """Return the layers of this package with a list of blocks."""
-    ours = filter(_is_ours, _compat.flat_layers(network))
-    return [layer for layer in ours if isinstance(getattr(layer, "blocks", None), list)]
+    layers = filter(_is_ours, _compat.flat_layers(network))
+    return [layer for layer in layers if isinstance(getattr(layer, "blocks", None), list)]
 
 
 def _any_tells_means(layers):
@@ -118,9 +120,9 @@ def _is_ours(layer):
 
 def _role(name, blocks, first):
     """Return the role of a result: its block relative to the chunk's first one, or its name."""
-    path, _, number = name.rpartition(":")
-    numbers = {block.path: place - first for place, block in enumerate(blocks)}
-    return (numbers[path], number) if path in numbers else name
+    path, _, result_index = name.rpartition(":")
+    offsets = {block.path: place - first for place, block in enumerate(blocks)}
+    return (offsets[path], result_index) if path in offsets else name
 
 
 class SharedChunk:
@@ -139,30 +141,37 @@ class SharedChunk:
         compilation: The compiled function, which records compilations.
     """
 
-    def __init__(self, function, other: Signature, own: Signature, trained: list, others: list):
+    def __init__(
+        self,
+        function,
+        other_signature: Signature,
+        signature: Signature,
+        trained: list,
+        other_weights: list,
+    ):
         self._function = self.compilation = function
-        self._other, self._own = other, own
-        self.trained, self._others = trained, others
+        self._other, self._own = other_signature, signature
+        self.trained, self._others = trained, other_weights
 
     def weights(self) -> list:
         """Return the values of the trained weights, for gradients."""
         return self._function.weights(self.trained)
 
     def __call__(self, weights, received, *args):
-        numbers = [layer.number for layer in self._own.dropouts]
+        layer_numbers = [layer.number for layer in self._own.dropouts]
         received = self._own.named_as_in(self._other, received)
         sent, results = self._function.call(
-            weights, self.trained, self._others, received, self._function.put(numbers), *args
+            weights, self.trained, self._others, received, self._function.put(layer_numbers), *args
         )
         return self._other.named_as_in(self._own, sent), results
 
     def layer_name(self, name: str) -> str:
         """Replace the names of stack and blocks in an operation name with this chunk's names."""
-        own, again = dict(zip(self._other.blocks, self._own.blocks)), r"(?:_\d+)?"
-        stack, blocks = re.escape(self._own.stack), "|".join(map(re.escape, own))
+        new_names, suffix = dict(zip(self._other.blocks, self._own.blocks)), r"(?:_\d+)?"
+        stack, blocks = re.escape(self._own.stack), "|".join(map(re.escape, new_names))
         return re.sub(
             # TensorFlow appends numbers to repeated names.
-            rf"/{stack}{again}/({blocks}){again}(?=/)",
-            lambda match: f"/{self._own.stack}/{own[match[1]]}",
+            rf"/{stack}{suffix}/({blocks}){suffix}(?=/)",
+            lambda match: f"/{self._own.stack}/{new_names[match[1]]}",
             name,
         )

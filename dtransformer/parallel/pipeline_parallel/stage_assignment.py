@@ -22,13 +22,13 @@ def chunk_of(layer, placement: Placement) -> int:
     Raises:
         ValueError: If `pipeline_stage` is out of range.
     """
-    number, chunks = layer.pipeline_stage, placement.num_chunks
-    if not -chunks <= number < chunks:
+    index, chunks = layer.pipeline_stage, placement.num_chunks
+    if not -chunks <= index < chunks:
         raise ValueError(
-            f"`pipeline_stage={number}` of {layer.path or layer.name} is out of range: there are "
+            f"`pipeline_stage={index}` of {layer.path or layer.name} is out of range: there are "
             f"{chunks} stages."
         )
-    return number % chunks
+    return index % chunks
 
 
 def stages_of(layer, placement: Placement) -> list[int]:
@@ -47,10 +47,10 @@ def placed_layers(network: keras.Model) -> list:
 
     Their order is the network's tracking order.
     """
-    found = []
+    placed = []
     for layer in _compat.flat_layers(network, include_self=False, recursive=False):
-        found += [layer] if is_placed(layer) else placed_layers(layer)
-    return list(dict.fromkeys(found))
+        placed += [layer] if is_placed(layer) else placed_layers(layer)
+    return list(dict.fromkeys(placed))
 
 
 def layers_of(network: keras.Model, chunk: int, placement: Placement) -> list:
@@ -63,12 +63,12 @@ def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[st
 
     Names of layers in an inner model or stack contain its path.
     """
-    found = [[] for _ in range(placement.num_stages)]
+    names = [[] for _ in range(placement.num_stages)]
     for layer in placed_layers(network):
         path = layer.path or layer.name
         for stage in stages_of(layer, placement):
-            found[stage].append(path.removeprefix(f"{network.name}/"))
-    return found
+            names[stage].append(path.removeprefix(f"{network.name}/"))
+    return names
 
 
 def weights_of(
@@ -103,10 +103,10 @@ def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
     dict in one.
     """
     layers = layers_of(network, chunk, placement)
-    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
+    inner = [layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)]
     weights = {id(weight) for layer in inner for weight in _compat.own_trainable_variables(layer)}
-    known = [variable for layer in layers for variable in layer.variables]
-    return any(id(variable) not in weights for variable in known) or any(
+    variables = [variable for layer in layers for variable in layer.variables]
+    return any(id(variable) not in weights for variable in variables) or any(
         isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric))
         for layer in _compat.flat_layers(network)
         for attribute in vars(layer).values()
@@ -140,10 +140,10 @@ def has_outputs() -> bool:
 
 def is_elsewhere(layer) -> bool:
     """Return whether only other stages have the layer's weights."""
-    own, num_stages = job.stage()
+    stage, num_stages = job.stage()
     if num_stages == 1 or layer.pipeline_stage is None:
         return False
-    return own not in stages_of(layer, job.placement())
+    return stage not in stages_of(layer, job.placement())
 
 
 def is_here(layer) -> bool:
@@ -178,8 +178,8 @@ def shared_layers(network: keras.Model) -> list[tuple]:
 
 def copied_weights(network: keras.Model) -> list[keras.Variable]:
     """Return this rank's trainable weights that are copies of another stage's weights."""
-    own, num_stages = job.stage()
+    stage, num_stages = job.stage()
     if num_stages == 1:
         return []
-    copied = [layer for stages, layer in shared_layers(network) if own in stages[1:]]
+    copied = [layer for stages, layer in shared_layers(network) if stage in stages[1:]]
     return [weight for layer in copied for weight in layer.trainable_variables]

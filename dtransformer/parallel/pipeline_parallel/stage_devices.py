@@ -164,8 +164,11 @@ class MeshExecutor(LocalExecutor):
         return [shard for tensor, x in pairs for shard in self._held(tensor).unpack(x)]
 
     def from_shards(self, tensors, shards):
-        shards, all_held = iter(shards), [self._held(tensor) for tensor in tensors]
-        return [held.pack([next(shards) for _ in held.distinct]) for held in all_held]
+        shards, all_local_shards = iter(shards), [self._held(tensor) for tensor in tensors]
+        return [
+            local_shards.pack([next(shards) for _ in local_shards.distinct])
+            for local_shards in all_local_shards
+        ]
 
     def local(self, results):
         return tf.nest.map_structure(lambda x: None if x is None else local_value(x), results)

@@ -44,16 +44,16 @@ def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
         A dict that maps indices of flattened results to masks.
     """
     layers = _compat.flat_layers(layer)
-    if all(type(one).__module__.startswith("dtransformer.") for one in layers):
+    if all(type(layer_inside).__module__.startswith("dtransformer.") for layer_inside in layers):
         return {}  # Layers of this package have a `compute_mask`.
     masks = _compat.masks_of((args, kwargs))
-    given = tf.nest.map_structure(_symbol, (args, kwargs, masks))
+    symbols = tf.nest.map_structure(_symbol, (args, kwargs, masks))
 
     def masks_of_results(args, kwargs, masks):
         args, kwargs = _compat.with_masks((args, kwargs), masks)
         return _compat.masks_of(compute(*args, **kwargs))
 
-    return _compat.compute_output_spec(masks_of_results, *given)
+    return _compat.compute_output_spec(masks_of_results, *symbols)
 
 
 def _symbol(x):
@@ -78,8 +78,8 @@ def zeros_of(spec, args: tuple, kwargs: dict):
         return spec
     first = next(filter(tf.is_tensor, tf.nest.flatten((args, kwargs))), None)
     dims = [] if first is None else static_or_dynamic_shape(first)
-    known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
-    return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
+    sizes = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
+    return tf.zeros([dim if size is None else size for size, dim in sizes], spec.dtype)
 
 
 def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:
@@ -187,23 +187,23 @@ class ChunkView:
             return results
         results = placeholder(layer, args, kwargs)
         flat = tf.nest.flatten(results)
-        for number, x in enumerate(flat):
-            flat[number] = self._received.get(f"{name}:{number}", x)
-            mask = self._received.get(mask_name(name, number))
+        for i, x in enumerate(flat):
+            flat[i] = self._received.get(f"{name}:{i}", x)
+            mask = self._received.get(mask_name(name, i))
             if mask is not None:
-                _compat.with_mask(flat[number], mask)
+                _compat.with_mask(flat[i], mask)
         if self.chunk in self._dataflow.copies_of(layer):
-            for number, weight in layer.results_that_are_weights.items():
-                flat[number] = tf.convert_to_tensor(getattr(layer, weight))
+            for i, weight in layer.results_that_are_weights.items():
+                flat[i] = tf.convert_to_tensor(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)
 
     def _keep_sent(self, layer, name, results, args, kwargs):
-        for number, x in enumerate(tf.nest.flatten(results)):
-            if f"{name}:{number}" in self._wanted:
-                check_output(layer, number, x, args, kwargs)
-                self.sent[f"{name}:{number}"] = x
-            if mask_name(name, number) in self._wanted:
-                self.sent[mask_name(name, number)] = _compat.mask_of(x)
+        for i, x in enumerate(tf.nest.flatten(results)):
+            if f"{name}:{i}" in self._wanted:
+                check_output(layer, i, x, args, kwargs)
+                self.sent[f"{name}:{i}"] = x
+            if mask_name(name, i) in self._wanted:
+                self.sent[mask_name(name, i)] = _compat.mask_of(x)
 
 
 def mask_name(call: str, number: int) -> str:
@@ -221,10 +221,10 @@ class CallNames:
 
     def next(self, layer) -> str:
         """Return the name of a layer's next call."""
-        number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
+        call_index = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
         path = layer.path or layer.name  # Keras layers without weights have no path.
         layers = self._layers.setdefault(path, [])
         if id(layer) not in layers:
             layers.append(id(layer))
-        namesake = layers.index(id(layer))
-        return path + f"~{namesake}" * bool(namesake) + f"#{number}" * bool(number)
+        path_index = layers.index(id(layer))
+        return path + f"~{path_index}" * bool(path_index) + f"#{call_index}" * bool(call_index)

@@ -66,7 +66,7 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
 def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
     """Remove a weight from a layer, on the layer's stage and on others."""
     left = left_weights(layer)
-    left[:] = [other for other in left if other is not variable]
+    left[:] = [weight for weight in left if weight is not variable]
     _compat.forget_weight(layer, variable)
 
 
@@ -144,10 +144,10 @@ def full_network(network: keras.Model) -> Iterator[None]:
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
-    found = [*own_weights(layer)]
+    weights = [*own_weights(layer)]
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
-        found += all_weights(inner)
-    return list({id(weight): weight for weight in found}.values())
+        weights += all_weights(inner)
+    return list({id(weight): weight for weight in weights}.values())
 
 
 def count_params(network: keras.Model) -> int:
@@ -188,14 +188,14 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
     Raises:
         ValueError: If the number of arrays or one of their shapes is different.
     """
-    weights, here = all_weights(network), {id(weight) for weight in network.weights}
+    weights, local_ids = all_weights(network), {id(weight) for weight in network.weights}
     if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
             f"`set_weights` received {len(values)} arrays for the {len(weights)} weights on all "
             f"stages of {network.name}, or arrays of other shapes. Pass the list from `get_weights`."
         )
     for weight, value in zip(weights, values):
-        if id(weight) in here:
+        if id(weight) in local_ids:
             weight.assign(value)
 
 
@@ -226,15 +226,15 @@ class SharedGradients:
     """
 
     def __init__(self, network):
-        numbers = {id(w): i for i, w in enumerate(network.trainable_variables)}
+        indices = {id(w): i for i, w in enumerate(network.trainable_variables)}
         pipelines = dict.fromkeys(job.topology().pipeline_group(r) for r in range(job.size()))
         self._shared = []  # Tuples of the index and path of a weight, and its group.
         for stages, layer in shared_layers(network):
             for ranks in pipelines:
                 group = job.agreed_group(sorted(ranks[stage] for stage in stages))
                 if group.index is not None:
-                    weights = [w for w in layer.variables if id(w) in numbers]
-                    self._shared += [(numbers[id(w)], w.path, group) for w in weights]
+                    weights = [w for w in layer.variables if id(w) in indices]
+                    self._shared += [(indices[id(w)], w.path, group) for w in weights]
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Sum the gradients of shared weights over the stages and return all gradients.

@@ -71,13 +71,13 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
     if local_size == local_devices == 1:
         return
     cores = _cores_at_start()
-    share = len(cores) // local_size
+    num_cores = len(cores) // local_size
     if local_size > 1:
-        _bind_to(cores[local_rank * share : (local_rank + 1) * share])
+        _bind_to(cores[local_rank * num_cores : (local_rank + 1) * num_cores])
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
+        tf.config.threading.set_intra_op_parallelism_threads(max(num_cores // local_devices, 1))
         if is_pipeline:  # Sends need separate threads while the computation occupies the core.
-            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
+            tf.config.threading.set_inter_op_parallelism_threads(num_cores + _THREADS_THAT_SEND)
     except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
             "`dtransformer.init()` was called after the first tensor was created, so the devices of "
@@ -94,10 +94,10 @@ def logical_gpus() -> int:
     Raises:
         ValueError: If the variable is not a positive integer.
     """
-    asked = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
-    if not asked.isdecimal() or not int(asked):
-        raise ValueError(f"`DTRANSFORMER_LOGICAL_GPUS` must be a positive integer, got {asked!r}.")
-    return int(asked)
+    value = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
+    if not value.isdecimal() or not int(value):
+        raise ValueError(f"`DTRANSFORMER_LOGICAL_GPUS` must be a positive integer, got {value!r}.")
+    return int(value)
 
 
 def all_devices(local_size: int) -> int:
@@ -111,44 +111,44 @@ def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
     That is the case if the host has several ranks, this rank sees exactly `local_devices` GPUs, and
     GPUs are not divided into logical ones.
     """
-    number = len(tf.config.list_physical_devices("GPU"))
+    num_visible = len(tf.config.list_physical_devices("GPU"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_own = local_size > 1 and number == local_devices and logical_gpus() == 1
-    return visible if is_own else None
+    is_exclusive = local_size > 1 and num_visible == local_devices and logical_gpus() == 1
+    return visible if is_exclusive else None
 
 
 def _take_gpus(local_rank, local_size, local_devices):
     """Make this rank's GPUs visible and let their memory grow on demand."""
-    cards, parts = tf.config.list_physical_devices("GPU"), logical_gpus()
-    slots = [card for card in cards for _ in range(parts)]
-    own = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
+    all_gpus, num_parts = tf.config.list_physical_devices("GPU"), logical_gpus()
+    slots = [gpu for gpu in all_gpus for _ in range(num_parts)]
+    gpus = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
     if cards_of_its_own(local_size, local_devices):
-        own = cards  # The launcher has already selected the GPUs.
-    if len(own) < local_devices:
+        gpus = all_gpus  # The launcher has already selected the GPUs.
+    if len(gpus) < local_devices:
         raise RuntimeError(
             f"This host has {len(slots)} GPUs, but {local_size} ranks with {local_devices} each. "
             "Start at most one rank per GPU, or set `DTRANSFORMER_LOGICAL_GPUS` to test a layout "
             "with logical GPUs."
         )
-    for number, card in enumerate(own):
-        if (before := _cards_of_gpus.setdefault(number, card)) != card:
+    for index, gpu in enumerate(gpus):
+        if (known_gpu := _cards_of_gpus.setdefault(index, gpu)) != gpu:
             raise RuntimeError(
-                f"GPU:{number} of this process is {before} and cannot become {card} with "
+                f"GPU:{index} of this process is {known_gpu} and cannot become {gpu} with "
                 f"`local_devices={local_devices}`, because TensorFlow never changes the GPUs of a "
                 "process. Start a new process for each number of local devices."
             )
-    near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
+    cores = {core for gpu in gpus for core in nvidia_driver.cores_near(all_gpus.index(gpu))}
     # Host memory is allocated near these cores.
-    _bind_to(sorted(near.intersection(_cores_at_start())))
+    _bind_to(sorted(cores.intersection(_cores_at_start())))
     try:
-        tf.config.set_visible_devices(list(dict.fromkeys(own)), "GPU")
-        for card in dict.fromkeys(own):
-            if parts == 1:
-                tf.config.experimental.set_memory_growth(card, True)
+        tf.config.set_visible_devices(list(dict.fromkeys(gpus)), "GPU")
+        for gpu in dict.fromkeys(gpus):
+            if num_parts == 1:
+                tf.config.experimental.set_memory_growth(gpu, True)
                 continue
             os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-            share = tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_LOGICAL_GPU)
-            tf.config.set_logical_device_configuration(card, [share] * own.count(card))
+            limits = tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_LOGICAL_GPU)
+            tf.config.set_logical_device_configuration(gpu, [limits] * gpus.count(gpu))
     except RuntimeError as error:
         raise RuntimeError(
             f"Call `dtransformer.init()` before the first tensor is created ({error})."

@@ -158,10 +158,10 @@ def leave_at_exit(hvd, watchdog: Watchdog | None = None) -> None:
 def _check_alone():
     """Raise an InputError for processes of other launchers, which would train independently."""
     for name, launcher in _SET_BY_OTHERS.items():
-        number = os.environ.get(name, "1")
-        if number not in ("", "0", "1"):
+        num_processes = os.environ.get(name, "1")
+        if num_processes not in ("", "0", "1"):
             raise InputError(
-                f"{launcher} has started several processes ({name}={shown(number)}), but ranks "
+                f"{launcher} has started several processes ({name}={shown(num_processes)}), but ranks "
                 f"communicate with Horovod. Start with `dtransformer launch`, or unset {name} to "
                 "train each process independently."
             )
@@ -215,7 +215,7 @@ def compare_ranks(
         ValueError: If ranks were started with different arguments or share a GPU. Every rank
             raises the same error.
     """
-    own = {
+    arguments = {
         **dataclasses.asdict(config),
         "seed": seed,
         "local_devices": local_devices,
@@ -224,20 +224,20 @@ def compare_ranks(
     address = free_address(local=hvd.local_size() == hvd.size())
     cards = [own_host(), cards_of_its_own(hvd.local_size(), local_devices)]
     answers = exchange_json(
-        [own, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
+        [arguments, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
     )
-    everyone, addresses, cards = zip(*answers)
+    all_arguments, addresses, cards = zip(*answers)
     for rank, (host, visible) in enumerate(cards):
         if visible is not None and (first := cards.index([host, visible])) < rank:
             raise ValueError(
                 f"Ranks {first} and {rank} see the same GPUs of {host} and no others "
                 f"(CUDA_VISIBLE_DEVICES={visible}). Start at most one rank per GPU."
             )
-    for field, expected in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
-        if others:
+    for field, expected in all_arguments[0].items():
+        different = [rank for rank, values in enumerate(all_arguments) if values[field] != expected]
+        if different:
             raise ValueError(
-                f"Ranks disagree on `{field}`: rank 0 has {expected!r}, rank {others[0]} has "
-                f"{everyone[others[0]][field]!r}. Start every rank with the same config."
+                f"Ranks disagree on `{field}`: rank 0 has {expected!r}, rank {different[0]} has "
+                f"{all_arguments[different[0]][field]!r}. Start every rank with the same config."
             )
     return list(addresses)

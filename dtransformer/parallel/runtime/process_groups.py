@@ -26,8 +26,8 @@ def exchange_json(value, all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list:
         value: JSON value. Tuples come back as lists.
         all_gather: Function that concatenates the uint8 tensors `[n]` of all ranks.
     """
-    own = tf.constant(np.frombuffer(json.dumps(value).encode() + _END, "uint8"))
-    texts = all_gather(own).numpy().tobytes().split(_END)
+    data = tf.constant(np.frombuffer(json.dumps(value).encode() + _END, "uint8"))
+    texts = all_gather(data).numpy().tobytes().split(_END)
     return [json.loads(text) for text in texts[:-1]]
 
 
@@ -93,15 +93,16 @@ class ProcessGroups:
         except TypeError:
             pass  # The check below reports invalid ranks once every rank has called.
         if self._horovod is not None:
-            everyone = exchange_json(
-                repr(ranks), lambda own: self._horovod.allgather(own, name="dtransformer.new_group")
+            all_ranks = exchange_json(
+                repr(ranks),
+                lambda data: self._horovod.allgather(data, name="dtransformer.new_group"),
             )
-            for rank, theirs in enumerate(everyone):
-                if theirs != everyone[0]:
+            for rank, other_ranks in enumerate(all_ranks):
+                if other_ranks != all_ranks[0]:
                     raise ValueError(
-                        f"Ranks call `new_group` with different ranks: rank 0 with {everyone[0]}, "
-                        f"rank {rank} with {theirs}. Every rank of the job must create every group, "
-                        "in the same order."
+                        f"Ranks call `new_group` with different ranks: rank 0 with {all_ranks[0]}, "
+                        f"rank {rank} with {other_ranks}. Every rank of the job must create every "
+                        "group, in the same order."
                     )
         self._check(ranks)
         return self.agreed(ranks)
@@ -123,8 +124,8 @@ class ProcessGroups:
         Args:
             group_of_rank: List with a tuple for each rank: the ranks of its group.
         """
-        made = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
-        return made[group_of_rank[self._rank]]
+        groups = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
+        return groups[group_of_rank[self._rank]]
 
     def known(self, ranks: Iterable[int]) -> Group | None:
         """Return the group of `ranks`, or `None` if no group of them exists in any order."""
@@ -136,10 +137,10 @@ class ProcessGroups:
             raise ValueError(f"A group needs a list of at least one rank, got {ranks!r}.")
         for rank in ranks:
             if not isinstance(rank, int) or not 0 <= rank < self._size:
-                has = f"the ranks 0 to {self._size - 1}" if self._size > 1 else "rank 0 alone"
+                members = f"the ranks 0 to {self._size - 1}" if self._size > 1 else "rank 0 alone"
                 raise ValueError(
                     f"Cannot create a group of the ranks {ranks}: {rank!r} is not a rank of this "
-                    f"job, which has {has}."
+                    f"job, which has {members}."
                 )
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"A group of the ranks {ranks} contains a rank twice. Name each once.")

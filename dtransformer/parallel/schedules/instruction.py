@@ -58,11 +58,11 @@ def with_transfers(computations: list[Instruction], placement: Placement) -> lis
     Before each computation, a stage posts the receive of the next one, so that transfers overlap
     with computations.
     """
-    inputs = [input_of(one, placement) for one in computations]
+    inputs = [input_of(computation, placement) for computation in computations]
     received = [[i] if i and i.kind not in COMPUTATIONS else [] for i in inputs]
     result = received[0][:]
-    for one, nexts in zip(computations, [*received[1:], []]):
-        result += [*nexts, one, *send_of(one, placement)]
+    for computation, next_receives in zip(computations, [*received[1:], []]):
+        result += [*next_receives, computation, *send_of(computation, placement)]
     return result
 
 
@@ -88,7 +88,11 @@ def without_backward(instructions: list[Instruction], first_trained: int) -> lis
     last_without |= dict.fromkeys(
         (BACKWARD, WEIGHT_GRADIENTS, RECEIVE_GRADIENTS), first_trained - 1
     )
-    return [one for one in instructions if one.chunk > last_without.get(one.kind, -1)]
+    return [
+        instruction
+        for instruction in instructions
+        if instruction.chunk > last_without.get(instruction.kind, -1)
+    ]
 
 
 def needed_by(computation: Instruction, placement: Placement) -> Instruction | None:
@@ -113,13 +117,13 @@ def input_of(computation: Instruction, placement: Placement) -> Instruction | No
 
     It is the producing computation if that runs on the same stage, and otherwise a receive.
     """
-    needed = needed_by(computation, placement)
-    if needed is None:
+    producer = needed_by(computation, placement)
+    if producer is None:
         return None
-    peer, chunk = placement.stage_of(needed.chunk), computation.chunk
+    peer, chunk = placement.stage_of(producer.chunk), computation.chunk
     if peer == placement.stage_of(chunk):
-        return needed
-    receive = RECEIVE_ACTIVATIONS if needed.kind == FORWARD else RECEIVE_GRADIENTS
+        return producer
+    receive = RECEIVE_ACTIVATIONS if producer.kind == FORWARD else RECEIVE_GRADIENTS
     return Instruction(receive, computation.micro_batch, chunk, peer)
 
 

@@ -66,9 +66,9 @@ class Placement:
         >>> Placement.v_shaped(3)
         Placement(stage_of_chunk=(0, 1, 2, 2, 1, 0))
         """
-        there = tuple(range(num_stages))
-        ways = [there[:: -1 if number % 2 else 1] for number in range(chunks_per_stage)]
-        return cls(tuple(stage for way in ways for stage in way))
+        stages = tuple(range(num_stages))
+        passes = [stages[:: -1 if i % 2 else 1] for i in range(chunks_per_stage)]
+        return cls(tuple(stage for stages_in_order in passes for stage in stages_in_order))
 
     @property
     def num_stages(self) -> int:
@@ -91,7 +91,7 @@ class Placement:
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the indices of a stage's chunks, in the order of the network."""
-        return tuple(c for c, other in enumerate(self.stage_of_chunk) if other == stage)
+        return tuple(c for c, owner in enumerate(self.stage_of_chunk) if owner == stage)
 
     def stage_before(self, chunk: int) -> int | None:
         """Return the stage of the previous chunk, or `None` for the first chunk."""

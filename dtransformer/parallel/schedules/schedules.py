@@ -41,8 +41,8 @@ def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     F0 F1 F2 B0 B1 B2
     """
     (chunk,) = placement.chunks_of(stage)
-    numbers = range(num_micro_batches)
-    return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in numbers]
+    micro_batches = range(num_micro_batches)
+    return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in micro_batches]
 
 
 def one_forward_one_backward(
@@ -59,11 +59,11 @@ def one_forward_one_backward(
     F0 F1 B0 F2 B1 B2
     """
     (chunk,) = placement.chunks_of(stage)
-    numbers = range(num_micro_batches)
+    micro_batches = range(num_micro_batches)
     return alternate(
         min(placement.num_stages - stage - 1, num_micro_batches),
-        [Instruction(FORWARD, k, chunk) for k in numbers],
-        [Instruction(BACKWARD, k, chunk) for k in numbers],
+        [Instruction(FORWARD, k, chunk) for k in micro_batches],
+        [Instruction(BACKWARD, k, chunk) for k in micro_batches],
     )
 
 
@@ -79,14 +79,14 @@ def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> lis
     F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
     num_stages, chunks = placement.num_stages, placement.chunks_of(stage)
-    total, turn = num_micro_batches * len(chunks), num_stages * len(chunks)
+    total, period = num_micro_batches * len(chunks), num_stages * len(chunks)
 
     def passes(kind, chunks):
         """Yield the passes of a kind in order, over the chunks in the given order."""
-        for number in range(total):
-            group, within = divmod(number, turn)
-            k = group * num_stages + within % num_stages
-            yield Instruction(kind, k, chunks[within // num_stages])
+        for i in range(total):
+            group, position = divmod(i, period)
+            k = group * num_stages + position % num_stages
+            yield Instruction(kind, k, chunks[position // num_stages])
 
     ahead = min(2 * (num_stages - stage - 1) + (len(chunks) - 1) * num_stages, total)
     return alternate(ahead, [*passes(FORWARD, chunks)], [*passes(BACKWARD, chunks[::-1])])
@@ -125,8 +125,8 @@ class Schedule:
 
     def allows(self, chunks_per_stage: int) -> bool:
         """Return whether the schedule supports this number of chunks per stage."""
-        most = chunks_per_stage if self.max_chunks is None else self.max_chunks
-        return self.min_chunks <= chunks_per_stage <= most
+        max_chunks = chunks_per_stage if self.max_chunks is None else self.max_chunks
+        return self.min_chunks <= chunks_per_stage <= max_chunks
 
 
 # Values of `pipeline_schedule` in the config.
@@ -160,11 +160,15 @@ def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: 
             "more."
         )
     if not schedule.allows(chunks_per_stage):
-        others = [repr(other) for other, row in SCHEDULES.items() if row.allows(chunks_per_stage)]
+        alternatives = [
+            repr(alternative)
+            for alternative, row in SCHEDULES.items()
+            if row.allows(chunks_per_stage)
+        ]
         fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
         raise ValueError(
             f"`pipeline_chunks={chunks_per_stage}` does not work with `pipeline_schedule={name!r}`. "
-            f"Set `pipeline_chunks` to {fitting}, or `pipeline_schedule` to {' or '.join(others)}."
+            f"Set `pipeline_chunks` to {fitting}, or `pipeline_schedule` to {' or '.join(alternatives)}."
         )
     if schedule.full_turns and num_micro_batches % num_stages:
         raise ValueError(

@@ -57,10 +57,10 @@ def simulate(
     """
     if backward is None:
         backward = 1.0 if any(map(divides_backward, all_instructions)) else 2.0
-    given = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
-    lengths = {
+    durations = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
+    duration_of = {
         kind: value if callable(value) else lambda stage, chunk, value=value: value
-        for kind, value in given.items()
+        for kind, value in durations.items()
     }
     position, clock = [0] * placement.num_stages, [0.0] * placement.num_stages
     sent, ready = {}, {}  # Maps a receive to the times when its sender and its receiver are ready.
@@ -73,35 +73,37 @@ def simulate(
             done[receive] = start + transfer
             events.append(Event(stage, receive, start, done[receive]))
 
-    def run(stage, one):
+    def run(stage, instruction):
         """Execute an instruction and return True, or return False if its input is missing."""
-        if one.kind in SENDS:
-            receive = receive_of(one, placement)
+        if instruction.kind in SENDS:
+            receive = receive_of(instruction, placement)
             sent[receive] = clock[stage]
-            deliver(receive, one.peer)
-        elif one.kind in RECEIVES:
-            ready[one] = clock[stage]
-            deliver(one, stage)
+            deliver(receive, instruction.peer)
+        elif instruction.kind in RECEIVES:
+            ready[instruction] = clock[stage]
+            deliver(instruction, stage)
         else:
-            needed = input_of(one, placement)
-            if needed is not None and needed not in done:
+            producer = input_of(instruction, placement)
+            if producer is not None and producer not in done:
                 return False
-            start = max(clock[stage], done.get(needed, 0.0))
-            clock[stage] = done[one] = start + lengths[one.kind](stage, one.chunk)
-            events.append(Event(stage, one, start, clock[stage]))
+            start = max(clock[stage], done.get(producer, 0.0))
+            clock[stage] = done[instruction] = start + duration_of[instruction.kind](
+                stage, instruction.chunk
+            )
+            events.append(Event(stage, instruction, start, clock[stage]))
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for stage, own in enumerate(all_instructions):
-            while position[stage] < len(own) and run(stage, own[position[stage]]):
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for stage, instructions in enumerate(all_instructions):
+            while position[stage] < len(instructions) and run(stage, instructions[position[stage]]):
                 position[stage] += 1
-                moved = True
+                has_progress = True
     waits = [
-        f"Stage {stage} waits for the input of {own[position[stage]]}."
-        for stage, own in enumerate(all_instructions)
-        if position[stage] < len(own)
+        f"Stage {stage} waits for the input of {instructions[position[stage]]}."
+        for stage, instructions in enumerate(all_instructions)
+        if position[stage] < len(instructions)
     ]
     if waits:
         raise ValueError(f"The schedule deadlocks. {' '.join(waits)}")
@@ -117,7 +119,7 @@ def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> T
     """
 
     def median(kind):
-        def of(stage, chunk):
+        def median_of_chunk(stage, chunk):
             lengths = [
                 event.end - event.start
                 for event in timeline.of_stage(stage)
@@ -125,7 +127,7 @@ def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> T
             ]
             return statistics.median(lengths)
 
-        return of
+        return median_of_chunk
 
     durations = {kind: median(kind) for kind in COMPUTATIONS}
     return simulate(all_instructions, timeline.placement, **durations)

@@ -81,13 +81,13 @@ def most_alive(instructions: list[Instruction]) -> int:
     the same time. Chunks without a backward pass store nothing.
     """
     last = WEIGHT_GRADIENTS if divides_backward(instructions) else BACKWARD
-    of_chunks = {one.chunk for one in instructions if one.kind == last}
-    alive = most = 0
+    trained_chunks = {step.chunk for step in instructions if step.kind == last}
+    alive = max_alive = 0
     for instruction in instructions:
-        if instruction.chunk in of_chunks:  # Frozen chunks store no activations.
+        if instruction.chunk in trained_chunks:  # Frozen chunks store no activations.
             alive += {FORWARD: 1, last: -1}.get(instruction.kind, 0)
-        most = max(most, alive)
-    return most
+        max_alive = max(max_alive, alive)
+    return max_alive
 
 
 def divides_backward(instructions: list[Instruction]) -> bool:
@@ -110,8 +110,8 @@ def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None
     if pathlib.Path(path).suffix != ".json":
         raise ValueError(f"The path of a timeline must end with .json, got {str(path)!r}.")
     events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "with instant transfers")]
-    with replacing(path) as fresh:
-        fresh.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with replacing(path) as file:
+        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
@@ -125,19 +125,19 @@ def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
     Returns:
         A list of dicts.
     """
-    begin = min(event.start for event in timeline.events)
+    start = min(event.start for event in timeline.events)
     names = [("process_name", 0, f"{title}: {timeline.bubble:.1%} idle")]
     names += [("thread_name", stage, f"stage {stage}") for stage in range(timeline.num_stages)]
-    told = [
+    metadata = [
         {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
         for kind, row, name in names
     ]
-    return told + [
+    return metadata + [
         {
             "name": str(event.instruction),
             "cat": event.instruction.kind,
             "ph": "X",
-            "ts": round((event.start - begin) * 1e6, 1),
+            "ts": round((event.start - start) * 1e6, 1),
             "dur": round((event.end - event.start) * 1e6, 1),
             "pid": number,
             "tid": event.stage,

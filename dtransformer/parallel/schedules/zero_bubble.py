@@ -75,35 +75,43 @@ def _by_priority(placement, num_micro_batches):
 
     def choices(stage):
         early, late = placement.chunks_of(stage)
-        number = {(kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)}
-        alive = sum(number[FORWARD, c] - number[WEIGHT_GRADIENTS, c] for c in (early, late))
-        comes_back = number[FORWARD, late] < number[FORWARD, early]
-        room = {late: 2 * p, early: 2 * p - comes_back}
+        counts_by_pass = {
+            (kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)
+        }
+        alive = sum(
+            counts_by_pass[FORWARD, c] - counts_by_pass[WEIGHT_GRADIENTS, c] for c in (early, late)
+        )
+        is_returning = counts_by_pass[FORWARD, late] < counts_by_pass[FORWARD, early]
+        room = {late: 2 * p, early: 2 * p - is_returning}
         for c in (early, late):
-            if number[BACKWARD, c] < number[FORWARD, c]:
-                yield Instruction(BACKWARD, number[BACKWARD, c], c)
+            if counts_by_pass[BACKWARD, c] < counts_by_pass[FORWARD, c]:
+                yield Instruction(BACKWARD, counts_by_pass[BACKWARD, c], c)
         for c in (late, early):
-            if number[FORWARD, c] < m and alive < room[c]:
-                yield Instruction(FORWARD, number[FORWARD, c], c)
-        waiting = [one for one in orders[stage] if one.kind == BACKWARD]
-        finished = sum(number[WEIGHT_GRADIENTS, c] for c in (early, late))
-        for one in waiting[finished : finished + 1]:
-            yield Instruction(WEIGHT_GRADIENTS, one.micro_batch, one.chunk)
+            if counts_by_pass[FORWARD, c] < m and alive < room[c]:
+                yield Instruction(FORWARD, counts_by_pass[FORWARD, c], c)
+        waiting = [instruction for instruction in orders[stage] if instruction.kind == BACKWARD]
+        finished = sum(counts_by_pass[WEIGHT_GRADIENTS, c] for c in (early, late))
+        for instruction in waiting[finished : finished + 1]:
+            yield Instruction(WEIGHT_GRADIENTS, instruction.micro_batch, instruction.chunk)
 
-    def can_run(one, now):
-        needed = needed_by(one, placement)
-        return needed is None or done.get(needed, now + 1) <= now
+    def can_run(instruction, time):
+        producer = needed_by(instruction, placement)
+        return producer is None or done.get(producer, time + 1) <= time
 
-    for now in itertools.count():
+    for time in itertools.count():
         started = []
         for stage, order in enumerate(orders):
-            one = next((one for one in choices(stage) if can_run(one, now)), None)
-            if one is not None:
-                order.append(one)
-                started.append(one)
-        for one in started:
-            counts[one.kind, one.chunk] = counts.get((one.kind, one.chunk), 0) + 1
-            done[one] = now + 1
+            instruction = next(
+                (instruction for instruction in choices(stage) if can_run(instruction, time)), None
+            )
+            if instruction is not None:
+                order.append(instruction)
+                started.append(instruction)
+        for instruction in started:
+            counts[instruction.kind, instruction.chunk] = (
+                counts.get((instruction.kind, instruction.chunk), 0) + 1
+            )
+            done[instruction] = time + 1
         if all(len(order) == 2 * len(_KINDS) * m for order in orders):
             return tuple(map(tuple, orders))
 

@@ -82,9 +82,9 @@ class Link:
         self._received, self._unsent = b"", b""
         self._sends = self._receives = None
 
-    def seal_with(self, token: str, rank: int, own: str, theirs: str) -> None:
-        """Set the seals. `own` and `theirs` are the directions of sent and received lines."""
-        self._sends, self._receives = Seals(token, rank, own), Seals(token, rank, theirs)
+    def seal_with(self, token: str, rank: int, sent: str, received: str) -> None:
+        """Set the seals. `sent` and `received` are the directions of lines, see `Seals`."""
+        self._sends, self._receives = Seals(token, rank, sent), Seals(token, rank, received)
 
     def send(self, value) -> None:
         """Send a JSON value as soon as the other side accepts it."""
@@ -174,24 +174,24 @@ class End:
             A list of `(rank, value)` tuples. The value is `None` if the connection to the rank is
             lost.
         """
-        found = []
+        messages = []
         for key, _ in self.selector.select(seconds):
             if isinstance(key.data, Link):
-                found += self._read(key.data)
+                messages += self._read(key.data)
             elif key.data is not None:
                 key.data()
-        return found
+        return messages
 
     def _read(self, link):
-        said = []
+        messages = []
         try:
             for line in link.lines():
-                said += self._open(link, line)
+                messages += self._open(link, line)
         except Closed:
             self._drop(link)
             if link.rank is not None:
-                said.append((link.rank, None))
-        return said
+                messages.append((link.rank, None))
+        return messages
 
     def _open(self, link, line):
         return [(link.rank, link.open(line))]
@@ -232,11 +232,11 @@ class Hub(End):
 
         See `End.receive` for the arguments and the result.
         """
-        found = super().receive(seconds)
+        messages = super().receive(seconds)
         for link in [link for link in self._links if link.rank is None]:
             if time.monotonic() - link.since > _SECONDS_TO_SAY_HELLO:
                 self._drop(link)
-        return found
+        return messages
 
     def _accept(self):
         with contextlib.suppress(OSError):

@@ -51,29 +51,29 @@ def write_stacks(rank: int, message: str) -> str:
     return path
 
 
-def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
+def last_words(message: str, rank: int, host: str, activity: Activity, stacks: str) -> str:
     """Return the line that a rank prints before it ends.
 
     Args:
         message: String. Result of `watch.say`.
         rank: Integer. This rank.
         host: String. Host of this rank.
-        own: `Activity` of this rank.
+        activity: `Activity` of this rank.
         stacks: String. Result of `write_stacks`.
     """
-    text = f"rank {rank} on host {host} was in {own}"
+    text = f"rank {rank} on host {host} was in {activity}"
     return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
 
 
-def leave(words: str, seconds: float) -> None:
+def leave(line: str, seconds: float) -> None:
     """Print a line and end this process with code 1, even if other threads block.
 
     Args:
-        words: String. The line.
+        line: String. The line.
         seconds: Time to wait before the exit, so that the other ranks can print their lines.
     """
     _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # Exit even if the writes below block.
-    _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{words}\n".encode()))
+    _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{line}\n".encode()))
     _within(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
     _exit_in(max(seconds, _AT_ONCE))
 
@@ -140,9 +140,9 @@ class Watchdog:
         faulthandler.enable(2)  # Print the stacks if the process crashes outside of Python.
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
-        everyone = range(len(hosts))
-        self._watch = Watch(everyone if rank == 0 else [0], stall_seconds, time.monotonic())
-        self._present, self._stragglers = set(everyone), Stragglers()
+        ranks = range(len(hosts))
+        self._watch = Watch(ranks if rank == 0 else [0], stall_seconds, time.monotonic())
+        self._present, self._stragglers = set(ranks), Stragglers()
         self._agreements = collections.defaultdict(lambda: Agreement(self._present))
         self._ask, self._asked = socket.socketpair()
         self._asked.setblocking(False)
@@ -190,8 +190,8 @@ class Watchdog:
                     end_unless_again(self.stall_seconds)
                 self._beat(now)
                 next_beat = now + _BEAT
-            for rank, said in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
-                self._hear(rank, said)
+            for rank, message in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
+                self._hear(rank, message)
             with contextlib.suppress(BlockingIOError):
                 self._asked.recv(4096)
             while self._wishes:
@@ -220,40 +220,40 @@ class Watchdog:
                 file=sys.stderr,
             )
 
-    def _hear(self, rank, said):
-        if said is None:
+    def _hear(self, rank, message):
+        if message is None:
             self._watch.lost(rank, self._recorder.activity().step)
             self._answer_nothing(rank)
             self._beat(time.monotonic())
             return
         self._watch.heard(rank, time.monotonic())
-        if "beat" in said:
-            self._watch.heard(rank, time.monotonic(), Activity(**said["beat"]))
-        if "left" in said:
-            self._watch.left(rank, said["error"])
+        if "beat" in message:
+            self._watch.heard(rank, time.monotonic(), Activity(**message["beat"]))
+        if "left" in message:
+            self._watch.left(rank, message["error"])
             self._answer_nothing(rank)
-        if "verdict" in said:
-            verdict = said["verdict"]
+        if "verdict" in message:
+            verdict = message["verdict"]
             self._carry_out_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
-        if "stop" in said:
-            self._begin_stop(said["stop"])
-        if "hold" in said:
-            purpose = said["hold"]
+        if "stop" in message:
+            self._begin_stop(message["stop"])
+        if "hold" in message:
+            purpose = message["hold"]
             self._link.send(0, {"passed": [purpose, self._gates[purpose].hold()]})
-        if "passed" in said:
-            self._answer(rank, *said["passed"])
-        if "last_gate" in said:
-            purpose, last = said["last_gate"]
+        if "passed" in message:
+            self._answer(rank, *message["passed"])
+        if "last_gate" in message:
+            purpose, last = message["last_gate"]
             self._gates[purpose].open_until(last)
 
-    def _carry_out(self, wish):
-        if "stop" in wish:
+    def _carry_out(self, request):
+        if "stop" in request:
             if self.rank == 0:
-                self._begin_stop(wish["stop"])
+                self._begin_stop(request["stop"])
             else:
-                self._link.send(0, wish)
+                self._link.send(0, request)
             return
-        self._to_others({"beat": self._recorder.activity().as_json(), **wish})
+        self._to_others({"beat": self._recorder.activity().as_json(), **request})
         self._is_leaving = True
 
     def _begin_stop(self, purpose):
@@ -291,9 +291,9 @@ class Watchdog:
             if self._wishes:
                 self._is_leaving = True
                 return
-        message, own = say(verdict, self.hosts), self._recorder.activity()
+        message, activity = say(verdict, self.hosts), self._recorder.activity()
         stacks = write_stacks(self.rank, message)
-        words = last_words(message, self.rank, self.hosts[self.rank], own, stacks)
+        line = last_words(message, self.rank, self.hosts[self.rank], activity, stacks)
         self._has_ended = True
-        self._end(words, _FOR_OTHERS)
+        self._end(line, _FOR_OTHERS)
         self._is_leaving = True  # Only reached in tests, where `end` returns.

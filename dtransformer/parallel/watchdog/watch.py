@@ -86,25 +86,25 @@ class Watch:
         """Return the verdict if the job must end, and `None` otherwise. Call it every second."""
         late, self._looked = now - self._looked > _LATE, now
         if late:  # This process was suspended and could not receive heartbeats.
-            for one in self._ranks.values():
-                one.at = now
+            for heartbeat in self._ranks.values():
+                heartbeat.at = now
         self._judge(self._silent(now))
         self._judge(self._stalled(now))
         return self._verdict
 
     def own_seconds(self) -> dict[int, float]:
         """Return `Activity.own_seconds` of the ranks that have not left."""
-        return {rank: one.activity.own_seconds for rank, one in self._present().items()}
+        return {rank: heartbeat.activity.own_seconds for rank, heartbeat in self._present().items()}
 
     def _judge(self, verdict):
         self._verdict = self._verdict or verdict
 
     def _present(self):
-        return {rank: one for rank, one in self._ranks.items() if not one.is_left}
+        return {rank: heartbeat for rank, heartbeat in self._ranks.items() if not heartbeat.is_left}
 
     def _silent(self, now):
         limit = SILENT_SHARE * self._stall_seconds
-        silent = {rank: now - one.at for rank, one in self._present().items()}
+        silent = {rank: now - heartbeat.at for rank, heartbeat in self._present().items()}
         if not silent or max(silent.values()) <= limit:
             return None
         ranks = tuple(rank for rank, seconds in silent.items() if seconds > _AT_ONCE * limit)
@@ -117,13 +117,15 @@ class Watch:
 
     def _stalled(self, now):
         present = self._present()
-        if len(self._ranks) < 2 or not any(needs_others(one.activity) for one in present.values()):
+        if len(self._ranks) < 2 or not any(
+            needs_others(heartbeat.activity) for heartbeat in present.values()
+        ):
             return None
-        for one in present.values():
-            if not is_over(one.activity, now - one.at, self._stall_seconds):
+        for heartbeat in present.values():
+            if not is_over(heartbeat.activity, now - heartbeat.at, self._stall_seconds):
                 return None
-        left = [rank for rank, one in self._ranks.items() if one.is_left]
-        return stalled({rank: one.activity for rank, one in self._ranks.items()}, left)
+        left = [rank for rank, heartbeat in self._ranks.items() if heartbeat.is_left]
+        return stalled({rank: heartbeat.activity for rank, heartbeat in self._ranks.items()}, left)
 
 
 def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdict:
@@ -139,33 +141,41 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     >>> stalled({0: step, 1: step, 2: Activity("callbacks", 3, seconds=600)}).ranks
     (2,)
     """
-    ranks_of = collections.defaultdict(list)  # Maps each activity to its ranks.
-    for rank, one in activities.items():
-        ranks_of[str(one)].append(rank)
-    seconds = min(one.waited if one.waits_in else one.seconds for one in activities.values())
-    newest = max(one.step for one in activities.values())
-    behind = list(left) or [rank for rank, one in activities.items() if one.step < newest]
-    if not behind and len(ranks_of) == 1:
-        (same,) = ranks_of
+    ranks_by_activity = collections.defaultdict(list)  # Maps each activity to its ranks.
+    for rank, activity in activities.items():
+        ranks_by_activity[str(activity)].append(rank)
+    seconds = min(
+        activity.waited if activity.waits_in else activity.seconds
+        for activity in activities.values()
+    )
+    newest = max(activity.step for activity in activities.values())
+    behind = list(left) or [rank for rank, activity in activities.items() if activity.step < newest]
+    if not behind and len(ranks_by_activity) == 1:
+        (same,) = ranks_by_activity
         return Verdict(
             (), f"no rank made progress for {seconds:.0f} s in {same}: their calls differ"
         )
-    if not behind and all(one.waits_in for one in activities.values()):
-        theirs = [f"{say_ranks(some)} in {does}" for does, some in ranks_of.items()]
-        more = "; …" * (len(theirs) > _MOST_TOLD)
+    if not behind and all(activity.waits_in for activity in activities.values()):
+        groups = [
+            f"{say_ranks(ranks)} in {description}"
+            for description, ranks in ranks_by_activity.items()
+        ]
+        ellipsis = "; …" * (len(groups) > _MOST_TOLD)
         return Verdict(
             (), f"ranks have waited for each other for {seconds:.0f} s, after an error that only "
             f"one of them caught or a call that only some of them make: "
-            f"{'; '.join(theirs[:_MOST_TOLD])}{more}",
+            f"{'; '.join(groups[:_MOST_TOLD])}{ellipsis}",
         )  # fmt: skip
     if not behind:  # All ranks are in the same step, most of them in the same activity.
-        usual = max(ranks_of.values(), key=len)
-        behind = [rank for rank in activities if rank not in usual]
-    first, other = activities[behind[0]], next(r for r in activities if r not in behind)
-    does = f"blocked the job for {seconds:.0f} s in {first}"
+        largest_group = max(ranks_by_activity.values(), key=len)
+        behind = [rank for rank in activities if rank not in largest_group]
+    first, waiting_rank = activities[behind[0]], next(r for r in activities if r not in behind)
+    description = f"blocked the job for {seconds:.0f} s in {first}"
     if left:
-        does = "left the job while others wait"
-    return Verdict(tuple(behind), f"{does}: rank {other} is in {activities[other]}")
+        description = "left the job while others wait"
+    return Verdict(
+        tuple(behind), f"{description}: rank {waiting_rank} is in {activities[waiting_rank]}"
+    )
 
 
 def say(verdict: Verdict, hosts: Sequence[str]) -> str:
@@ -215,10 +225,12 @@ class Stragglers:
         if len(own_seconds) < 2 or not all(own_seconds.values()):
             return None
         slowest = max(own_seconds, key=own_seconds.get)
-        own = own_seconds[slowest]
-        others = statistics.median(one for rank, one in own_seconds.items() if rank != slowest)
-        if own < _TIMES * others or own < others + _LEAST:
+        seconds = own_seconds[slowest]
+        median = statistics.median(
+            other_seconds for rank, other_seconds in own_seconds.items() if rank != slowest
+        )
+        if seconds < _TIMES * median or seconds < median + _LEAST:
             self._looks.clear()
             return None
         self._looks = {slowest: self._looks.get(slowest, 0) + 1}
-        return (slowest, own, others) if self._looks[slowest] == _LOOKS else None
+        return (slowest, seconds, median) if self._looks[slowest] == _LOOKS else None

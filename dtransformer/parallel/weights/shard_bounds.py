@@ -90,12 +90,12 @@ def local_shards(
     start, stop = flat_range or (0, num_elements(bounds))
     shards, local_offset = [], 0
     for inner in bounds_of_flat_range(shape_of(bounds), start, min(stop, num_elements(bounds))):
-        kept = tuple(
+        clipped = tuple(
             (offset + first, min(offset + last, size))
             for (offset, _), (first, last), size in zip(bounds, inner, shape)
         )
-        if all(first < last for first, last in kept):
-            shards.append(CheckpointShard(kept, local_offset, shape_of(inner)))
+        if all(first < last for first, last in clipped):
+            shards.append(CheckpointShard(clipped, local_offset, shape_of(inner)))
         local_offset += num_elements(inner)
     return shards
 
@@ -124,11 +124,11 @@ def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bo
     last, last_rest = divmod(stop, row_size)
     if first == last:  # The range is within one row.
         return _bounds_in_row(shape, first, first_rest, last_rest)
-    found = _bounds_in_row(shape, first, first_rest, row_size) if first_rest else []
+    bounds = _bounds_in_row(shape, first, first_rest, row_size) if first_rest else []
     first += bool(first_rest)
     if first < last:
-        found.append(((first, last), *((0, size) for size in shape[1:])))
-    return found + (_bounds_in_row(shape, last, 0, last_rest) if last_rest else [])
+        bounds.append(((first, last), *((0, size) for size in shape[1:])))
+    return bounds + (_bounds_in_row(shape, last, 0, last_rest) if last_rest else [])
 
 
 def _bounds_in_row(shape, row, start, stop):
