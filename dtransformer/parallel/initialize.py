@@ -22,10 +22,10 @@ from dtransformer.parallel.config.config import (
 )
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import all_devices, device_type, take_devices
+from dtransformer.parallel.runtime.devices import device_type, devices_per_rank, take_devices
 from dtransformer.parallel.runtime.launch import (
     compare_ranks,
-    fitting,
+    fit_to_devices,
     leave_at_exit,
     start_horovod,
     start_mesh,
@@ -34,32 +34,32 @@ from dtransformer.parallel.runtime.launch import (
 )
 from dtransformer.parallel.runtime.process_groups import ProcessGroups, exchange_json
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
-from dtransformer.parallel.watchdog.links import Hub, Member, new_token, own_address, own_host
-from dtransformer.parallel.watchdog.stop_barrier import StopBarrier
+from dtransformer.parallel.watchdog.links import Hub, Member, host_name, listen_address, new_token
+from dtransformer.parallel.watchdog.stop_barrier import StopBarriers
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 STALL_SECONDS = 50.0  # A job ends within a minute of any fault.
 # Heartbeats arrive every second, and a rank fails after half of this time without one.
-_LEAST = 10.0
-_FROM_ENVIRONMENT = "DTRANSFORMER_STALL_SECONDS"
+_MIN_STALL_SECONDS = 10.0
+_STALL_VARIABLE = "DTRANSFORMER_STALL_SECONDS"
 _SECONDS_TO_CONNECT = 20.0
 
 
-def stall_seconds_of(value: float | None) -> float:
+def resolve_stall_seconds(value: float | None) -> float:
     """Return `stall_seconds` from the argument, the environment or the default, in this order.
 
     Raises:
         InputError: If the value is neither 0 nor a finite number of at least 10.
     """
-    value = os.environ.get(_FROM_ENVIRONMENT) or STALL_SECONDS if value is None else value
+    value = os.environ.get(_STALL_VARIABLE) or STALL_SECONDS if value is None else value
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if seconds != 0 and not _LEAST <= seconds < math.inf:
+    if seconds != 0 and not _MIN_STALL_SECONDS <= seconds < math.inf:
         raise InputError(
-            f"`stall_seconds`, or {_FROM_ENVIRONMENT}, must be 0 to disable the watchdog or at least "
-            f"{_LEAST}, got {shown(value)}."
+            f"`stall_seconds`, or {_STALL_VARIABLE}, must be 0 to disable the watchdog or at least "
+            f"{_MIN_STALL_SECONDS}, got {shown(value)}."
         )
     return seconds
 
@@ -68,7 +68,7 @@ def start_watchdog(
     hvd,
     stall_seconds: float,
     recorder: ActivityTracker,
-    gates: StopBarrier,
+    gates: StopBarriers,
     running: Watchdog | None,
 ) -> Watchdog | None:
     """Start the watchdog of this rank and return it, or return `None` if it is disabled.
@@ -93,9 +93,9 @@ def start_watchdog(
     if hvd is None or stall_seconds == 0:
         return None
     rank, size = hvd.rank(), hvd.size()
-    contact, listener = {"host": own_host()}, None
+    contact, listener = {"host": host_name()}, None
     if rank == 0:
-        host = own_address(is_local=hvd.local_size() == size)
+        host = listen_address(is_local=hvd.local_size() == size)
         listener = socket.create_server((host, 0), backlog=min(size, 4096))
         contact |= {"address": listener.getsockname()[:2], "token": new_token()}
     contacts = exchange_json(
@@ -168,13 +168,13 @@ def init(
         check_int("seed", seed, least=0)
     if local_devices != "all":
         check_int("local_devices", local_devices)
-    stall_seconds = stall_seconds_of(stall_seconds)
+    stall_seconds = resolve_stall_seconds(stall_seconds)
     before = job.current()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     local_size = hvd.local_size() if hvd else 1
-    local_devices = all_devices(local_size) if local_devices == "all" else local_devices
-    config = fitting(config, size * local_devices)
+    local_devices = devices_per_rank(local_size) if local_devices == "all" else local_devices
+    config = fit_to_devices(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
     _check_meshes(topology)
@@ -214,9 +214,13 @@ def _join_layout(topology, rank, addresses):
         job.current(),
         mesh=mesh,
         meshes=job.current().meshes | ranks,
-        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in all_ranks]),
-        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in all_ranks]),
-        pipeline_group=groups.own([topology.pipeline_group(r) for r in all_ranks]),
+        model_parallel_group=groups.create_division(
+            [topology.model_parallel_group(r) for r in all_ranks]
+        ),
+        data_parallel_group=groups.create_division(
+            [topology.data_parallel_group(r) for r in all_ranks]
+        ),
+        pipeline_group=groups.create_division([topology.pipeline_group(r) for r in all_ranks]),
     )
     job.become(joined)
     for ranks in dict.fromkeys(topology.pipeline_group(r) for r in all_ranks):

@@ -58,7 +58,7 @@ def cards(monkeypatch):
         return asked
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_cards_of_gpus", {})
+    monkeypatch.setattr(devices, "_devices_by_index", {})
     monkeypatch.setattr(config, "set_visible_devices", lambda own, kind: asked.update(visible=own))
     monkeypatch.setattr(
         config.experimental, "set_memory_growth", lambda card, on: asked["growth"].append(card)
@@ -120,9 +120,7 @@ def test_more_devices_than_before_are_taken_where_none_has_to_be_another_card(ca
 def test_another_card_than_before_is_refused(cards):
     cards(8)
     devices.take_devices(1, 2, 1, is_pipeline=False)
-    with pytest.raises(
-        RuntimeError, match="GPU:0 of this process is GPU:1.*become GPU:4 with"
-    ):
+    with pytest.raises(RuntimeError, match="GPU:0 of this process is GPU:1.*become GPU:4 with"):
         devices.take_devices(1, 2, 4, is_pipeline=False)
 
 
@@ -200,7 +198,7 @@ def test_a_rank_stays_where_it_is(nodes, monkeypatch, tmp_path, variable):
 def test_all_gpus_of_a_host(cards, monkeypatch, gpus, logical, ranks, each):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", str(logical))
     cards(gpus)
-    assert devices.all_devices(ranks) == each
+    assert devices.devices_per_rank(ranks) == each
 
 
 def test_compiled_kernels_are_kept_on_each_host(monkeypatch, tmp_path):
@@ -250,8 +248,8 @@ def test_the_memory_report_has_nccls_buffers(monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     groups = ProcessGroups(1, 4, made)
     groups.whole_job()
-    groups.own([(0, 1), (0, 1), (2, 3), (2, 3)])
-    groups.own([(0, 2), (1, 3), (0, 2), (1, 3)])
+    groups.create_division([(0, 1), (0, 1), (2, 3), (2, 3)])
+    groups.create_division([(0, 2), (1, 3), (0, 2), (1, 3)])
     trainer = dense_trainer()
     trainer.train_on_batch(*points())
     assert len(trainer.memory_report().rows) == 4

@@ -149,7 +149,9 @@ def test_what_is_carried_out(fields):
 @pytest.mark.parametrize("level", [False, 3])
 def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
     config = TransformerOpParallelConfig(optimizer_shard_partition="whole", optimizer_shard=level)
-    with pytest.raises(ValueError, match=f"'whole'.*={level}`, because .*Set `optimizer_shard=1` or `2`"):
+    with pytest.raises(
+        ValueError, match=f"'whole'.*={level}`, because .*Set `optimizer_shard=1` or `2`"
+    ):
         validators.check_supported(config)
 
 
@@ -160,7 +162,9 @@ def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
 )
 def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     (name, value), *_ = fields.items()
-    with pytest.raises(ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "):
+    with pytest.raises(
+        ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "
+    ):
         validators.check_supported(
             TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
         )

@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.transport import never_constant, tied
+from dtransformer.parallel.collectives.transport import never_constant, with_dependency
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
 from dtransformer.parallel.tracing import trace
 
-_TOP = "dtransformer"  # Name prefix of collectives outside of gradients.
+_DEFAULT_PREFIX = "dtransformer"  # Name prefix of collectives outside of gradients.
 
 
 class Call:
@@ -54,13 +54,13 @@ class Call:
     ):
         self.x = x = tf.convert_to_tensor(x)
         self.group = group = job.whole_job() if group is None else group
-        self._ordered = sorted(group.ranks)
+        self._sorted_ranks = sorted(group.ranks)
         self._received = None
         listing = ", ".join(f"{name}={value}" for name, value in arguments.items())
         text = describe(f"{function}({listing})" if arguments else function, x, group)
         check_member(text, group)
-        within = trace.current().collective or _TOP
-        if within != _TOP:
+        within = trace.current().collective or _DEFAULT_PREFIX
+        if within != _DEFAULT_PREFIX:
             text += f", for the gradient of {within}"
         ranks = "_".join(map(str, group.ranks))
         self.name = self.scope = f"{within}/ranks_{ranks}/{function.replace('/', '_')}/"
@@ -84,7 +84,7 @@ class Call:
             text += " on a gradient tape"
         if tf.executing_eagerly():
             # Ranks may have counted different numbers of eager calls after an error.
-            calls = self._everyones(f"{memory.get('calls', 0)} {text}")
+            calls = self._exchange_texts(f"{memory.get('calls', 0)} {text}")
             counts, calls = zip(*[call.split(" ", 1) for call in calls])
             index = max(map(int, counts))
             memory["calls"] = index + 1
@@ -94,19 +94,21 @@ class Call:
             with tf.name_scope(self.scope):
                 graph = tf.compat.v1.get_default_graph()
                 self.name = graph.unique_name("collective", mark_as_used=False)
-            agreed = memory.setdefault((_names_of_functions(), self.name), set())
+            agreed = memory.setdefault((_function_names(), self.name), set())
             if text in agreed:
                 return
-            calls = self._everyones(text, traced_before=bool(agreed))
+            calls = self._exchange_texts(text, traced_before=bool(agreed))
         if len(set(calls)) > 1:
-            listing = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self._ordered, calls))
+            listing = "; ".join(
+                f"rank {rank}: {call}" for rank, call in zip(self._sorted_ranks, calls)
+            )
             raise ValueError(
                 "The ranks of a group must make the same collective call, but the calls differ. "
                 + listing
             )
         agreed.add(text)
 
-    def _everyones(self, text, traced_before=False):
+    def _exchange_texts(self, text, traced_before=False):
         """Return the texts of all ranks, ordered by rank."""
 
         def exchange(letters):
@@ -141,7 +143,7 @@ class Call:
                 with trace.scope(collective=self.name):
                     return gradient(tf.convert_to_tensor(g), y)
 
-            return tied(forward(x), self._received), backward
+            return with_dependency(forward(x), self._received), backward
 
         y = operate(self.x)
         return y
@@ -205,7 +207,7 @@ def _check_axis(text, name, axis, x, divisor):
         )
 
 
-def _names_of_functions():
+def _function_names():
     """Return the names of the functions being traced, without the digits that TensorFlow adds."""
     graph, names = tf.compat.v1.get_default_graph(), []
     while graph is not None and graph.building_function:

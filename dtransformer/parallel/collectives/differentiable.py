@@ -9,16 +9,16 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.call import Call, check_member, check_position, describe
-from dtransformer.parallel.collectives.transport import tied
+from dtransformer.parallel.collectives.transport import with_dependency
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # AutoGraph would convert these functions in every `tf.function` without need.
-as_it_is = tf.autograph.experimental.do_not_convert
+no_autograph = tf.autograph.experimental.do_not_convert
 
 
-@as_it_is
+@no_autograph
 def broadcast(x: tf.Tensor, root: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return the root's tensor on every rank.
 
@@ -38,7 +38,7 @@ def broadcast(x: tf.Tensor, root: int = 0, group: Group | None = None) -> tf.Ten
     )
 
 
-@as_it_is
+@no_autograph
 def reduce_sum(x: tf.Tensor, root: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return the sum over the group on the root, and zeros of the same shape elsewhere."""
     call = Call("reduce_sum", x, group, adds=True, root=root)
@@ -48,7 +48,7 @@ def reduce_sum(x: tf.Tensor, root: int = 0, group: Group | None = None) -> tf.Te
     )
 
 
-@as_it_is
+@no_autograph
 def all_reduce_sum(x: tf.Tensor, group: Group | None = None) -> tf.Tensor:
     """Return the sum over the group on every rank."""
     call = Call("all_reduce_sum", x, group, adds=True)
@@ -58,7 +58,7 @@ def all_reduce_sum(x: tf.Tensor, group: Group | None = None) -> tf.Tensor:
     )
 
 
-@as_it_is
+@no_autograph
 def all_reduce_max(x: tf.Tensor, group: Group | None = None) -> tf.Tensor:
     """Return the elementwise maximum over the group on every rank.
 
@@ -68,7 +68,7 @@ def all_reduce_max(x: tf.Tensor, group: Group | None = None) -> tf.Tensor:
     return _all_reduce_extreme("all_reduce_max", "Max", x, group)
 
 
-@as_it_is
+@no_autograph
 def all_reduce_min(x: tf.Tensor, group: Group | None = None) -> tf.Tensor:
     """Return the elementwise minimum over the group on every rank.
 
@@ -85,7 +85,7 @@ def _all_reduce_extreme(function, op, x, group):
     )
 
 
-@as_it_is
+@no_autograph
 def gather(x: tf.Tensor, axis: int = 0, root: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return the ranks' tensors, concatenated along an axis, on the root.
 
@@ -108,7 +108,7 @@ def gather(x: tf.Tensor, axis: int = 0, root: int = 0, group: Group | None = Non
     return call.run(lambda x: _join(call.carry(transport.gather, x, root), axis), gradient)
 
 
-@as_it_is
+@no_autograph
 def all_gather(x: tf.Tensor, axis: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return the ranks' tensors `[..., d, ...]`, concatenated to `[..., n · d, ...]`."""
     call = Call("all_gather", x, group, axis=axis)
@@ -118,7 +118,7 @@ def all_gather(x: tf.Tensor, axis: int = 0, group: Group | None = None) -> tf.Te
     )
 
 
-@as_it_is
+@no_autograph
 def scatter(x: tf.Tensor, axis: int = 0, root: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return this rank's shard of the root's tensor.
 
@@ -143,7 +143,7 @@ def scatter(x: tf.Tensor, axis: int = 0, root: int = 0, group: Group | None = No
     )
 
 
-@as_it_is
+@no_autograph
 def reduce_scatter_sum(x: tf.Tensor, axis: int = 0, group: Group | None = None) -> tf.Tensor:
     """Return this rank's shard `[..., d, ...]` of the sum of tensors `[..., n · d, ...]`."""
     call = Call("reduce_scatter_sum", x, group, adds=True, divides="axis", axis=axis)
@@ -153,7 +153,7 @@ def reduce_scatter_sum(x: tf.Tensor, axis: int = 0, group: Group | None = None) 
     )
 
 
-@as_it_is
+@no_autograph
 def all_to_all(
     x: tf.Tensor, split_axis: int = 0, concat_axis: int = 0, group: Group | None = None
 ) -> tf.Tensor:
@@ -208,7 +208,7 @@ def _pad(nothing, axis, size):
 # Send and receive involve two ranks of a group. The other ranks do not take part.
 
 
-@as_it_is
+@no_autograph
 def send(x: tf.Tensor, to: int, group: Group | None = None) -> tf.Tensor:
     """Send a tensor to a rank that receives it with `recv`.
 
@@ -228,7 +228,7 @@ def send(x: tf.Tensor, to: int, group: Group | None = None) -> tf.Tensor:
     return _send(x, _pair(f"send(to={to})", x, to, group, sends=True))
 
 
-@as_it_is
+@no_autograph
 def recv(like: tf.Tensor, source: int, group: Group | None = None) -> tf.Tensor:
     """Receive a tensor that a rank sends with `send`.
 
@@ -258,7 +258,7 @@ def _send(x, pair):
     def gradient(g, token):
         # The received gradient does not depend on g. Tying it to g and to the token lets the
         # second derivative send both.
-        return _recv(tf.broadcast_to(tied(token, g), tf.shape(call.x)), _reversed(pair))
+        return _recv(tf.broadcast_to(with_dependency(token, g), tf.shape(call.x)), _reversed(pair))
 
     return call.run(forward, gradient)
 

@@ -104,11 +104,11 @@ def from_chief(action: Callable, name: str):
     """
     answer = error = None
     if job.is_chief():
-        answer, error = _done(lambda: _without_os_errors(action))
+        answer, error = _run_action(lambda: _without_os_errors(action))
     first, *_ = all_gather_json(answer, name)
     if error is not None:
         raise error
-    return _value(0, first)
+    return _get_value(0, first)
 
 
 def on_all(action: Callable, name: str) -> list:
@@ -123,8 +123,10 @@ def on_all(action: Callable, name: str) -> list:
         ValueError: If the first error is a ValueError, on every rank.
         RuntimeError: If the first error is another one, on every rank.
     """
-    answer, error = _done(action)
-    return [_value(rank, reply, error) for rank, reply in enumerate(all_gather_json(answer, name))]
+    answer, error = _run_action(action)
+    return [
+        _get_value(rank, reply, error) for rank, reply in enumerate(all_gather_json(answer, name))
+    ]
 
 
 def together(action: Callable, name: str):
@@ -144,7 +146,7 @@ def _without_os_errors(action):
         raise InputError(str(error)) from error
 
 
-def _done(action):
+def _run_action(action):
     """Return an `(answer, error)` tuple. The answer is a dict with the value or the error."""
     try:
         return {"value": action()}, None
@@ -153,7 +155,7 @@ def _done(action):
         return {"error": [kind, str(error)]}, error
 
 
-def _value(rank, answer, local_error=None):
+def _get_value(rank, answer, local_error=None):
     """Return the value in a rank's answer, or raise its error."""
     if "value" in answer:
         return answer["value"]

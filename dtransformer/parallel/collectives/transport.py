@@ -40,7 +40,7 @@ def never_constant(x: tf.Tensor) -> tf.Tensor:
     return y
 
 
-def tied(value: tf.Tensor, y: tf.Tensor | None) -> tf.Tensor:
+def with_dependency(value: tf.Tensor, y: tf.Tensor | None) -> tf.Tensor:
     """Return `value` with a control dependency on `y`, so that `y` is always computed.
 
     If a tape surrounds a `tf.function`, TensorFlow's gradient functions still drop `y` unless a
@@ -54,16 +54,16 @@ def tied(value: tf.Tensor, y: tf.Tensor | None) -> tf.Tensor:
 
 
 # Maps dtypes that Horovod lacks to dtypes of the same width.
-_MOVED_AS = {"bfloat16": "uint16"}
+_BITCAST_DTYPES = {"bfloat16": "uint16"}
 # Maps dtypes that Horovod cannot reduce to the dtypes of sums, maxima and minima.
-_REDUCED_AS = {
+_REDUCE_DTYPES = {
     "bfloat16": "float32",
     **dict.fromkeys(("bool", "int8", "uint8", "int16", "uint16"), "int32"),
 }
 # The same map for sums that this rank computes.
-_ADDED_AS = {**_REDUCED_AS, "float16": "float32"}
+_SUM_DTYPES = {**_REDUCE_DTYPES, "float16": "float32"}
 
-DTYPES = (*sorted(_REDUCED_AS), "float16", "float32", "float64", "int32", "int64")
+DTYPES = (*sorted(_REDUCE_DTYPES), "float16", "float32", "float64", "int32", "int64")
 
 
 def broadcast(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -149,7 +149,7 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """
     if group.size == 1:
         return x
-    y = never_constant(tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype)))
+    y = never_constant(tf.cast(x, _REDUCE_DTYPES.get(x.dtype.name, x.dtype)))
     y = _run("allreduce", y, group, name, op=getattr(job.horovod(), op))
     return tf.cast(y, x.dtype)
 
@@ -159,7 +159,7 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
     if group.size == 1:
         return tensors
     dtype = tensors[0].dtype
-    sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
+    sums = [tf.cast(x, _REDUCE_DTYPES.get(dtype.name, dtype)) for x in tensors]
     sums = _run("grouped_allreduce", sums, group, name, op=job.horovod().Sum)
     return [tf.cast(total, dtype) for total in sums]
 
@@ -179,14 +179,14 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     dtype_name = rows.dtype.name
     if group.size == 1:
         total = rows[0]
-    elif dtype_name not in _ADDED_AS:
+    elif dtype_name not in _SUM_DTYPES:
         ordered = _to_rank_order(rows, group)
         total = _run("reducescatter", ordered, group, name, op=job.horovod().Sum)
         total.set_shape([1, *rows.shape[1:]])
         total = total[0]
     else:
         total = tf.reduce_sum(
-            tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(dtype_name, dtype_name)), 0
+            tf.cast(all_to_all(rows, group, name), _SUM_DTYPES.get(dtype_name, dtype_name)), 0
         )
     return tf.cast(total, dtype_name if dtype is None else dtype)
 
@@ -210,9 +210,9 @@ def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None)
     packed = tf.concat([sections[i] for i in order], 0)
     received, received_splits = _move("alltoall", packed, group, name, splits=splits)
     # TensorFlow would skip the operation if this rank's section is empty.
-    received = tied(received, received_splits)
+    received = with_dependency(received, received_splits)
     rows = tf.reshape(received, [group.size, sections[group.index].shape[0]])
-    total = tf.reduce_sum(tf.cast(rows, _ADDED_AS.get(dtype_name, dtype_name)), 0)
+    total = tf.reduce_sum(tf.cast(rows, _SUM_DTYPES.get(dtype_name, dtype_name)), 0)
     return tf.cast(total, dtype_name if dtype is None else dtype)
 
 
@@ -243,7 +243,7 @@ def _move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
 
     With `splits` in `options`, return a tuple of the received tensor and its size from each rank.
     """
-    bits = _MOVED_AS.get(x.dtype.name)
+    bits = _BITCAST_DTYPES.get(x.dtype.name)
     sent = tf.bitcast(x, bits) if bits else x
     received = _run(operation, sent, group, name, **options)
     received, *splits = received if "splits" in options else [received]

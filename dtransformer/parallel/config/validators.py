@@ -44,7 +44,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 @functools.cache
-def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
+def field_validators(kind: type) -> dict[str, pydantic.TypeAdapter]:
     """Return a validator for each field of a dataclass, built from its annotations.
 
     Validation is strict: 1.0 is not an int, and 1 is not a bool.
@@ -67,7 +67,7 @@ def checked_value(kind: type, name: str, value):
     stored = tuple(value) if isinstance(value, (list, range)) else value
     stored = dict(stored) if isinstance(stored, dict) else stored
     try:
-        checks_of(kind)[name].validate_python(stored)
+        field_validators(kind)[name].validate_python(stored)
     except pydantic.ValidationError as error:
         messages = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
         raise ValueError(f"{name} {' or '.join(messages)}, got {value!r}") from None
@@ -78,7 +78,7 @@ class Checked:
     """Base class for dataclasses that validate every assignment to a field."""
 
     def __setattr__(self, name, value):
-        checks = checks_of(type(self))
+        checks = field_validators(type(self))
         if name not in checks:
             hint = nearest(name, checks)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
@@ -86,7 +86,7 @@ class Checked:
 
 
 # Fields whose work each pipeline stage would repeat for every micro-batch.
-_NOT_WITH_A_PIPELINE = {
+_PIPELINE_CONFLICTS = {
     "optimizer_shard": "Every weight would be gathered twice for each micro-batch. Use level 2, which "
     "shards gradients and optimizer states.",
     "gradient_accumulation_shard": "Gradients would be sent for each micro-batch. Leave it False.",
@@ -131,7 +131,7 @@ def check_supported(config, local_devices: int = 1) -> None:
         for name, value in settings_without_chunks(config).items():
             raise ValueError(
                 f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
-                f"{_NOT_WITH_A_PIPELINE[name]}"
+                f"{_PIPELINE_CONFLICTS[name]}"
             )
         schedules.check(
             config.pipeline_schedule,
@@ -154,7 +154,7 @@ def check_supported(config, local_devices: int = 1) -> None:
 def settings_without_chunks(config) -> dict:
     """Return a dict of the config's settings that no pipeline supports, even with one stage."""
     refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
-    return {x: refused[x] for x in _NOT_WITH_A_PIPELINE if getattr(config, x) == refused[x]}
+    return {x: refused[x] for x in _PIPELINE_CONFLICTS if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:

@@ -179,12 +179,12 @@ class ContextExchange:
         """Move position r·s/c + c·i + j of shard r to index r·s/c² + i of shard j."""
         c, b, n, s, d = x.shape
         split = [c, b, n, s // c, c, d]
-        return _exchanged(x, split, [4, 0, 1, 2, 3, 5], [0, 2, 3, 1, 4, 5], [c, b, n, s, d])
+        return _exchange(x, split, [4, 0, 1, 2, 3, 5], [0, 2, 3, 1, 4, 5], [c, b, n, s, d])
 
     def _from_stripes(self, x):
         c, b, n, s, d = x.shape
         split = [c, b, n, c, s // c, d]
-        return _exchanged(x, split, [3, 0, 1, 2, 4, 5], [0, 2, 3, 4, 1, 5], [c, b, n, s, d])
+        return _exchange(x, split, [3, 0, 1, 2, 4, 5], [0, 2, 3, 4, 1, 5], [c, b, n, s, d])
 
     def _to_heads(self, x):
         """Convert `[c, b, n, s/c, d]` to `[c, b, n/c, s, d]`."""
@@ -194,13 +194,13 @@ class ContextExchange:
             [c, b, head_shards, c, n // (head_shards * c), s, d],
             [c, b, n // c, c * s, d],
         )
-        return _exchanged(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
+        return _exchange(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
 
     def _from_heads(self, x):
         c, b, n, s, d = x.shape
         head_shards = self._head_shards
         split, shape = [c, b, head_shards, n // head_shards, c, s // c, d], [c, b, n * c, s // c, d]
-        return _exchanged(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
+        return _exchange(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
 
 
 class LocalExchange(ContextExchange):
@@ -233,7 +233,7 @@ def _all_to_all(x):
     return _constrain(x, ("length_shards", None, "batch", "heads"))
 
 
-def _exchanged(x, split, to_front, inverse, shape):
+def _exchange(x, split, to_front, inverse, shape):
     """Reshape `x` to `split`, exchange blocks, and reshape the result to `shape`.
 
     `there` permutes the dimension to send to the front, and `back` reverses this.

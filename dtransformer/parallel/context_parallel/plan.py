@@ -12,7 +12,7 @@ import math
 Range = tuple[int, int]
 
 # Size of the gathered keys and values above which "auto" receives them in rounds.
-_MANY_BYTES = 64 * 2**20
+_MIN_RING_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ def make_plan(
     m, t, d = keys[1:]
     if mode == "auto":
         bytes_of_keys = 2 * b * m * t * d * item_bytes
-        mode = "ring" if bytes_of_keys >= _MANY_BYTES else "all_gather"
+        mode = "ring" if bytes_of_keys >= _MIN_RING_BYTES else "all_gather"
         mode = "ulysses" if n % shards == m % shards == 0 else mode
     if mode == "ulysses":
         check_heads(n, m, shards)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.axis_rules import override_rules, relayout, rules_of_decoding
+from dtransformer.parallel.mesh.axis_rules import decoding_rules, override_rules, relayout
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last
@@ -95,11 +95,11 @@ def decode(decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = N
 
     cache = decoding.encode(source, search.max_length)
     state = search.start(decoding.texts(source))
-    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
+    state, _ = tf.while_loop(lambda state, _: needs_token(search, state), step, (state, cache))
     return search.result(state)
 
 
-def goes_on(search: Search, state: dict) -> tf.Tensor:
+def needs_token(search: Search, state: dict) -> tf.Tensor:
     """Return a bool scalar tensor that is True if another token is needed."""
     return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
 
@@ -170,7 +170,7 @@ def _on_mesh(network, make):
 
     def run(source, max_length, seed):
         def on_mesh(source, seed):
-            with override_rules(rules_of_decoding()):
+            with override_rules(decoding_rules()):
                 ids = decode(make(max_length, seed), source)
             return relayout(ids, (None, None, None))
 
@@ -218,7 +218,7 @@ class _StagedDecoding:
         return self._make(seed).search.update(state, logits)
 
     def __call__(self, source, seed):
-        with override_rules(rules_of_decoding()):
+        with override_rules(decoding_rules()):
             return self._run(source, tf.constant([seed, 0]))
 
     def _run(self, source, seed):
@@ -233,7 +233,7 @@ class _StagedDecoding:
             logits, caches = self._step({"source": source, **inputs}, caches)
             if has_outputs():
                 state = self._update(state, logits, seed)
-            scalars = [state["position"], tf.cast(goes_on(search, state), "int32")]
+            scalars = [state["position"], tf.cast(needs_token(search, state), "int32")]
             chosen = from_last(tf.concat([state["last"], state["beams"], scalars], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
             state["position"], has_next = chosen[-2], bool(chosen[-1])

@@ -31,18 +31,24 @@ class Buffers:
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
-        self._groups, self._of_groups = groups, groups.relayout
+        self._groups, self._relayout = groups, groups.relayout
         *group_shape, size, self._num_choices = static_or_dynamic_shape(choices)
         num_experts = taken.taken.shape[-1]
         is_static = isinstance(most, int) and isinstance(size, int)
         num_slots = size if most is None else (min if is_static else tf.minimum)(most, size)
         self._shape = [*group_shape, num_experts, num_slots]
-        self._experts, self._model = mesh_axis("expert"), mesh_axis("mlp")
+        self._expert_axis, self._model_axis = mesh_axis("expert"), mesh_axis("mlp")
         # Buffers are sharded by group, and the buffers of experts by expert, over the same mesh
         # axis. The axis moves from the first dimension, because DTensor's all-to-all between others
         # is wrong.
         axis, *context = groups.axes
-        self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
+        self._expert_axes = (
+            None if self._expert_axis else axis,
+            *context,
+            self._expert_axis,
+            None,
+            None,
+        )
         total_slots, total_choices = num_experts * num_slots, size * self._num_choices
         slot = _index(num_slots) * _index(tf.range(num_experts)) + taken.position
         # Dropped tokens get the index after the last slot.
@@ -50,17 +56,17 @@ class Buffers:
         is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
         # Slot of each choice [g, n·k], and conversely the choice of each slot [g, E·c].
         slot = tf.reduce_sum(is_choice * slot[..., None, :], axis=-1)
-        self._places = self._of_groups(tf.reshape(slot, [*group_shape, total_choices]))
+        self._places = self._relayout(tf.reshape(slot, [*group_shape, total_choices]))
         # The first tokens get the greatest numbers, and tokens that are not accepted get 0.
         choice_index = _index(tf.range(self._num_choices))[:, None]
         choice_index = tf.reduce_sum(is_choice * choice_index, axis=-2)  # [g, n, E]
         first_choice = _index(tf.range(size))[:, None] * self._num_choices
         priority = _index(total_choices) - (first_choice + choice_index)
-        priority = self._of_groups(tf.linalg.matrix_transpose(priority * taken.taken))
+        priority = self._relayout(tf.linalg.matrix_transpose(priority * taken.taken))
         priority = tf.reshape(
             tf.math.top_k(priority, num_slots).values, [*group_shape, total_slots]
         )
-        self._choices = self._of_groups(_index(total_choices) - priority)
+        self._choices = self._relayout(_index(total_choices) - priority)
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return a list of one tensor, the buffers of all experts, from the tokens `[g, n, h]`."""
@@ -72,14 +78,14 @@ class Buffers:
             sent = self._look_up(x, tokens)
 
             def gradient(dy):
-                gradients = self._look_up(self._flat(self._of_groups(dy)), self._places)
+                gradients = self._look_up(self._flat(self._relayout(dy)), self._places)
                 gradients = tf.reshape(gradients, [*shape[:-1], self._num_choices, shape[-1]])
-                return self._of_groups(tf.reduce_sum(self._of_groups(gradients), axis=-2))
+                return self._relayout(tf.reduce_sum(self._relayout(gradients), axis=-2))
 
-            sent = self._of_groups(tf.reshape(sent, [*self._shape, shape[-1]]))
-            return shard_first(sent, self._of_experts), gradient
+            sent = self._relayout(tf.reshape(sent, [*self._shape, shape[-1]]))
+            return shard_first(sent, self._expert_axes), gradient
 
-        return [send(self._of_groups(x))]
+        return [send(self._relayout(x))]
 
     def take_back(self, outputs: list[tf.Tensor], gates: tf.Tensor) -> tf.Tensor:
         """Return Σ gate · output of each token, `[g, n, h]`.
@@ -91,44 +97,44 @@ class Buffers:
 
         @custom_gradient
         def gather_choices(y):
-            y = self._of_groups(y)
+            y = self._relayout(y)
 
             def gradient(dy):
-                dy = self._flat(self._of_groups(dy))
+                dy = self._flat(self._relayout(dy))
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
-                return shard_first(self._of_groups(dy), self._of_experts)
+                return shard_first(self._relayout(dy), self._expert_axes)
 
             gathered = self._look_up(self._flat(y), self._places)
             gathered = tf.reshape(gathered, [*static_or_dynamic_shape(gates), y.shape[-1]])
-            return self._of_groups(gathered), gradient
+            return self._relayout(gathered), gradient
 
         y = gather_choices(outputs[0])
-        gates = self._of_groups(tf.cast(gates, y.dtype))
-        return self._of_groups(tf.reduce_sum(gates[..., None] * y, axis=-2))
+        gates = self._relayout(tf.cast(gates, y.dtype))
+        return self._relayout(tf.reduce_sum(gates[..., None] * y, axis=-2))
 
     def _flat(self, buffers):
         """Reshape `[g, E, c, h]` to `[g, E·c, h]`."""
-        return self._of_groups(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
+        return self._relayout(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
 
     def _look_up(self, rows, indices):
         """Gather rows of `[g, r, h]` by indices `[g, m]`, with zeros for index r."""
         rank = len(self._groups.axes)
-        rows = self._of_groups(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
-        return self._of_groups(tf.gather(rows, indices, axis=rank, batch_dims=rank))
+        rows = self._relayout(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
+        return self._relayout(tf.gather(rows, indices, axis=rank, batch_dims=rank))
 
     def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers `[g, E, c, h]` with kernels `[E, h, f]`, sharded along f."""
-        inner = (*self._of_experts[:-1], self._model)
-        return [self._product(xs[0], kernel, inner, (self._experts, None, self._model))]
+        inner = (*self._expert_axes[:-1], self._model_axis)
+        return [self._product(xs[0], kernel, inner, (self._expert_axis, None, self._model_axis))]
 
     def row_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers `[g, E, c, f]` with kernels `[E, f, h]`, sharded along f."""
-        kernel_axes = (self._experts, self._model, None)
-        product = lambda: self._product(xs[0], kernel, self._of_experts, kernel_axes)
+        kernel_axes = (self._expert_axis, self._model_axis, None)
+        product = lambda: self._product(xs[0], kernel, self._expert_axes, kernel_axes)
         return [keep_for_recompute(product)]
 
     def _product(self, x, kernel, result_axes, kernel_axes):
-        input_axes = (*self._of_experts[:-1], kernel_axes[1])
+        input_axes = (*self._expert_axes[:-1], kernel_axes[1])
         g = "gs"[: len(self._groups.axes)]
 
         @custom_gradient

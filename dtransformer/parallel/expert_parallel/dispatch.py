@@ -18,7 +18,7 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tracing import trace
 
 
-def _outside_of_clusters():
+def _no_xla_clusters():
     """Exclude operations in the `with` block from XLA clusters.
 
     Their shapes depend on values.
@@ -50,7 +50,7 @@ class SortedTokens:
         self._rows = tf.gather(row, choices, batch_dims=1)
         flat = tf.reshape(self._rows, [-1, 1])
         indices = tf.range(tf.shape(flat, INDEX_TYPE)[0])
-        with _outside_of_clusters():
+        with _no_xla_clusters():
             self._choices = tf.scatter_nd(flat, indices, [total + 1])[:total]
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
@@ -64,10 +64,10 @@ class SortedTokens:
             sent = tf.gather(tokens, self._choices // self._num_choices)
 
             def gradient(*expert_gradients):
-                gradients = self._of_choices(tf.concat(expert_gradients, 0))
+                gradients = self._gather_choices(tf.concat(expert_gradients, 0))
                 return tf.reshape(tf.reduce_sum(gradients, axis=1), shape)
 
-            with _outside_of_clusters():
+            with _no_xla_clusters():
                 return tf.split(sent, self._sizes, num=num_experts), gradient
 
         return send(x)
@@ -85,14 +85,14 @@ class SortedTokens:
             def gradient(dy):
                 return tf.gather(tf.reshape(dy, [-1, dy.shape[-1]]), self._choices)
 
-            return self._of_choices(y), gradient
+            return self._gather_choices(y), gradient
 
         shape = tf.shape(gates)
         y = gather_choices(tf.concat(outputs, 0))
         gates = tf.cast(tf.reshape(gates, [-1, 1, self._num_choices]), y.dtype)
         return tf.reshape(tf.matmul(gates, y), [shape[0], shape[1], y.shape[-1]])
 
-    def _of_choices(self, rows):
+    def _gather_choices(self, rows):
         """Reorder rows `[M, h]` to choices `[N, k, h]`, with 0 for dropped choices."""
         return tf.gather(tf.pad(rows, [[0, 1], [0, 0]]), self._rows)
 

@@ -19,9 +19,9 @@ from dtransformer.parallel.expert_parallel.checks import needs_the_batch
 from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
     axis_size,
-    laid_out,
     mesh_axis,
     relayout,
+    relayout_with_gradient,
 )
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
@@ -75,7 +75,7 @@ class TokenGroups:
 
     def __init__(self, x: tf.Tensor, moe_config: MoEConfig):
         size = moe_config.expert_group_size
-        self._asks_others = needs_the_batch(moe_config)
+        self._exchanges_counts = needs_the_batch(moe_config)
         self._shape = static_or_dynamic_shape(x)[:2]
         axis = context = None
         if trace.is_on_mesh():
@@ -92,7 +92,7 @@ class TokenGroups:
             self._groups = [batch, in_sequence] if context else [batch * in_sequence]
             self._padding = in_sequence * self.size - length
         self.axes = (axis, context)[: len(self._groups)]
-        self._of_sequences = axis, context
+        self._sequence_axes = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
         """Convert `[b, s, ...]` to groups `[g, n, ...]`, padded with zeros.
@@ -118,7 +118,7 @@ class TokenGroups:
 
     def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
         """Lay out a tensor `[b, s, ...]` so that `split` needs no communication."""
-        return shard_first(x, self._of_sequences)
+        return shard_first(x, self._sequence_axes)
 
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
         """Lay out a tensor `[b, s, ...]` and its gradient as `of_sequences` does.
@@ -127,7 +127,7 @@ class TokenGroups:
         """
         if not trace.is_on_mesh():
             return x
-        return laid_out(x, (*self._of_sequences, *[None] * (len(x.shape) - 2)))
+        return relayout_with_gradient(x, (*self._sequence_axes, *[None] * (len(x.shape) - 2)))
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return the counts over the groups, exchanged with all ranks that share them.
@@ -140,15 +140,15 @@ class TokenGroups:
         load = tf.reduce_sum(chosen, axis=-2)
         tokens = tf.reduce_sum(is_token, axis=-1)
         size = static_or_dynamic_shape(chosen)[-2]
-        if not self._asks_others:
+        if not self._exchanges_counts:
             return Totals(tf.cast(load, "float32"), tf.cast(tokens, "float32"), size)
         if trace.is_on_mesh():
-            return self._of_mesh(load, tokens, size)
+            return self._mesh_totals(load, tokens, size)
         if job.data_parallel_group().size == 1:
             return Totals(tf.cast(load, "float32"), tf.cast(tokens, "float32"), size)
-        return self._of_ranks(load, tokens, size, name)
+        return self._rank_totals(load, tokens, size, name)
 
-    def _of_mesh(self, load, tokens, size):
+    def _mesh_totals(self, load, tokens, size):
         load, tokens = relayout(load, (None, None)), relayout(tokens, (None,))
         before = self.relayout(tf.cumsum(load, axis=0, exclusive=True))
         load = tf.reduce_sum(load, axis=0, keepdims=True)
@@ -158,7 +158,7 @@ class TokenGroups:
             *(tf.cast(x, "float32") for x in (load, tokens)), size * parts, before, float(parts)
         )
 
-    def _of_ranks(self, load, tokens, size, name):
+    def _rank_totals(self, load, tokens, size, name):
         """All-gather the counts of all replicas. Each replica has one part of the group."""
         group, rows = job.data_parallel_group(), self._shape[0]
         counts = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)

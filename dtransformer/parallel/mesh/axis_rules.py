@@ -41,7 +41,7 @@ def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
     return dtensor.relayout(x, make_layout(specs))
 
 
-def laid_out(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
+def relayout_with_gradient(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
     """Change the layout of a tensor and of its gradient.
 
     Unlike `relayout`, the gradient also gets the layout `specs`. `relayout` would give it the
@@ -142,7 +142,7 @@ def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContext
     return trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows}))
 
 
-def rules_of_decoding() -> dict[str, None]:
+def decoding_rules() -> dict[str, None]:
     """Return the rules to override for decoding, which replicates all rows and positions."""
     sharded = [name for name in LOGICAL_AXES if mesh_axis(name) == "context"]
     return dict.fromkeys(["batch", *sharded])
@@ -239,15 +239,15 @@ def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
         A tensor of the same values. Without a mesh it is `x` itself. A dimension that the mesh axis
         does not divide is replicated.
     """
-    return _constrained(x, axes, relayout)
+    return _apply_layout(x, axes, relayout)
 
 
 def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
     """Lay out a tensor and its gradient according to its logical axes. See `constrain`."""
-    return _constrained(x, axes, laid_out)
+    return _apply_layout(x, axes, relayout_with_gradient)
 
 
-def _constrained(x, axes, put):
+def _apply_layout(x, axes, put):
     check_axes(axes, len(x.shape), "an activation")
     return put(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 

@@ -15,8 +15,8 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards
 
-_OPERATION = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
-_BY_THE_COMPILER = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
+_OPERATION_PATTERN = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
+_COMPILER_PHRASES = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
 
 
 class MeshFunction:
@@ -53,7 +53,7 @@ class MeshFunction:
         ranks = job.model_parallel_group().ranks
         # Functions in the computation may wait for other ranks.
         waiting = job.waiting("a computation on the mesh", ranks)
-        captures = _compat.captures_replaced(self._on_every_device)
+        captures = _compat.captures_replaced(self._replicate_captured)
         scope = keras.StatelessScope(mapping, collect_losses=True)
         with scope, self._on_mesh(), waiting, captures:
             results = self._function(*args)
@@ -65,7 +65,7 @@ class MeshFunction:
                 updates[str(i)] = relayout(value, sharding_specs(variable))
         return results, updates
 
-    def _on_every_device(self, tensor):
+    def _replicate_captured(self, tensor):
         """Replicate a tensor captured by a layer. Scalars and strings stay as they are.
 
         Raises:
@@ -120,7 +120,7 @@ class MeshFunction:
         try:
             results, updates = self._traced(weights, args)
         except tf.errors.OpError as error:
-            message = _refused(error.message, self._graph)
+            message = _unsupported_message(error.message, self._graph)
             if message is None:
                 raise
             raise ValueError(message) from None
@@ -137,10 +137,10 @@ class MeshFunction:
         return results
 
 
-def _refused(message, graph):
+def _unsupported_message(message, graph):
     """Return an error message for an operation that DTensor cannot compile, or `None`."""
-    match = _OPERATION.search(message)
-    if match is None or not any(phrase in message for phrase in _BY_THE_COMPILER):
+    match = _OPERATION_PATTERN.search(message)
+    if match is None or not any(phrase in message for phrase in _COMPILER_PHRASES):
         return None
     kind = match[1] or match[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
@@ -167,13 +167,13 @@ def wait(results):
         tf.reshape(on_device, [-1])[:1].numpy()
 
 
-_seen = set()
+_known_functions = set()
 
 
 def new_functions() -> list[str]:
     """Return the names of TensorFlow functions created since the last call."""
     names = set(_compat.function_names())
-    new = sorted(names - _seen)
-    _seen.clear()
-    _seen.update(names)
+    new = sorted(names - _known_functions)
+    _known_functions.clear()
+    _known_functions.update(names)
     return new

@@ -134,16 +134,16 @@ class LocalShards:
         self.distinct = list(dict.fromkeys(device_bounds))
         shard_indices = [self.distinct.index(bounds) for bounds in device_bounds]
         # The local devices and the indices of their shards.
-        self._places = list(zip(mesh.local_devices(), shard_indices))
-        self._firsts = [shard_indices.index(index) for index in range(len(self.distinct))]
-        self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
+        self._device_shards = list(zip(mesh.local_devices(), shard_indices))
+        self._first_indices = [shard_indices.index(index) for index in range(len(self.distinct))]
+        self.first_devices = [mesh.local_devices()[first] for first in self._first_indices]
         self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return a DTensor of shards: tensors or variables in the order of `distinct`."""
         values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
-        for device, index in self._places:
+        for device, index in self._device_shards:
             value = values[index]
             if value.device != device:
                 with tf.device(device):
@@ -154,7 +154,7 @@ class LocalShards:
     def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the distinct shards of a DTensor, in the order of `distinct`."""
         device_shards = dtensor.unpack(value)
-        return [device_shards[first] for first in self._firsts]
+        return [device_shards[first] for first in self._first_indices]
 
 
 def bounds_of(

@@ -29,7 +29,7 @@ from dtransformer.parallel.schedules.placement import Placement
 Call = tuple[Hashable, Sequence[Hashable]]
 
 
-def by_use(
+def assign_by_use(
     calls: Sequence[Call], ends: Sequence[Hashable], given: Mapping[Hashable, int], num_chunks: int
 ) -> dict[Hashable, int]:
     """Assign layers without a model chunk to the chunks of connected layers.
@@ -50,7 +50,7 @@ def by_use(
     head.
 
     >>> calls = [("in", []), ("b0", ["in"]), ("more", []), ("b1", ["b0", "more"]), ("head", ["b1"])]
-    >>> by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
+    >>> assign_by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
     {'head': 1, 'more': 1, 'in': 0}
     """
     places = dict(given)
@@ -69,7 +69,7 @@ def by_use(
     return {layer: chunk for layer, chunk in places.items() if layer not in given}
 
 
-def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
+def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
     """Divide consecutive layers into model chunks and minimize the largest chunk.
 
     Args:
@@ -81,7 +81,7 @@ def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int
 
     Example:
 
-    >>> spread({"in": 1, "a": 4, "b": 4, "c": 4, "out": 2}, 2)
+    >>> assign_evenly({"in": 1, "a": 4, "b": 4, "c": 4, "out": 2}, 2)
     {'in': 0, 'a': 0, 'b': 0, 'c': 1, 'out': 1}
     """
     low, high = max(sizes.values()), sum(sizes.values())
@@ -139,25 +139,23 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     """
     for layer in placed_layers(network):
         _make_placeable(layer)
-    parts = _parts_without_place(network)
-    recorder = _recorded(network, specs, parts)
-    loss_parts = [
-        part for part in _parts_without_place(network, adds_losses=True) if part not in parts
-    ]
+    parts = _unplaced_parts(network)
+    recorder = _record_calls(network, specs, parts)
+    loss_parts = [part for part in _unplaced_parts(network, adds_losses=True) if part not in parts]
     if loss_parts:
         parts += loss_parts
-        recorder = _recorded(network, specs, parts)
+        recorder = _record_calls(network, specs, parts)
     if _compat.adds_losses(network):
         raise ValueError(
             f"{network.name} adds a loss in its call, which no stage of a pipeline computes. Add it in "
             "a layer."
         )
-    parts = [part for part in _in_order(recorder) if part in parts]
-    placed = [layer for layer in _in_order(recorder) if layer not in parts]
+    parts = [part for part in _call_order(recorder) if part in parts]
+    placed = [layer for layer in _call_order(recorder) if layer not in parts]
     if placed:
         fixed_places = {layer: chunk_of(layer, placement) for layer in placed}
         calls = [(layer, [result.layer for result in results]) for layer, results in recorder.calls]
-        places = by_use(
+        places = assign_by_use(
             calls, [result.layer for result in recorder.ends], fixed_places, placement.num_chunks
         )
     else:
@@ -166,12 +164,12 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
                 f"{network.name} calls {len(parts)} layers with weights, but the pipeline has "
                 f"{placement.num_chunks} model chunks. Each chunk needs at least one."
             )
-        places = spread({part: _size(part) for part in parts}, placement.num_chunks)
+        places = assign_evenly({part: _size(part) for part in parts}, placement.num_chunks)
     for part in parts:
         part.pipeline_stage = places[part]
 
 
-def _parts_without_place(layer, adds_losses=False):
+def _unplaced_parts(layer, adds_losses=False):
     """Return the outermost unplaced layers that have variables or metrics, or add losses.
 
     Models and layers that contain placed layers are not returned, but their inner layers may be.
@@ -181,7 +179,7 @@ def _parts_without_place(layer, adds_losses=False):
         if is_placed(inner):
             continue
         if isinstance(inner, keras.Model) or any(map(is_placed, _compat.flat_layers(inner))):
-            parts += _parts_without_place(inner, adds_losses)
+            parts += _unplaced_parts(inner, adds_losses)
         elif (
             inner.variables
             or inner.metrics
@@ -191,13 +189,13 @@ def _parts_without_place(layer, adds_losses=False):
     return list(dict.fromkeys(parts))
 
 
-def _recorded(network, specs, parts):
+def _record_calls(network, specs, parts):
     """Return the `DependencyRecorder` of a network, with `parts` treated as placed layers."""
     for part in parts:
         _make_placeable(part)
         part.pipeline_stage = 0
     try:
-        with _Watch(parts):
+        with _ReadGuard(parts):
             return DependencyRecorder(lambda inputs: network(inputs, training=True), specs)
     finally:
         for part in parts:
@@ -218,7 +216,7 @@ def _make_placeable(layer):
     object.__setattr__(layer, "call", call)
 
 
-class _Watch(keras.StatelessScope):
+class _ReadGuard(keras.StatelessScope):
     """Scope that raises an error if weights are read outside of their layer's calls."""
 
     def __init__(self, layers):
@@ -234,7 +232,7 @@ class _Watch(keras.StatelessScope):
         return super().get_current_value(variable)
 
 
-def _in_order(recorder):
+def _call_order(recorder):
     return list(dict.fromkeys(layer for layer, _ in recorder.calls))
 
 

@@ -3,7 +3,7 @@
 import contextlib
 
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, signature_of
+from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, make_signature
 from dtransformer.parallel.pipeline_parallel.stage_assignment import weights_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.tracing.dropout_seed import dropout_numbers
@@ -45,7 +45,7 @@ class ChunkFunctions:
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
-            signature = signature_of(self._network, chunk, dataflow) if self._shares else None
+            signature = make_signature(self._network, chunk, dataflow) if self._shares else None
             weights = weights_of(self._network, chunk, dataflow)
             if signature is None:
                 function = self._function(chunk, dataflow)

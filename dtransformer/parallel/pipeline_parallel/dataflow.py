@@ -14,10 +14,10 @@ from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import (
     CallNames,
-    left_masks,
+    call_masks,
+    make_zeros,
     mask_name,
     view,
-    zeros_of,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
@@ -74,8 +74,8 @@ class DependencyRecorder:
         name = self._names.next(layer)
         for index, x in enumerate(flat):
             self._remember(x, layer, index, f"{name}:{index}")
-        for index, spec in left_masks(layer, compute, args, kwargs).items():
-            mask = zeros_of(spec, args, kwargs)
+        for index, spec in call_masks(layer, compute, args, kwargs).items():
+            mask = make_zeros(spec, args, kwargs)
             self._remember(mask, layer, None, mask_name(name, index))
             _compat.with_mask(flat[index], mask)
         return tf.nest.pack_sequence_as(results, flat)
@@ -178,7 +178,7 @@ class Dataflow:
         Raises:
             ValueError: If a chunk needs a result of a later one.
         """
-        return cls._from(DependencyRecorder(function, inputs), placement)
+        return cls._from_recorder(DependencyRecorder(function, inputs), placement)
 
     @classmethod
     def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
@@ -195,10 +195,10 @@ class Dataflow:
         """
         recorder = DependencyRecorder(lambda inputs: network(inputs, training=True), inputs)
         _check_places(network, [layer for layer, _ in recorder.calls], placement)
-        return cls._from(recorder, placement)
+        return cls._from_recorder(recorder, placement)
 
     @classmethod
-    def _from(cls, recorder, placement):
+    def _from_recorder(cls, recorder, placement):
         copies, last_use = {}, {}
         uses = [
             (chunk_of(layer, placement), layer.path, results) for layer, results in recorder.calls

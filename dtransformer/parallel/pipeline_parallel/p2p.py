@@ -16,11 +16,11 @@ class _Waited(concurrent.futures.Future):
 
     def __init__(self, description, rank):
         super().__init__()
-        self._what, self._rank = description, rank
+        self._description, self._rank = description, rank
 
     def result(self, timeout=None):
         """Wait for the result and report the wait."""
-        with job.waiting(self._what, [self._rank]):
+        with job.waiting(self._description, [self._rank]):
             return super().result(timeout)
 
 
@@ -73,7 +73,7 @@ class PeerToPeer:
                 autograph=False,
             )
             self._functions[key] = _compat.expect_many_traces(function)
-        future = _Waited(f"send/recv {name!r}", _rank_of(peer))
+        future = _Waited(f"send/recv {name!r}", _get_rank(peer))
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
         return future
 
@@ -88,13 +88,13 @@ class PeerToPeer:
             future.set_result(None if sends else results)
 
 
-def _rank_of(stage):
+def _get_rank(stage):
     """Return the rank of another stage in this pipeline."""
     return job.pipeline_group().ranks[stage]
 
 
 def _broadcast(tensors, peer, sends, name):
     """Broadcast tensors between this rank and the peer stage's rank."""
-    pair = job.known_group(sorted((job.rank(), _rank_of(peer))))
+    pair = job.known_group(sorted((job.rank(), _get_rank(peer))))
     root = pair.index if sends else 1 - pair.index
     return transport.broadcast_together(tensors, root, pair, name)

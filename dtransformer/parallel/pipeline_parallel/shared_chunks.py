@@ -34,13 +34,13 @@ class Signature:
     stack: str
     blocks: list
 
-    def named_as_in(self, other: "Signature", tensors: dict) -> dict:
+    def rename_for(self, other: "Signature", tensors: dict) -> dict:
         """Rename the keys of a dict of tensors to the names of an equal chunk."""
         names = {role: name for name, role in other.roles.items()}
         return {names[self.roles[name]]: x for name, x in tensors.items()}
 
 
-def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signature | None:
+def make_signature(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signature | None:
     """Return the signature of a chunk, or `None` if it cannot share a function.
 
     A chunk can share a function if it consists only of consecutive blocks of this package in one
@@ -55,11 +55,11 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
     placement = dataflow.placement
     layers = layers_of(network, chunk, placement)
     has_copies = any(chunk in dataflow.copies_of(layer) for layer in placed_layers(network))
-    stack = _stack_of(network, layers)
+    stack = _find_stack(network, layers)
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:
         return None
     inner = [layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)]
-    if _any_tells_means(inner):
+    if _has_experts(inner):
         return None
     blocks = list(stack.blocks)
     first = blocks.index(layers[0])
@@ -80,7 +80,7 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
     return Signature(key, roles, mask_drawers(inner), stack.name, [layer.name for layer in layers])
 
 
-def _stack_of(network, layers):
+def _find_stack(network, layers):
     """Return the stack that contains the layers as consecutive blocks, or `None`."""
     for stack in _stacks(network):
         if layers and layers[0] in stack.blocks:
@@ -89,7 +89,7 @@ def _stack_of(network, layers):
             inner = [
                 layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)
             ]
-            return stack if are_consecutive and all(map(_is_ours, inner)) else None
+            return stack if are_consecutive and all(map(_is_dtransformer_layer, inner)) else None
     return None
 
 
@@ -98,23 +98,23 @@ def number_of_blocks(network: keras.Model) -> int:
 
     It counts the blocks in stacks of this package. With experts it is 0.
     """
-    if _any_tells_means(_compat.flat_layers(network)):
+    if _has_experts(_compat.flat_layers(network)):
         return 0
     return sum(len(stack.blocks) for stack in _stacks(network))
 
 
 def _stacks(network):
     """Return the layers of this package with a list of blocks."""
-    layers = filter(_is_ours, _compat.flat_layers(network))
+    layers = filter(_is_dtransformer_layer, _compat.flat_layers(network))
     return [layer for layer in layers if isinstance(getattr(layer, "blocks", None), list)]
 
 
-def _any_tells_means(layers):
+def _has_experts(layers):
     """Return whether one of the layers has experts, which report their loads under unique names."""
     return any(getattr(layer, "adds_means", False) for layer in layers)
 
 
-def _is_ours(layer):
+def _is_dtransformer_layer(layer):
     return type(layer).__module__.startswith("dtransformer.")
 
 
@@ -150,28 +150,36 @@ class SharedChunk:
         other_weights: list,
     ):
         self._function = self.compilation = function
-        self._other, self._own = other_signature, signature
-        self.trained, self._others = trained, other_weights
+        self._other_signature, self._signature = other_signature, signature
+        self.trained, self._other_weights = trained, other_weights
 
     def weights(self) -> list:
         """Return the values of the trained weights, for gradients."""
         return self._function.weights(self.trained)
 
     def __call__(self, weights, received, *args):
-        layer_numbers = [layer.number for layer in self._own.dropouts]
-        received = self._own.named_as_in(self._other, received)
+        layer_numbers = [layer.number for layer in self._signature.dropouts]
+        received = self._signature.rename_for(self._other_signature, received)
         sent, results = self._function.call(
-            weights, self.trained, self._others, received, self._function.put(layer_numbers), *args
+            weights,
+            self.trained,
+            self._other_weights,
+            received,
+            self._function.put(layer_numbers),
+            *args,
         )
-        return self._other.named_as_in(self._own, sent), results
+        return self._other_signature.rename_for(self._signature, sent), results
 
     def layer_name(self, name: str) -> str:
         """Replace the names of stack and blocks in an operation name with this chunk's names."""
-        new_names, suffix = dict(zip(self._other.blocks, self._own.blocks)), r"(?:_\d+)?"
-        stack, blocks = re.escape(self._own.stack), "|".join(map(re.escape, new_names))
+        new_names, suffix = (
+            dict(zip(self._other_signature.blocks, self._signature.blocks)),
+            r"(?:_\d+)?",
+        )
+        stack, blocks = re.escape(self._signature.stack), "|".join(map(re.escape, new_names))
         return re.sub(
             # TensorFlow appends numbers to repeated names.
             rf"/{stack}{suffix}/({blocks}){suffix}(?=/)",
-            lambda match: f"/{self._own.stack}/{new_names[match[1]]}",
+            lambda match: f"/{self._signature.stack}/{new_names[match[1]]}",
             name,
         )

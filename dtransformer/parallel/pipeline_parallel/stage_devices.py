@@ -11,7 +11,11 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.mesh.axis_rules import activation_specs, laid_out, replicate
+from dtransformer.parallel.mesh.axis_rules import (
+    activation_specs,
+    relayout_with_gradient,
+    replicate,
+)
 from dtransformer.parallel.mesh.batch import (
     local_value,
     put_batch,
@@ -135,7 +139,7 @@ class MeshExecutor(LocalExecutor):
 
     def __init__(self):
         # Cache the local shards of a `CrossStageTensor`.
-        self._held = functools.cache(lambda x: LocalShards(x.shape, self._specs(x)))
+        self._local_shards = functools.cache(lambda x: LocalShards(x.shape, self._specs(x)))
 
     def compile(self, function, trained, others):
         return _FunctionOnMesh(function, trained, others)
@@ -154,17 +158,17 @@ class MeshExecutor(LocalExecutor):
         return tf.reshape(put[: tf.TensorShape(shape).num_elements()], shape)
 
     def relayout(self, tensor, x):
-        return laid_out(x, self._specs(tensor))
+        return relayout_with_gradient(x, self._specs(tensor))
 
     def shard_specs(self, tensors):
-        return [(shape, x.dtype) for x in tensors for shape in self._held(x).shapes]
+        return [(shape, x.dtype) for x in tensors for shape in self._local_shards(x).shapes]
 
     def shards(self, tensors, values):
         pairs = zip(tensors, values, strict=True)
-        return [shard for tensor, x in pairs for shard in self._held(tensor).unpack(x)]
+        return [shard for tensor, x in pairs for shard in self._local_shards(tensor).unpack(x)]
 
     def from_shards(self, tensors, shards):
-        shards, all_local_shards = iter(shards), [self._held(tensor) for tensor in tensors]
+        shards, all_local_shards = iter(shards), [self._local_shards(tensor) for tensor in tensors]
         return [
             local_shards.pack([next(shards) for _ in local_shards.distinct])
             for local_shards in all_local_shards
@@ -190,7 +194,7 @@ class _FunctionOnMesh(MeshFunction):
 
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
-        self.trained, self._others, self.compilation = trained, others, self
+        self.trained, self._other_weights, self.compilation = trained, others, self
 
     @staticmethod
     def layer_name(name: str) -> str:
@@ -202,7 +206,7 @@ class _FunctionOnMesh(MeshFunction):
         return [packed(weight) for weight in (self.trained if trained is None else trained)]
 
     def __call__(self, weights, *args):
-        return self.call(weights, self.trained, self._others, *args)
+        return self.call(weights, self.trained, self._other_weights, *args)
 
     def call(self, weights, trained, others, *args):
         """Call the function with other variables of the same shapes. See `shared_chunks`."""
@@ -218,5 +222,7 @@ class _FunctionOnMesh(MeshFunction):
     def _trace(self, weights, args):
         self.is_new = True
         # This gives the gradient of a weight the layout of the weight.
-        trained = [laid_out(w, sharding_specs(v)) for w, v in zip(weights, self.trained)]
+        trained = [
+            relayout_with_gradient(w, sharding_specs(v)) for w, v in zip(weights, self.trained)
+        ]
         return super()._trace([*trained, *weights[len(trained) :]], args)

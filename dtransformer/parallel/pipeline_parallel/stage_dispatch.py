@@ -29,7 +29,7 @@ def output_specs(layer, args: tuple, kwargs: dict):
     return layer.compute_output_spec(*args, **kwargs)
 
 
-def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
+def call_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
     """Return `keras.KerasTensor` objects for the masks that a call itself sets on its results.
 
     Masks that Keras derives from `compute_mask` after the call exist on every stage.
@@ -66,10 +66,10 @@ def placeholder_outputs(layer, args: tuple, kwargs: dict):
     Unknown dimensions are taken from the first input.
     """
     specs = output_specs(layer, args, kwargs)
-    return tf.nest.map_structure(lambda spec: zeros_of(spec, args, kwargs), specs)
+    return tf.nest.map_structure(lambda spec: make_zeros(spec, args, kwargs), specs)
 
 
-def zeros_of(spec, args: tuple, kwargs: dict):
+def make_zeros(spec, args: tuple, kwargs: dict):
     """Return zeros for a `keras.KerasTensor`, with unknown dimensions from the first argument.
 
     Other values are returned as they are.
@@ -175,8 +175,8 @@ class ChunkView:
     def __init__(self, chunk, dataflow, received):
         self.chunk, self._dataflow, self._received = chunk, dataflow, received
         self._names = CallNames()
-        self._wanted = {tensor.name for tensor in dataflow.sent_after(chunk)}
-        self.sent = {name: x for name, x in received.items() if name in self._wanted}
+        self._sent_names = {tensor.name for tensor in dataflow.sent_after(chunk)}
+        self.sent = {name: x for name, x in received.items() if name in self._sent_names}
 
     def call(self, layer, compute, placeholder, args, kwargs):
         name = self._names.next(layer)
@@ -199,10 +199,10 @@ class ChunkView:
 
     def _keep_sent(self, layer, name, results, args, kwargs):
         for i, x in enumerate(tf.nest.flatten(results)):
-            if f"{name}:{i}" in self._wanted:
+            if f"{name}:{i}" in self._sent_names:
                 check_output(layer, i, x, args, kwargs)
                 self.sent[f"{name}:{i}"] = x
-            if mask_name(name, i) in self._wanted:
+            if mask_name(name, i) in self._sent_names:
                 self.sent[mask_name(name, i)] = _compat.mask_of(x)
 
 

@@ -47,7 +47,7 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
         local = _compat.own_variables(inner)
         object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
-            _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
+            _compat.drop_value(inner, variable, functools.partial(_absent_value, variable.path))
         # Loading skips these layers.
         object.__setattr__(inner, "load_own_variables", lambda store: None)
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
@@ -70,7 +70,7 @@ def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
     _compat.forget_weight(layer, variable)
 
 
-def _take_over(layer):
+def _build_copy(layer):
     """Build a layer with weights after `leave_to_others` removed them."""
     for inner in _compat.flat_layers(layer):
         for name in ("left_variables", "load_own_variables", "save_own_variables"):
@@ -86,7 +86,7 @@ def _refuse_to_save(layer, store):
     )
 
 
-def _absent(path, shape, dtype=None):
+def _absent_value(path, shape, dtype=None):
     """Return zeros in symbolic scopes, because another stage has the weight's value.
 
     Raises:
@@ -120,7 +120,7 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         layer.copied_to = dataflow.copies_of(layer)
     for _, layer in shared_layers(network):
         if is_here(layer) and not layer.weights:
-            _take_over(layer)
+            _build_copy(layer)
     return dataflow
 
 
@@ -136,7 +136,7 @@ def full_network(network: keras.Model) -> Iterator[None]:
             if not owner:
                 continue  # Rank 0 stores the first stage's weights.
             for inner in _compat.flat_layers(layer):
-                save = functools.partial(_copy_into, _from_stage(inner, owner))
+                save = functools.partial(_copy_into, _broadcast_saved(inner, owner))
                 if job.is_chief():
                     stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
         yield
@@ -199,7 +199,7 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
             weight.assign(value)
 
 
-def _from_stage(layer, owner):
+def _broadcast_saved(layer, owner):
     """Return the values that a stage's layer would save, on every stage."""
     values, group = {}, job.pipeline_group()
     if job.stage()[0] == owner:

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from dtransformer import nvidia_driver
 
-_THREADS_THAT_SEND = 3
+_NUM_SEND_THREADS = 3
 # An upper bound, not a reservation. It suffices for the layouts that are tested on one GPU.
-_MEGABYTES_OF_A_LOGICAL_GPU = 8192
+_LOGICAL_GPU_MEGABYTES = 8192
 # Maps a GPU index of this process to its physical device. TensorFlow never changes it.
-_cards_of_gpus = {}
+_devices_by_index = {}
 
 
 def device_type() -> str:
@@ -77,7 +77,7 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(num_cores // local_devices, 1))
         if is_pipeline:  # Sends need separate threads while the computation occupies the core.
-            tf.config.threading.set_inter_op_parallelism_threads(num_cores + _THREADS_THAT_SEND)
+            tf.config.threading.set_inter_op_parallelism_threads(num_cores + _NUM_SEND_THREADS)
     except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
             "`dtransformer.init()` was called after the first tensor was created, so the devices of "
@@ -100,12 +100,12 @@ def logical_gpus() -> int:
     return int(value)
 
 
-def all_devices(local_size: int) -> int:
+def devices_per_rank(local_size: int) -> int:
     """Return the number of devices per rank if the ranks of a host share all of its GPUs."""
     return max(len(tf.config.list_physical_devices("GPU")) * logical_gpus() // local_size, 1)
 
 
-def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
+def exclusive_gpus(local_size: int, local_devices: int) -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` if the launcher gave this rank exclusive GPUs, else `None`.
 
     That is the case if the host has several ranks, this rank sees exactly `local_devices` GPUs, and
@@ -122,7 +122,7 @@ def _take_gpus(local_rank, local_size, local_devices):
     all_gpus, num_parts = tf.config.list_physical_devices("GPU"), logical_gpus()
     slots = [gpu for gpu in all_gpus for _ in range(num_parts)]
     gpus = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
-    if cards_of_its_own(local_size, local_devices):
+    if exclusive_gpus(local_size, local_devices):
         gpus = all_gpus  # The launcher has already selected the GPUs.
     if len(gpus) < local_devices:
         raise RuntimeError(
@@ -131,7 +131,7 @@ def _take_gpus(local_rank, local_size, local_devices):
             "with logical GPUs."
         )
     for index, gpu in enumerate(gpus):
-        if (known_gpu := _cards_of_gpus.setdefault(index, gpu)) != gpu:
+        if (known_gpu := _devices_by_index.setdefault(index, gpu)) != gpu:
             raise RuntimeError(
                 f"GPU:{index} of this process is {known_gpu} and cannot become {gpu} with "
                 f"`local_devices={local_devices}`, because TensorFlow never changes the GPUs of a "
@@ -147,7 +147,7 @@ def _take_gpus(local_rank, local_size, local_devices):
                 tf.config.experimental.set_memory_growth(gpu, True)
                 continue
             os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-            limits = tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_LOGICAL_GPU)
+            limits = tf.config.LogicalDeviceConfiguration(_LOGICAL_GPU_MEGABYTES)
             tf.config.set_logical_device_configuration(gpu, [limits] * gpus.count(gpu))
     except RuntimeError as error:
         raise RuntimeError(

@@ -21,9 +21,9 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
+from dtransformer.parallel.runtime.devices import device_type, exclusive_gpus, logical_gpus
 from dtransformer.parallel.runtime.process_groups import exchange_json
-from dtransformer.parallel.watchdog.links import own_host
+from dtransformer.parallel.watchdog.links import host_name
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 # DTensor reads the members of its cluster from these variables.
@@ -42,7 +42,7 @@ def free_address(local: bool) -> str:
     Args:
         local: Whether all ranks are on this host.
     """
-    host = "localhost" if local else own_host()
+    host = "localhost" if local else host_name()
     with socket.socket() as listener:
         listener.bind(("", 0))
         return f"{host}:{listener.getsockname()[1]}"
@@ -93,13 +93,13 @@ def stop_mesh():
 
 
 # Other launchers store the number of started processes in these variables.
-_SET_BY_OTHERS = {
+_LAUNCHER_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-_SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun stops this rank soon after the failed rank ends.
+_HOROVODRUN_VARIABLES = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+_FAILED_RANK_SECONDS = 20  # horovodrun stops this rank soon after the failed rank ends.
 
 
 def start_horovod() -> types.ModuleType | None:
@@ -113,12 +113,12 @@ def start_horovod() -> types.ModuleType | None:
     """
     num_ranks = os.environ.get("HOROVOD_SIZE", "1")
     if num_ranks in ("", "0", "1"):
-        _check_alone()
+        _check_single_process()
         return None
-    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
+    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _HOROVODRUN_VARIABLES):
         raise InputError(
             f"The environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
-            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}). Start with `dtransformer launch`, or "
+            f"launcher sets ({', '.join(_HOROVODRUN_VARIABLES)}). Start with `dtransformer launch`, or "
             "unset `HOROVOD_SIZE`."
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
@@ -155,9 +155,9 @@ def leave_at_exit(hvd, watchdog: Watchdog | None = None) -> None:
     atexit.register(_leave_at_exit, hvd, watchdog)
 
 
-def _check_alone():
+def _check_single_process():
     """Raise an InputError for processes of other launchers, which would train independently."""
-    for name, launcher in _SET_BY_OTHERS.items():
+    for name, launcher in _LAUNCHER_VARIABLES.items():
         num_processes = os.environ.get(name, "1")
         if num_processes not in ("", "0", "1"):
             raise InputError(
@@ -167,7 +167,9 @@ def _check_alone():
             )
 
 
-def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
+def fit_to_devices(
+    config: TransformerOpParallelConfig, num_devices: int
+) -> TransformerOpParallelConfig:
     """Return the config, adapted to the number of devices if `dtransformer launch` requests it."""
     return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
 
@@ -186,7 +188,7 @@ def _leave_at_exit(hvd, watchdog):
     """
     error = getattr(sys, "last_value", None)
     if is_of_another_rank(error):
-        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+        time.sleep(_FAILED_RANK_SECONDS)
     if watchdog is not None:
         watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)
@@ -222,7 +224,7 @@ def compare_ranks(
         "stall_seconds": stall_seconds,
     }
     address = free_address(local=hvd.local_size() == hvd.size())
-    cards = [own_host(), cards_of_its_own(hvd.local_size(), local_devices)]
+    cards = [host_name(), exclusive_gpus(hvd.local_size(), local_devices)]
     answers = exchange_json(
         [arguments, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
     )

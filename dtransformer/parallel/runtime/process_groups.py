@@ -118,7 +118,7 @@ class ProcessGroups:
             self._groups[ranks] = Group(ranks, index, self._process_set(ranks))
         return self._groups[ranks]
 
-    def own(self, group_of_rank: list) -> Group:
+    def create_division(self, group_of_rank: list) -> Group:
         """Create every group of a division of the job and return this rank's group.
 
         Args:

@@ -58,11 +58,11 @@ def with_transfers(computations: list[Instruction], placement: Placement) -> lis
     Before each computation, a stage posts the receive of the next one, so that transfers overlap
     with computations.
     """
-    inputs = [input_of(computation, placement) for computation in computations]
+    inputs = [get_input(computation, placement) for computation in computations]
     received = [[i] if i and i.kind not in COMPUTATIONS else [] for i in inputs]
     result = received[0][:]
     for computation, next_receives in zip(computations, [*received[1:], []]):
-        result += [*next_receives, computation, *send_of(computation, placement)]
+        result += [*next_receives, computation, *get_sends(computation, placement)]
     return result
 
 
@@ -95,7 +95,7 @@ def without_backward(instructions: list[Instruction], first_trained: int) -> lis
     ]
 
 
-def needed_by(computation: Instruction, placement: Placement) -> Instruction | None:
+def get_producer(computation: Instruction, placement: Placement) -> Instruction | None:
     """Return the computation, on any stage, that produces the input of a computation.
 
     A forward pass needs the forward pass of the previous chunk, and a backward pass the backward
@@ -112,12 +112,12 @@ def needed_by(computation: Instruction, placement: Placement) -> Instruction | N
     return Instruction(BACKWARD, k, chunk + 1)
 
 
-def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
+def get_input(computation: Instruction, placement: Placement) -> Instruction | None:
     """Return the instruction, on the same stage, that provides the input of a computation.
 
     It is the producing computation if that runs on the same stage, and otherwise a receive.
     """
-    producer = needed_by(computation, placement)
+    producer = get_producer(computation, placement)
     if producer is None:
         return None
     peer, chunk = placement.stage_of(producer.chunk), computation.chunk
@@ -127,7 +127,7 @@ def input_of(computation: Instruction, placement: Placement) -> Instruction | No
     return Instruction(receive, computation.micro_batch, chunk, peer)
 
 
-def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:
+def get_sends(computation: Instruction, placement: Placement) -> list[Instruction]:
     """Return a list with the send of a computation's result, empty if no other stage needs it."""
     k, chunk = computation.micro_batch, computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
@@ -141,7 +141,7 @@ def send_of(computation: Instruction, placement: Placement) -> list[Instruction]
     return [Instruction(kind, k, chunk, peer)]
 
 
-def receive_of(send: Instruction, placement: Placement) -> Instruction:
+def get_receive(send: Instruction, placement: Placement) -> Instruction:
     """Return the receive on stage `send.peer` that matches a send."""
     sender = placement.stage_of(send.chunk)
     if send.kind == SEND_ACTIVATIONS:

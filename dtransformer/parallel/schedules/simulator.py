@@ -10,8 +10,8 @@ from dtransformer.parallel.schedules.instruction import (
     SENDS,
     WEIGHT_GRADIENTS,
     Instruction,
-    input_of,
-    receive_of,
+    get_input,
+    get_receive,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.timeline import Event, Timeline, divides_backward
@@ -76,14 +76,14 @@ def simulate(
     def run(stage, instruction):
         """Execute an instruction and return True, or return False if its input is missing."""
         if instruction.kind in SENDS:
-            receive = receive_of(instruction, placement)
+            receive = get_receive(instruction, placement)
             sent[receive] = clock[stage]
             deliver(receive, instruction.peer)
         elif instruction.kind in RECEIVES:
             ready[instruction] = clock[stage]
             deliver(instruction, stage)
         else:
-            producer = input_of(instruction, placement)
+            producer = get_input(instruction, placement)
             if producer is not None and producer not in done:
                 return False
             start = max(clock[stage], done.get(producer, 0.0))

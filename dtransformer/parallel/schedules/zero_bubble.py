@@ -16,7 +16,7 @@ from dtransformer.parallel.schedules.instruction import (
     FORWARD,
     WEIGHT_GRADIENTS,
     Instruction,
-    needed_by,
+    get_producer,
 )
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -95,7 +95,7 @@ def _by_priority(placement, num_micro_batches):
             yield Instruction(WEIGHT_GRADIENTS, instruction.micro_batch, instruction.chunk)
 
     def can_run(instruction, time):
-        producer = needed_by(instruction, placement)
+        producer = get_producer(instruction, placement)
         return producer is None or done.get(producer, time + 1) <= time
 
     for time in itertools.count():

@@ -14,14 +14,16 @@ _PATIENCE = {
 }
 KINDS = tuple(_PATIENCE)
 # These activities end early if the process is idle, because it then waits for other ranks.
-_COMPUTES = ("compiling", "validating")
-_FIRST = 40  # Multiple for the first step. A GPU driver may need half an hour to compile it.
-_TIMES_THE_LONGEST = 4  # Limit of a step as a multiple of the longest previous step.
+_COMPUTING = ("compiling", "validating")
+_FIRST_STEP_PATIENCE = (
+    40  # Multiple for the first step. A GPU driver may need half an hour to compile it.
+)
+_LONGEST_STEP_FACTOR = 4  # Limit of a step as a multiple of the longest previous step.
 # Activities that need no other rank, unless a wait is reported.
-_ALONE = ("outside", "saving")
-_MOST_LETTERS = 200  # Maximum length of the name of a wait in a heartbeat.
+_INDEPENDENT = ("outside", "saving")
+_MAX_WAIT_LENGTH = 200  # Maximum length of the name of a wait in a heartbeat.
 
-_SAYS = {
+_DESCRIPTIONS = {
     "step": "step {step}",
     "compiling": "step {step} (compiling)",
     "validating": "validation or prediction after step {step}",
@@ -60,11 +62,11 @@ class Activity:
 
     def __str__(self):
         waits = f", waiting in {self.waits_in}" if self.waits_in else ""
-        return _SAYS[self.kind].format(step=self.step) + waits
+        return _DESCRIPTIONS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:
         """Return the fields as a JSON dict for `Activity(**fields)`."""
-        return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MOST_LETTERS]}
+        return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MAX_WAIT_LENGTH]}
 
 
 def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
@@ -87,11 +89,11 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
     limit = stall_seconds * _PATIENCE[activity.kind]
     if activity.waits_in:
         seconds, limit = activity.waited + later, stall_seconds
-    elif activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
+    elif activity.kind in _COMPUTING and activity.idle_seconds + later > stall_seconds:
         limit = stall_seconds
     elif activity.kind == "compiling" and not activity.longest:
-        limit = stall_seconds * _FIRST
-    return seconds > max(limit, _TIMES_THE_LONGEST * activity.longest)
+        limit = stall_seconds * _FIRST_STEP_PATIENCE
+    return seconds > max(limit, _LONGEST_STEP_FACTOR * activity.longest)
 
 
 def needs_others(activity: Activity) -> bool:
@@ -101,15 +103,15 @@ def needs_others(activity: Activity) -> bool:
     and code outside of `fit`.
     """
     waits = activity.waits_in and not activity.is_guess
-    return bool(waits) or activity.kind not in _ALONE
+    return bool(waits) or activity.kind not in _INDEPENDENT
 
 
-def say_ranks(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """Return a description of at most eight ranks.
 
     Example:
 
-    >>> say_ranks([3]), say_ranks([0, 2])
+    >>> describe_ranks([3]), describe_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}" + ", …" * (

@@ -9,30 +9,30 @@ import time
 from collections.abc import Iterator, Sequence
 
 from dtransformer import _compat
-from dtransformer.parallel.watchdog.activity import Activity, say_ranks
+from dtransformer.parallel.watchdog.activity import Activity, describe_ranks
 
-_COMPUTES = 0.03  # Fraction of a core. A process below it is idle.
-_SECONDS_TO_GUESS = 5.0
-_WITHOUT_GUESS = ("saving", "step")  # Disks use no cores, and steps have a separate limit.
-_OF_THE_PROGRAM = ("outside", "callbacks")
-_STEPS = 7  # Number of steps of the median time between two steps.
+_MIN_CPU_FRACTION = 0.03  # Fraction of a core. A process below it is idle.
+_MIN_GUESS_SECONDS = 5.0
+_NEVER_GUESSED = ("saving", "step")  # Disks use no cores, and steps have a separate limit.
+_USER_ACTIVITIES = ("outside", "callbacks")
+_NUM_INTERVALS = 7  # Number of steps of the median time between two steps.
 
 
 class ActivityTracker:
     """Tracker for the activity of the training thread. `job.doing` updates it."""
 
     def __init__(self):
-        self._begin = time.monotonic()
+        self._start = time.monotonic()
         self._kind, self._step, self._longest = "outside", 0, 0.0
         self._polling = set()  # Files in /proc of threads that poll for work.
-        self._cpu_at = self._begin, self._computed()
-        self._last_computed = self._begin
-        self._own_seconds = collections.deque(maxlen=_STEPS)
+        self._last_cpu_sample = self._start, self._cpu_seconds()
+        self._last_computed = self._start
+        self._own_seconds = collections.deque(maxlen=_NUM_INTERVALS)
         self._waits = {}  # Maps a thread id to the start time and the description of its wait.
-        self._has_own_functions = False  # Whether the user's functions contain collectives.
+        self._has_user_collectives = False  # Whether the user's functions contain collectives.
         self._call = (
             None,
-            self._begin,
+            self._start,
         )  # Current call of a TensorFlow function and its start time.
 
     @contextlib.contextmanager
@@ -62,12 +62,12 @@ class ActivityTracker:
         try:
             yield
             if self._kind == "step":
-                self._longest = max(self._longest, time.monotonic() - self._begin)
+                self._longest = max(self._longest, time.monotonic() - self._start)
         finally:
             self._enter(outer)
 
     def _enter(self, kind):
-        self._kind, self._begin = kind, time.monotonic()
+        self._kind, self._start = kind, time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, collective: str, others: Sequence[int]) -> Iterator[None]:
@@ -81,13 +81,13 @@ class ActivityTracker:
         if thread in self._waits:
             yield
             return
-        self._waits[thread] = time.monotonic(), f"{collective} for {say_ranks(others)}"
+        self._waits[thread] = time.monotonic(), f"{collective} for {describe_ranks(others)}"
         try:
             yield
         finally:
             del self._waits[thread]
             if thread == threading.main_thread().ident and self._kind != "step":
-                self._begin = (
+                self._start = (
                     time.monotonic()
                 )  # The other ranks have answered, so the activity starts again.
 
@@ -101,7 +101,7 @@ class ActivityTracker:
         if (
             threading.get_ident() not in self._waits
         ):  # The library's functions run within a recorded wait.
-            self._has_own_functions |= self._kind in _OF_THE_PROGRAM
+            self._has_user_collectives |= self._kind in _USER_ACTIVITIES
 
     def computed_for(self, seconds: float) -> None:
         """Record the time in seconds between the end of a step and the next batch on this rank."""
@@ -110,16 +110,16 @@ class ActivityTracker:
     def activity(self) -> Activity:
         """Return the current activity of this rank. Call it about every second."""
         now = time.monotonic()
-        before, cpu_before = self._cpu_at
+        before, cpu_before = self._last_cpu_sample
         if now - before >= 0.5:
-            self._cpu_at = now, self._computed()
-            if self._cpu_at[1] - cpu_before >= _COMPUTES * (now - before):
+            self._last_cpu_sample = now, self._cpu_seconds()
+            if self._last_cpu_sample[1] - cpu_before >= _MIN_CPU_FRACTION * (now - before):
                 self._last_computed = now
-        since, collective, is_guess = self._wait(now)
+        since, collective, is_guess = self._find_wait(now)
         return Activity(
             self._kind,
             self._step,
-            now - self._begin,
+            now - self._start,
             now - self._last_computed,
             self._longest,
             statistics.median(self._own_seconds.copy() or [0.0]),
@@ -128,26 +128,28 @@ class ActivityTracker:
             is_guess,
         )
 
-    def _computed(self):
+    def _cpu_seconds(self):
         """Return the CPU seconds of this process without polling threads and the calling thread."""
-        return time.process_time() - time.thread_time() - sum(map(_seconds, self._polling))
+        return (
+            time.process_time() - time.thread_time() - sum(map(_thread_cpu_seconds, self._polling))
+        )
 
-    def _wait(self, now):
+    def _find_wait(self, now):
         """Return the start time of this rank's wait, its description, and whether it is a guess."""
         main, waits = threading.main_thread().ident, self._waits.copy()
         if main in waits:
             return (*waits[main], False)
         if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.
             since, collective = min(waits.values())
-            return max(since, self._begin), collective, False
+            return max(since, self._start), collective, False
         call = _compat.call_of_function(main)
         if call != self._call[0]:
             self._call = call, now
         # A function that uses no CPU time may be waiting in one of its collectives.
         since = max(self._call[1], self._last_computed)
-        is_known = self._kind not in _OF_THE_PROGRAM or self._has_own_functions
-        may_wait = call is not None and is_known and self._kind not in _WITHOUT_GUESS
-        if not may_wait or now - since < _SECONDS_TO_GUESS:
+        is_known = self._kind not in _USER_ACTIVITIES or self._has_user_collectives
+        may_wait = call is not None and is_known and self._kind not in _NEVER_GUESSED
+        if not may_wait or now - since < _MIN_GUESS_SECONDS:
             return now, "", False
         return since, f"a TensorFlow function ({call[1]})", True
 
@@ -157,7 +159,7 @@ def _threads():
     return set(pathlib.Path("/proc/self/task").glob("*/schedstat"))
 
 
-def _seconds(schedstat):
+def _thread_cpu_seconds(schedstat):
     """Return the CPU seconds of a thread."""
     try:
         return int(schedstat.read_text().split()[0]) / 1e9

@@ -34,11 +34,11 @@ class Seals:
     """
 
     def __init__(self, token: str, rank: int, direction: str):
-        self._key, self._direction, self._number = token.encode(), f"{direction} {rank}", 0
+        self._key, self._direction, self._index = token.encode(), f"{direction} {rank}", 0
 
     def _seal(self, text):
-        self._number += 1
-        head = f"{self._direction} {self._number} ".encode()
+        self._index += 1
+        head = f"{self._direction} {self._index} ".encode()
         return hmac.new(self._key, head + text, hashlib.sha256).hexdigest().encode()
 
     def seal(self, value) -> bytes:
@@ -59,7 +59,7 @@ class Seals:
 
 
 _MAX_UNSENT = 2**20  # Maximum bytes queued for a rank that does not read.
-_SECONDS_TO_SAY_HELLO = 10
+_HANDSHAKE_SECONDS = 10
 
 
 class Closed(Exception):
@@ -77,18 +77,21 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.since = connection, time.monotonic()
-        self.said_rank = None  # First line: the rank that the other end claims to be.
+        self.claimed_rank = None  # First line: the rank that the other end claims to be.
         self.rank = None  # The rank, set once a line has a valid seal.
         self._received, self._unsent = b"", b""
-        self._sends = self._receives = None
+        self._outgoing_seals = self._incoming_seals = None
 
     def seal_with(self, token: str, rank: int, sent: str, received: str) -> None:
         """Set the seals. `sent` and `received` are the directions of lines, see `Seals`."""
-        self._sends, self._receives = Seals(token, rank, sent), Seals(token, rank, received)
+        self._outgoing_seals, self._incoming_seals = (
+            Seals(token, rank, sent),
+            Seals(token, rank, received),
+        )
 
     def send(self, value) -> None:
         """Send a JSON value as soon as the other side accepts it."""
-        self.send_bytes(self._sends.seal(value))
+        self.send_bytes(self._outgoing_seals.seal(value))
 
     def send_bytes(self, data: bytes) -> None:
         """Send bytes and queue the rest.
@@ -132,7 +135,7 @@ class Link:
             Closed: If the seal is invalid.
         """
         try:
-            return self._receives.open(line)
+            return self._incoming_seals.open(line)
         except ValueError as error:
             raise Closed(str(error)) from None
 
@@ -152,7 +155,7 @@ class End:
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
-        self._links, self._of_ranks = [], {}
+        self._links, self._links_by_rank = [], {}
 
     def _add(self, link):
         self._links.append(link)
@@ -160,9 +163,9 @@ class End:
 
     def send(self, rank: int, value) -> None:
         """Send a value to a rank. Does nothing if the rank is not connected."""
-        if rank in self._of_ranks:
+        if rank in self._links_by_rank:
             with contextlib.suppress(Closed):  # The next read detects the closed connection.
-                self._of_ranks[rank].send(value)
+                self._links_by_rank[rank].send(value)
 
     def receive(self, seconds: float) -> list[tuple[int, object]]:
         """Wait for lines from other ranks.
@@ -199,7 +202,7 @@ class End:
     def _drop(self, link):
         self.selector.unregister(link.connection)
         self._links.remove(link)
-        self._of_ranks.pop(link.rank, None)
+        self._links_by_rank.pop(link.rank, None)
         link.close()
 
     def close(self) -> None:
@@ -223,7 +226,7 @@ class Hub(End):
         self._listener, self._token, self._size = listener, token, size
         # Maps the first line of a connection to its rank. A rank connects only once per job, so its
         # lines cannot be replayed.
-        self._awaited = {str(rank).encode(): rank for rank in range(1, size)}
+        self._expected = {str(rank).encode(): rank for rank in range(1, size)}
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -234,7 +237,7 @@ class Hub(End):
         """
         messages = super().receive(seconds)
         for link in [link for link in self._links if link.rank is None]:
-            if time.monotonic() - link.since > _SECONDS_TO_SAY_HELLO:
+            if time.monotonic() - link.since > _HANDSHAKE_SECONDS:
                 self._drop(link)
         return messages
 
@@ -248,21 +251,21 @@ class Hub(End):
                 self._add(Link(connection))
 
     def _open(self, link, line):
-        if link.said_rank is None:
-            link.said_rank = line
-            link.seal_with(self._token, self._rank_of(line), "hub", "rank")
+        if link.claimed_rank is None:
+            link.claimed_rank = line
+            link.seal_with(self._token, self._get_rank(line), "hub", "rank")
             return []
         value = link.open(line)
         if link.rank is None:
-            link.rank = self._rank_of(link.said_rank)
-            del self._awaited[link.said_rank]
-            self._of_ranks[link.rank] = link
+            link.rank = self._get_rank(link.claimed_rank)
+            del self._expected[link.claimed_rank]
+            self._links_by_rank[link.rank] = link
         return [(link.rank, value)]
 
-    def _rank_of(self, line):
-        if line not in self._awaited:
+    def _get_rank(self, line):
+        if line not in self._expected:
             raise Closed("The line names no rank, or a rank that is already connected.")
-        return self._awaited[line]
+        return self._expected[line]
 
     def close(self) -> None:
         """Close all connections and the listener."""
@@ -285,14 +288,14 @@ class Member(End):
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, seconds: float):
         super().__init__()
-        link = self._of_ranks[0] = Link(socket.create_connection(tuple(address), seconds))
+        link = self._links_by_rank[0] = Link(socket.create_connection(tuple(address), seconds))
         link.rank = 0
         link.seal_with(token, rank, "rank", "hub")
         link.send_bytes(f"{rank}\n".encode())
         self._add(link)
 
 
-def own_address(is_local: bool) -> str:
+def listen_address(is_local: bool) -> str:
     """Return the address to listen on: the local address of the route to the launcher.
 
     Args:
@@ -305,9 +308,9 @@ def own_address(is_local: bool) -> str:
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as towards:
         towards.connect((launcher, port or 9))  # Connecting a datagram socket sends nothing.
         return towards.getsockname()[0]
-    return socket.gethostbyname(own_host())
+    return socket.gethostbyname(host_name())
 
 
-def own_host() -> str:
+def host_name() -> str:
     """Return the name of this host in the job."""
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()

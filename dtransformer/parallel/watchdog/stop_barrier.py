@@ -19,12 +19,12 @@ class StopBarrier:
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._passed, self._last, self._holds = 0, None, False
+        self._passed, self._last, self._is_holding = 0, None, False
 
     def hold(self) -> int:
         """Block the gates for now and return the number of gates passed so far."""
         with self._changed:
-            self._holds = True
+            self._is_holding = True
             return self._passed
 
     def open_until(self, last: int) -> None:
@@ -36,9 +36,9 @@ class StopBarrier:
     def passes(self) -> bool:
         """Wait at the gate and return whether this rank continues."""
         with self._changed:
-            while self._holds and self._last is None:
+            while self._is_holding and self._last is None:
                 self._changed.wait(1.0)  # The timeout lets Python handle signals.
-            if self._holds and self._passed >= self._last:
+            if self._is_holding and self._passed >= self._last:
                 return False
             self._passed += 1
             return True
@@ -48,11 +48,11 @@ class StopBarriers:
     """`StopBarrier` objects of this rank by purpose, a string."""
 
     def __init__(self):
-        self._gates, self._numbers = {}, itertools.count()
+        self._gates, self._counter = {}, itertools.count()
 
     def new_purpose(self) -> str:
         """Return a new purpose, identical on ranks that make the same calls."""
-        return f"number {next(self._numbers)}"
+        return f"number {next(self._counter)}"
 
     def __getitem__(self, purpose: str) -> StopBarrier:
         return self._gates.setdefault(
@@ -68,7 +68,7 @@ class Agreement:
     """
 
     def __init__(self, ranks: Iterable[int]):
-        self._missing, self._greatest = set(ranks), 0
+        self._missing, self._max_passed = set(ranks), 0
         self.is_asked = self.is_settled = False
 
     def answer(self, rank: int, passed: int | None) -> int | None:
@@ -89,8 +89,8 @@ class Agreement:
         7
         """
         self._missing.discard(rank)
-        self._greatest = max(self._greatest, passed or 0)
+        self._max_passed = max(self._max_passed, passed or 0)
         if self._missing or self.is_settled:
             return None
         self.is_settled = True
-        return self._greatest
+        return self._max_passed

@@ -20,15 +20,15 @@ from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.links import End
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
-from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
+from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, describe_verdict
 
-_BEAT = 1.0  # Seconds between two heartbeats.
-_FOR_OTHERS = 2.0  # Seconds before this rank exits, so that the others receive the verdict.
-_FOR_THE_FAILED = 5.0  # Seconds for a failed rank to print an error.
+_HEARTBEAT_SECONDS = 1.0  # Seconds between two heartbeats.
+_VERDICT_DELAY = 2.0  # Seconds before this rank exits, so that the others receive the verdict.
+_FAILED_RANK_DELAY = 5.0  # Seconds for a failed rank to print an error.
 
 
 _SECONDS_TO_WRITE = 3.0  # Time limit for writes to a standard error that nobody reads.
-_AT_ONCE = 0.01
+_MIN_DELAY = 0.01
 
 
 def write_stacks(rank: int, message: str) -> str:
@@ -51,11 +51,11 @@ def write_stacks(rank: int, message: str) -> str:
     return path
 
 
-def last_words(message: str, rank: int, host: str, activity: Activity, stacks: str) -> str:
+def final_message(message: str, rank: int, host: str, activity: Activity, stacks: str) -> str:
     """Return the line that a rank prints before it ends.
 
     Args:
-        message: String. Result of `watch.say`.
+        message: String. Result of `watch.describe_verdict`.
         rank: Integer. This rank.
         host: String. Host of this rank.
         activity: `Activity` of this rank.
@@ -73,12 +73,12 @@ def leave(line: str, seconds: float) -> None:
         seconds: Time to wait before the exit, so that the other ranks can print their lines.
     """
     _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # Exit even if the writes below block.
-    _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{line}\n".encode()))
-    _within(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
-    _exit_in(max(seconds, _AT_ONCE))
+    _run_with_timeout(_SECONDS_TO_WRITE, lambda: os.write(2, f"{line}\n".encode()))
+    _run_with_timeout(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    _exit_in(max(seconds, _MIN_DELAY))
 
 
-def end_unless_again(seconds: float) -> None:
+def schedule_exit(seconds: float) -> None:
     """End this process after some seconds, unless this function is called again before.
 
     The timer needs no Python thread. It works even if the main thread waits in C++ and keeps the
@@ -90,8 +90,8 @@ def end_unless_again(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-def go_on() -> None:
-    """Cancel the timer of `end_unless_again`."""
+def cancel_exit() -> None:
+    """Cancel the timer of `schedule_exit`."""
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -101,7 +101,7 @@ def _exit_in(seconds):
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
-def _within(seconds: float, action: Callable) -> None:
+def _run_with_timeout(seconds: float, action: Callable) -> None:
     """Run an action that may block in a thread, and wait for it for at most `seconds`."""
 
     def run():
@@ -144,10 +144,10 @@ class Watchdog:
         self._watch = Watch(ranks if rank == 0 else [0], stall_seconds, time.monotonic())
         self._present, self._stragglers = set(ranks), Stragglers()
         self._agreements = collections.defaultdict(lambda: Agreement(self._present))
-        self._ask, self._asked = socket.socketpair()
-        self._asked.setblocking(False)
-        self._link.selector.register(self._asked, selectors.EVENT_READ)
-        self._wishes = []  # Values that the main thread wants to send.
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._link.selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._requests = []  # Values that the main thread wants to send.
         self._is_leaving = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="dtransformer-watchdog", daemon=True)
         self._thread.start()
@@ -156,17 +156,17 @@ class Watchdog:
 
     def ask_to_stop(self, purpose: str) -> None:
         """Ask all ranks to stop at the same gate. Signal handlers may call this."""
-        self._wish({"stop": purpose})
+        self._request({"stop": purpose})
 
     def leave(self, error: str | None = None) -> None:
         """Announce to the other ranks that this rank leaves, with the error that ends it."""
-        self._wish({"left": True, "error": error})
-        self._thread.join(2 * _BEAT)
+        self._request({"left": True, "error": error})
+        self._thread.join(2 * _HEARTBEAT_SECONDS)
 
-    def _wish(self, value):
-        self._wishes.append(value)
+    def _request(self, value):
+        self._requests.append(value)
         with contextlib.suppress(OSError):
-            self._ask.send(b".")
+            self._wake_sender.send(b".")
 
     # The methods below run in the watchdog thread.
 
@@ -176,9 +176,9 @@ class Watchdog:
         except Exception as error:  # An error in the watchdog is no reason to end a job that works.
             with contextlib.suppress(Exception):
                 print(f"dtransformer: The watchdog failed: {error!r}.", file=sys.stderr)
-                self._carry_out({"left": True, "error": None})
+                self._handle_request({"left": True, "error": None})
         if self._end is leave and not self._has_ended:
-            go_on()
+            cancel_exit()
         self._link.close()
 
     def _watch_until_left(self):
@@ -187,30 +187,30 @@ class Watchdog:
             now = time.monotonic()
             if now >= next_beat:
                 if is_process:
-                    end_unless_again(self.stall_seconds)
-                self._beat(now)
-                next_beat = now + _BEAT
+                    schedule_exit(self.stall_seconds)
+                self._send_heartbeat(now)
+                next_beat = now + _HEARTBEAT_SECONDS
             for rank, message in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
-                self._hear(rank, message)
+                self._handle_message(rank, message)
             with contextlib.suppress(BlockingIOError):
-                self._asked.recv(4096)
-            while self._wishes:
-                self._carry_out(self._wishes.pop(0))
+                self._wake_receiver.recv(4096)
+            while self._requests:
+                self._handle_request(self._requests.pop(0))
 
-    def _beat(self, now):
+    def _send_heartbeat(self, now):
         activity = self._recorder.activity()
         if self.rank == 0:
             self._watch.heard(0, now, activity)
         verdict = self._watch.verdict(now)
         if verdict is not None:
-            self._carry_out_verdict(verdict)
+            self._execute_verdict(verdict)
             return
         if self.rank == 0:
-            self._tell_straggler()
-        self._to_others({"beat": activity.as_json()})
+            self._report_straggler()
+        self._send_to_others({"beat": activity.as_json()})
 
-    def _tell_straggler(self):
-        slow = self._stragglers.look(self._watch.own_seconds())
+    def _report_straggler(self):
+        slow = self._stragglers.check(self._watch.own_seconds())
         if slow is not None:
             rank, own, others = slow
             print(
@@ -220,23 +220,23 @@ class Watchdog:
                 file=sys.stderr,
             )
 
-    def _hear(self, rank, message):
+    def _handle_message(self, rank, message):
         if message is None:
             self._watch.lost(rank, self._recorder.activity().step)
-            self._answer_nothing(rank)
-            self._beat(time.monotonic())
+            self._record_absence(rank)
+            self._send_heartbeat(time.monotonic())
             return
         self._watch.heard(rank, time.monotonic())
         if "beat" in message:
             self._watch.heard(rank, time.monotonic(), Activity(**message["beat"]))
         if "left" in message:
             self._watch.left(rank, message["error"])
-            self._answer_nothing(rank)
+            self._record_absence(rank)
         if "verdict" in message:
             verdict = message["verdict"]
-            self._carry_out_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
+            self._execute_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
         if "stop" in message:
-            self._begin_stop(message["stop"])
+            self._start_stop(message["stop"])
         if "hold" in message:
             purpose = message["hold"]
             self._link.send(0, {"passed": [purpose, self._gates[purpose].hold()]})
@@ -246,54 +246,54 @@ class Watchdog:
             purpose, last = message["last_gate"]
             self._gates[purpose].open_until(last)
 
-    def _carry_out(self, request):
+    def _handle_request(self, request):
         if "stop" in request:
             if self.rank == 0:
-                self._begin_stop(request["stop"])
+                self._start_stop(request["stop"])
             else:
                 self._link.send(0, request)
             return
-        self._to_others({"beat": self._recorder.activity().as_json(), **request})
+        self._send_to_others({"beat": self._recorder.activity().as_json(), **request})
         self._is_leaving = True
 
-    def _begin_stop(self, purpose):
+    def _start_stop(self, purpose):
         if not self._agreements[purpose].is_asked:
             self._agreements[purpose].is_asked = True
-            self._to_others({"hold": purpose})
+            self._send_to_others({"hold": purpose})
             self._answer(0, purpose, self._gates[purpose].hold())
 
     def _answer(self, rank, purpose, passed):
         last = self._agreements[purpose].answer(rank, passed)
         if last is not None and self._agreements[purpose].is_asked:
-            self._to_others({"last_gate": [purpose, last]})
+            self._send_to_others({"last_gate": [purpose, last]})
             self._gates[purpose].open_until(last)
 
-    def _answer_nothing(self, rank):
+    def _record_absence(self, rank):
         """Record that a rank passes no more gates."""
         self._present.discard(rank)
         for purpose in list(self._agreements):
             self._answer(rank, purpose, None)
 
-    def _to_others(self, value):
+    def _send_to_others(self, value):
         for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
             self._link.send(rank, value)
 
-    def _carry_out_verdict(self, verdict):
+    def _execute_verdict(self, verdict):
         """Send the verdict to the other ranks and end this process."""
         if self._is_leaving:
             return
         if self.rank == 0:
-            self._to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
+            self._send_to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
         if verdict.waits:  # Give the failed rank and horovodrun time to report the error.
-            end = time.monotonic() + _FOR_THE_FAILED
-            while time.monotonic() < end and not self._wishes:
+            end = time.monotonic() + _FAILED_RANK_DELAY
+            while time.monotonic() < end and not self._requests:
                 time.sleep(0.1)
-            if self._wishes:
+            if self._requests:
                 self._is_leaving = True
                 return
-        message, activity = say(verdict, self.hosts), self._recorder.activity()
+        message, activity = describe_verdict(verdict, self.hosts), self._recorder.activity()
         stacks = write_stacks(self.rank, message)
-        line = last_words(message, self.rank, self.hosts[self.rank], activity, stacks)
+        line = final_message(message, self.rank, self.hosts[self.rank], activity, stacks)
         self._has_ended = True
-        self._end(line, _FOR_OTHERS)
+        self._end(line, _VERDICT_DELAY)
         self._is_leaving = True  # Only reached in tests, where `end` returns.

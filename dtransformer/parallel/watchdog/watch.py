@@ -8,12 +8,14 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
+from dtransformer.parallel.watchdog.activity import Activity, describe_ranks, is_over, needs_others
 
-_LATE = 5.0  # Seconds between two checks, above which this process was suspended.
-SILENT_SHARE = 0.5  # A rank has failed if it is silent for this fraction of `stall_seconds`.
-_MOST_TOLD = 4  # Maximum number of different activities in a message.
-_AT_ONCE = 0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
+_MAX_CHECK_INTERVAL = 5.0  # Seconds between two checks, above which this process was suspended.
+SILENT_FRACTION = 0.5  # A rank has failed if it is silent for this fraction of `stall_seconds`.
+_MAX_GROUPS = 4  # Maximum number of different activities in a message.
+_SIMULTANEOUS_FRACTION = (
+    0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Verdict:
 
 
 @dataclasses.dataclass
-class _Heard:
+class _Heartbeat:
     """Last heartbeat of a rank."""
 
     at: float
@@ -52,8 +54,8 @@ class Watch:
     """
 
     def __init__(self, ranks: Iterable[int], stall_seconds: float, now: float):
-        self._ranks = {rank: _Heard(now) for rank in ranks}
-        self._stall_seconds, self._looked = stall_seconds, now
+        self._ranks = {rank: _Heartbeat(now) for rank in ranks}
+        self._stall_seconds, self._last_check = stall_seconds, now
         self._verdict = None
 
     def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
@@ -67,7 +69,7 @@ class Watch:
         self._ranks[rank].is_left = True
         if error is not None:
             last = self._ranks[rank].activity
-            self._judge(Verdict((rank,), f"failed in {last}: {error}", waits=True))
+            self._set_verdict(Verdict((rank,), f"failed in {last}: {error}", waits=True))
 
     def lost(self, rank: int, step: int = 0) -> None:
         """Record that a rank's connection closed without notice.
@@ -80,34 +82,38 @@ class Watch:
         if not self._ranks[rank].is_left:
             last = self._ranks[rank].activity
             last = Activity("step", step) if step > last.step else last
-            self._judge(Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed"))
+            self._set_verdict(
+                Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed")
+            )
 
     def verdict(self, now: float) -> Verdict | None:
         """Return the verdict if the job must end, and `None` otherwise. Call it every second."""
-        late, self._looked = now - self._looked > _LATE, now
+        late, self._last_check = now - self._last_check > _MAX_CHECK_INTERVAL, now
         if late:  # This process was suspended and could not receive heartbeats.
             for heartbeat in self._ranks.values():
                 heartbeat.at = now
-        self._judge(self._silent(now))
-        self._judge(self._stalled(now))
+        self._set_verdict(self._find_silent(now))
+        self._set_verdict(self._find_stall(now))
         return self._verdict
 
     def own_seconds(self) -> dict[int, float]:
         """Return `Activity.own_seconds` of the ranks that have not left."""
         return {rank: heartbeat.activity.own_seconds for rank, heartbeat in self._present().items()}
 
-    def _judge(self, verdict):
+    def _set_verdict(self, verdict):
         self._verdict = self._verdict or verdict
 
     def _present(self):
         return {rank: heartbeat for rank, heartbeat in self._ranks.items() if not heartbeat.is_left}
 
-    def _silent(self, now):
-        limit = SILENT_SHARE * self._stall_seconds
+    def _find_silent(self, now):
+        limit = SILENT_FRACTION * self._stall_seconds
         silent = {rank: now - heartbeat.at for rank, heartbeat in self._present().items()}
         if not silent or max(silent.values()) <= limit:
             return None
-        ranks = tuple(rank for rank, seconds in silent.items() if seconds > _AT_ONCE * limit)
+        ranks = tuple(
+            rank for rank, seconds in silent.items() if seconds > _SIMULTANEOUS_FRACTION * limit
+        )
         last = self._ranks[ranks[0]].activity
         seconds = max(silent.values())
         return Verdict(
@@ -115,7 +121,7 @@ class Watch:
             f"no heartbeat for {seconds:.0f} s, last in {last}: frozen or unreachable",
         )
 
-    def _stalled(self, now):
+    def _find_stall(self, now):
         present = self._present()
         if len(self._ranks) < 2 or not any(
             needs_others(heartbeat.activity) for heartbeat in present.values()
@@ -157,14 +163,14 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
         )
     if not behind and all(activity.waits_in for activity in activities.values()):
         groups = [
-            f"{say_ranks(ranks)} in {description}"
+            f"{describe_ranks(ranks)} in {description}"
             for description, ranks in ranks_by_activity.items()
         ]
-        ellipsis = "; …" * (len(groups) > _MOST_TOLD)
+        ellipsis = "; …" * (len(groups) > _MAX_GROUPS)
         return Verdict(
             (), f"ranks have waited for each other for {seconds:.0f} s, after an error that only "
             f"one of them caught or a call that only some of them make: "
-            f"{'; '.join(groups[:_MOST_TOLD])}{ellipsis}",
+            f"{'; '.join(groups[:_MAX_GROUPS])}{ellipsis}",
         )  # fmt: skip
     if not behind:  # All ranks are in the same step, most of them in the same activity.
         largest_group = max(ranks_by_activity.values(), key=len)
@@ -178,33 +184,35 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     )
 
 
-def say(verdict: Verdict, hosts: Sequence[str]) -> str:
+def describe_verdict(verdict: Verdict, hosts: Sequence[str]) -> str:
     """Return a verdict as a clause that names ranks and hosts.
 
     Example:
 
-    >>> say(Verdict((1, 3), "ended in step 4"), ["a", "b", "a", "b"])
+    >>> describe_verdict(Verdict((1, 3), "ended in step 4"), ["a", "b", "a", "b"])
     'ranks 1, 3 on host b: ended in step 4'
     """
     if not verdict.ranks:
         return verdict.cause
     names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
     places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
-    return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
+    return (
+        f"{describe_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
+    )
 
 
-_TIMES = 1.5  # Minimum ratio to the median of the other ranks.
-_LEAST = 0.01  # Minimum difference in seconds.
-_LOOKS = 3  # Number of consecutive slow checks before a rank is reported.
+_MIN_RATIO = 1.5  # Minimum ratio to the median of the other ranks.
+_MIN_DIFFERENCE = 0.01  # Minimum difference in seconds.
+_MIN_CHECKS = 3  # Number of consecutive slow checks before a rank is reported.
 
 
 class Stragglers:
     """Detector of ranks that need much longer than the others for data and callbacks."""
 
     def __init__(self):
-        self._looks = {}
+        self._slow_checks = {}
 
-    def look(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
+    def check(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
         """Check for a slow rank and report it after three consecutive checks.
 
         A rank is slow if it takes at least 1.5 times the median of the other ranks.
@@ -219,7 +227,7 @@ class Stragglers:
         Example:
 
         >>> stragglers = Stragglers()
-        >>> [stragglers.look({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
+        >>> [stragglers.check({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
         [None, None, (2, 0.4, 0.2), None]
         """
         if len(own_seconds) < 2 or not all(own_seconds.values()):
@@ -229,8 +237,8 @@ class Stragglers:
         median = statistics.median(
             other_seconds for rank, other_seconds in own_seconds.items() if rank != slowest
         )
-        if seconds < _TIMES * median or seconds < median + _LEAST:
-            self._looks.clear()
+        if seconds < _MIN_RATIO * median or seconds < median + _MIN_DIFFERENCE:
+            self._slow_checks.clear()
             return None
-        self._looks = {slowest: self._looks.get(slowest, 0) + 1}
-        return (slowest, seconds, median) if self._looks[slowest] == _LOOKS else None
+        self._slow_checks = {slowest: self._slow_checks.get(slowest, 0) + 1}
+        return (slowest, seconds, median) if self._slow_checks[slowest] == _MIN_CHECKS else None

@@ -62,7 +62,8 @@ OUTPUTS = {
     "no rank is at fault": (
         [
             "[1]<stderr>:urllib3: Connection refused\n",
-            "[0]<stderr>:dtransformer: the job ends: no rank made progress in step 5: their calls differ; x\n",
+            "[0]<stderr>:dtransformer: the job ends: no rank made progress in step 5: "
+            "their calls differ; x\n",
         ],
         ("no rank made progress in step 5: their calls differ", (), False, False),
     ),

@@ -197,5 +197,7 @@ def test_a_tables_type_is_that_of_its_weight():
 def test_a_stage_that_there_is_not_is_an_error(stage):
     layer = keras.layers.Dense(2, name="dense")
     layer.pipeline_stage = stage
-    with pytest.raises(ValueError, match=f"`pipeline_stage={stage}` of dense is out of range: there are 2 stages"):
+    with pytest.raises(
+        ValueError, match=f"`pipeline_stage={stage}` of dense is out of range: there are 2 stages"
+    ):
         chunk_of(layer, Placement.looped(2))

@@ -15,7 +15,7 @@ from dtransformer.parallel.schedules.instruction import (
     RECEIVE_GRADIENTS,
     SEND_ACTIVATIONS,
     SEND_GRADIENTS,
-    receive_of,
+    get_receive,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.simulator import ideal_of, simulate
@@ -160,7 +160,7 @@ def test_every_pass_once_and_every_send_is_received(case):
         assert len(passes) == len(expected) and set(passes) == expected
         for one in own:
             if one.kind.startswith("send"):
-                sent.append((one.peer, receive_of(one, placement)))
+                sent.append((one.peer, get_receive(one, placement)))
             elif one.kind.startswith("receive"):
                 received.append((stage, one))
     borders = sum(not placement.is_local(c) for c in range(placement.last_chunk))
@@ -305,8 +305,14 @@ def test_the_config_takes_every_schedule_of_the_table():
         (("1f1b", 2, 4, 2), "or `pipeline_schedule` to 'interleaved' or 'zb_v'"),
         (("v", 2, 4, 3), "`pipeline_chunks=3` does not work with `pipeline_schedule='v'`"),
         (("zb_h1", 2, 4, 2), "`pipeline_chunks=2` does not work with `pipeline_schedule='zb_h1'`"),
-        (("zb_v", 2, 4, 1), "Set `pipeline_chunks` to 2, or `pipeline_schedule` to '1f1b' or 'gpipe'"),
-        (("interleaved", 2, 4, 1), "Set `pipeline_chunks` to 2 or more, or `pipeline_schedule` to '1f1b'"),
+        (
+            ("zb_v", 2, 4, 1),
+            "Set `pipeline_chunks` to 2, or `pipeline_schedule` to '1f1b' or 'gpipe'",
+        ),
+        (
+            ("interleaved", 2, 4, 1),
+            "Set `pipeline_chunks` to 2 or more, or `pipeline_schedule` to '1f1b'",
+        ),
         (("interleaved", 2, 3, 2), "`micro_batch_num=3` must be a multiple of `pipeline_stage=2`"),
     ],
 )

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
-from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say, stalled
+from dtransformer.parallel.watchdog.watch import (
+    Stragglers,
+    Verdict,
+    Watch,
+    describe_verdict,
+    stalled,
+)
 
 STALL = 50.0
 
@@ -192,10 +198,12 @@ def test_a_process_that_was_stopped_itself_blames_nobody():
 
 def test_the_verdict_names_hosts():
     hosts = ["a", "a", "b", "b"]
-    assert say(Verdict((2,), "ended"), hosts) == "rank 2 on host b: ended"
-    assert say(Verdict((0, 3), "ended"), hosts) == "ranks 0, 3 on hosts a, b: ended"
-    assert say(Verdict((), "no rank made progress"), hosts) == "no rank made progress"
-    many = say(Verdict(tuple(range(1000)), "ended"), [f"host{rank}" for rank in range(1000)])
+    assert describe_verdict(Verdict((2,), "ended"), hosts) == "rank 2 on host b: ended"
+    assert describe_verdict(Verdict((0, 3), "ended"), hosts) == "ranks 0, 3 on hosts a, b: ended"
+    assert describe_verdict(Verdict((), "no rank made progress"), hosts) == "no rank made progress"
+    many = describe_verdict(
+        Verdict(tuple(range(1000)), "ended"), [f"host{rank}" for rank in range(1000)]
+    )
     assert len(many) < 100
 
 
@@ -209,12 +217,12 @@ def test_what_a_stalled_rank_did_is_told():
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_the_setting(given, environment, expected, monkeypatch):
-    from dtransformer.parallel.initialize import stall_seconds_of
+    from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
     if environment is not None:
         monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
-    assert stall_seconds_of(given) == expected
+    assert resolve_stall_seconds(given) == expected
 
 
 @pytest.mark.parametrize("given, environment", [
@@ -222,11 +230,11 @@ def test_the_setting(given, environment, expected, monkeypatch):
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
-    from dtransformer.parallel.initialize import stall_seconds_of
+    from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises(ValueError, match="stall_seconds"):
-        stall_seconds_of(given)
+        resolve_stall_seconds(given)
 
 
 # Seconds of a step by rank, at each look -> who is named, and how often.
@@ -246,5 +254,5 @@ STRAGGLERS = {
 @pytest.mark.parametrize("looks, expected", STRAGGLERS.values(), ids=STRAGGLERS)
 def test_a_rank_that_holds_up_the_others_is_named(looks, expected):
     stragglers = Stragglers()
-    found = [stragglers.look(dict(enumerate(own))) for own in looks]
+    found = [stragglers.check(dict(enumerate(own))) for own in looks]
     assert [one[0] for one in found if one] == expected
