@@ -92,8 +92,10 @@ def start_watchdog(
         running.leave()
     if hvd is None or stall_seconds == 0:
         return None
-    rank, size = hvd.rank(), hvd.size()
-    contact, listener = {"host": host_name()}, None
+    rank = hvd.rank()
+    size = hvd.size()
+    contact = {"host": host_name()}
+    listener = None
     if rank == 0:
         host = listen_address(is_local=hvd.local_size() == size)
         listener = socket.create_server((host, 0), backlog=min(size, 4096))
@@ -101,7 +103,8 @@ def start_watchdog(
     contacts = exchange_json(
         contact, lambda text: hvd.allgather(text, name="dtransformer.watchdog")
     )
-    address, token = contacts[0]["address"], contacts[0]["token"]
+    address = contacts[0]["address"]
+    token = contacts[0]["token"]
     if rank == 0:
         link = Hub(listener, token, size)
     else:
@@ -206,7 +209,8 @@ def init(
 
 def _join_layout(topology, rank, addresses):
     """Start the mesh and create the groups of the layout."""
-    groups, config = job.current().groups, get_parallel_config()
+    groups = job.current().groups
+    config = get_parallel_config()
     all_ranks = range(topology.num_ranks)
     mesh = start_mesh(topology, rank, addresses, device_type())
     ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
@@ -234,7 +238,8 @@ def _check_meshes(topology):
     DTensor numbers collectives by the count that a process has compiled, so such ranks would
     deadlock.
     """
-    ranks, before = len(topology.model_parallel_group(0)), job.current().meshes
+    ranks = len(topology.model_parallel_group(0))
+    before = job.current().meshes
     if ranks > 1 and any(size % ranks for size in before):
         raise RuntimeError(
             f"This layout has meshes of {ranks} ranks, but the ranks were in meshes of {min(before)} "

@@ -24,7 +24,8 @@ from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # Wrap a layer's `build`, and its `call` after Keras has built, cast and masked.
-build_method, call_method = built_on_its_stage, dispatched
+build_method = built_on_its_stage
+call_method = dispatched
 
 
 def run_block(
@@ -44,7 +45,8 @@ def run_block(
     """
 
     def compute(*tensors):
-        tensors_in, mask_tensors = tensors[: len(inputs)], tensors[len(inputs) :]
+        tensors_in = tensors[: len(inputs)]
+        mask_tensors = tensors[len(inputs) :]
         if not training:
             return function(*tensors_in, *mask_tensors)
         if block.recomputes:

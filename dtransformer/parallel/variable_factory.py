@@ -117,7 +117,8 @@ def _flat_class(dtype: str, compute_dtype: str) -> Callable:
     Its shards, if any, are flat and divided over the data-parallel group.
     """
     config = get_parallel_config()
-    level, is_flat = config.optimizer_shard, config.optimizer_shard_partition == "flat"
+    level = config.optimizer_shard
+    is_flat = config.optimizer_shard_partition == "flat"
     if not level or not is_flat or job.data_parallel_group().size == 1:
         return Weight
     if level == 3:

@@ -209,7 +209,8 @@ def _check_axis(text, name, axis, x, divisor):
 
 def _function_names():
     """Return the names of the functions being traced, without the digits that TensorFlow adds."""
-    graph, names = tf.compat.v1.get_default_graph(), []
+    graph = tf.compat.v1.get_default_graph()
+    names = []
     while graph is not None and graph.building_function:
         names.append(re.sub(r"\d", "", graph.name))
         graph = graph.outer_graph

@@ -187,14 +187,16 @@ def _move(x, source, destination):
 
 def _split(x, axis, count):
     """Reshape `[..., n · d, ...]` to `[n, ..., d, ...]`."""
-    axis, shape = axis % x.shape.rank, static_or_dynamic_shape(x)
+    axis = axis % x.shape.rank
+    shape = static_or_dynamic_shape(x)
     split = [*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]]
     return _move(tf.reshape(x, split), axis, 0)
 
 
 def _join(rows, axis):
     """Reshape `[n, ..., d, ...]` to `[..., n · d, ...]`."""
-    axis, shape = axis % (rows.shape.rank - 1), static_or_dynamic_shape(rows)
+    axis = axis % (rows.shape.rank - 1)
+    shape = static_or_dynamic_shape(rows)
     joined = [*shape[1 : axis + 1], shape[0] * shape[axis + 1], *shape[axis + 2 :]]
     return tf.reshape(_move(rows, 0, axis), joined)
 

@@ -60,7 +60,8 @@ def filled(sizes: Iterable[int], most: int) -> list[list[int]]:
     >>> filled([4, 3, 2, 9, 1], 7)
     [[0, 1], [2], [3], [4]]
     """
-    lists, total = [], 0
+    lists = []
+    total = 0
     for position, size in enumerate(sizes):
         if not lists or total + size > most:
             lists.append([])

@@ -69,7 +69,8 @@ def reduce_scatter(
     Returns:
         A list of flat tensors in the dtype of `tensors`, of ⌈n/d⌉ elements if divided evenly.
     """
-    sent, result_dtype = [tf.cast(x, dtype or x.dtype) for x in tensors], tensors[0].dtype
+    sent = [tf.cast(x, dtype or x.dtype) for x in tensors]
+    result_dtype = tensors[0].dtype
     if _are_even(divisions):
         shards = [to_shards(x, group.size) for x in sent]
         sizes = [shard.shape[1] for shard in shards]

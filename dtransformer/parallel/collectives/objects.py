@@ -82,7 +82,8 @@ def from_all_stages(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.nd
         arrays: Dict of NumPy arrays of this rank's stage. The stages' keys must differ.
         name: String, identical on all ranks.
     """
-    group, results = job.pipeline_group(), {}
+    group = job.pipeline_group()
+    results = {}
     if group.size == 1:
         return arrays
     for root in group.ranks:

@@ -231,7 +231,8 @@ def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str)
         group.index
     ]:  # TensorFlow folds empty tensors into constants, so send one element.
         x = never_constant(tf.zeros([1], x.dtype))
-    order, sent = _rank_order(group), [max(size, 1) for size in sizes]
+    order = _rank_order(group)
+    sent = [max(size, 1) for size in sizes]
     gathered = _move("allgather", x, group, name)
     gathered.set_shape([sum(sent)])
     parts = tf.split(gathered, [sent[i] for i in order])

@@ -50,7 +50,8 @@ class Topology:
     expert: int = 1
 
     def __post_init__(self):
-        replica, local = self.model * self.context, self.local_devices
+        replica = self.model * self.context
+        local = self.local_devices
         if replica % local and (local % replica or self.data % (local // replica)):
             raise ValueError(
                 f"`local_devices={local}` must divide model_parallel={self.model}"

@@ -55,7 +55,8 @@ class ContextExchange:
     """
 
     def __init__(self, plan: ContextPlan, head_shards: int):
-        self.plan, self._head_shards = plan, head_shards
+        self.plan = plan
+        self._head_shards = head_shards
 
     def queries(self, q: tf.Tensor) -> tf.Tensor:
         """Convert `[b, n, s, d]` to the queries of each shard, `[c, b, n', s', d]`."""
@@ -144,7 +145,8 @@ class ContextExchange:
     def heads(self, x: tf.Tensor) -> tf.Tensor:
         """Convert `[b, n, s, t]` to the heads of each shard, `[c, b, n/c, s, t]`."""
         b, n, s, t = x.shape
-        c, head_shards = self.plan.shards, self._head_shards
+        c = self.plan.shards
+        head_shards = self._head_shards
         x = tf.reshape(x, [b, head_shards, c, n // (head_shards * c), s, t])
         x = tf.reshape(tf.transpose(x, [2, 0, 1, 3, 4, 5]), [c, b, n // c, s, t])
         return _constrain(x, ("length_shards", None, "heads"))
@@ -158,7 +160,8 @@ class ContextExchange:
         of heads must divide the other.
         """
         minimum = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
-        (c, b, n), m = minimum.shape[:3], x.shape[2]
+        c, b, n = minimum.shape[:3]
+        m = x.shape[2]
         if n > m:
             minimum = _constrain(tf.reshape(minimum, [c, b, m, n // m, 1]), _SHARDS)
             minimum = tf.reduce_min(minimum, axis=3, keepdims=True)
@@ -190,16 +193,15 @@ class ContextExchange:
         """Convert `[c, b, n, s/c, d]` to `[c, b, n/c, s, d]`."""
         c, b, n, s, d = x.shape
         head_shards = self._head_shards
-        split, shape = (
-            [c, b, head_shards, c, n // (head_shards * c), s, d],
-            [c, b, n // c, c * s, d],
-        )
+        split = [c, b, head_shards, c, n // (head_shards * c), s, d]
+        shape = [c, b, n // c, c * s, d]
         return _exchange(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
 
     def _from_heads(self, x):
         c, b, n, s, d = x.shape
         head_shards = self._head_shards
-        split, shape = [c, b, head_shards, n // head_shards, c, s // c, d], [c, b, n * c, s // c, d]
+        split = [c, b, head_shards, n // head_shards, c, s // c, d]
+        shape = [c, b, n * c, s // c, d]
         return _exchange(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
 
 

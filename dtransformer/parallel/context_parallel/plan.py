@@ -201,7 +201,8 @@ class ContextPlan:
         if columns.position is None:
             return True
         lowest, highest = self.bounds(row)
-        first, last = columns.position, columns.position + columns.end - columns.start - 1
+        first = columns.position
+        last = columns.position + columns.end - columns.start - 1
         if causal and last > lowest:
             return False
         return window is None or (highest - first < window and (causal or last - lowest < window))

@@ -66,7 +66,8 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
-    new, entries = [side_by_side(x, b) for x in new], tf.range(e)
+    new = [side_by_side(x, b) for x in new]
+    entries = tf.range(e)
     if not (isinstance(k, int) and k == 1):
         new = [tf.gather(x, entries % k, axis=2) for x in new]
     is_new = (entries // k == slot)[None, None, :, None]

@@ -83,7 +83,8 @@ def decode(decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = N
     Returns:
         The `result` of the search.
     """
-    search, mask = decoding.search, decoding.memory_mask(source)
+    search = decoding.search
+    mask = decoding.memory_mask(source)
 
     def step(state, cache):
         """Decode a token of every hypothesis."""
@@ -192,7 +193,8 @@ class _StagedDecoding:
     """Decoding in a pipeline, for sources of a fixed shape."""
 
     def __init__(self, network, make, on_tokens, source_shape, max_length):
-        self._shape, self._on_tokens = source_shape, on_tokens
+        self._shape = source_shape
+        self._on_tokens = on_tokens
         self._make = lambda seed=None: make(max_length, seed)
         self._encode = ForwardPass(network, self._compute_cache, "encode")
         self._step = ForwardPass(network, self._compute_logits, "decode")
@@ -205,7 +207,8 @@ class _StagedDecoding:
         return [], decoding.encode(source, decoding.search.max_length)
 
     def _compute_logits(self, inputs, cache):
-        decoding, unpack = self._make(), self._devices.numbers
+        decoding = self._make()
+        unpack = self._devices.numbers
         rows = [self._shape[0] * decoding.search.num_beams]
         shapes = {"last": rows, "beams": rows, "position": []}
         state = {name: unpack(inputs[name], shape) for name, shape in shapes.items()}
@@ -225,7 +228,8 @@ class _StagedDecoding:
         put = self._devices.put_numbers
         decoding = self._make(seed)
         search = decoding.search
-        state, source = search.start(decoding.texts(source)), put(source)
+        state = search.start(decoding.texts(source))
+        source = put(source)
         _, caches = self._encode(source)
         has_next = True
         while has_next:

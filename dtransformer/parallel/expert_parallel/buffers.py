@@ -31,13 +31,15 @@ class Buffers:
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
-        self._groups, self._relayout = groups, groups.relayout
+        self._groups = groups
+        self._relayout = groups.relayout
         *group_shape, size, self._num_choices = static_or_dynamic_shape(choices)
         num_experts = taken.taken.shape[-1]
         is_static = isinstance(most, int) and isinstance(size, int)
         num_slots = size if most is None else (min if is_static else tf.minimum)(most, size)
         self._shape = [*group_shape, num_experts, num_slots]
-        self._expert_axis, self._model_axis = mesh_axis("expert"), mesh_axis("mlp")
+        self._expert_axis = mesh_axis("expert")
+        self._model_axis = mesh_axis("mlp")
         # Buffers are sharded by group, and the buffers of experts by expert, over the same mesh
         # axis. The axis moves from the first dimension, because DTensor's all-to-all between others
         # is wrong.
@@ -49,7 +51,8 @@ class Buffers:
             None,
             None,
         )
-        total_slots, total_choices = num_experts * num_slots, size * self._num_choices
+        total_slots = num_experts * num_slots
+        total_choices = size * self._num_choices
         slot = _index(num_slots) * _index(tf.range(num_experts)) + taken.position
         # Dropped tokens get the index after the last slot.
         slot = tf.where(taken.taken > 0, slot, _index(total_slots))
@@ -139,7 +142,8 @@ class Buffers:
 
         @custom_gradient
         def product(x, kernel):
-            x, kernel = shard_first(x, input_axes), shard_first(kernel, kernel_axes)
+            x = shard_first(x, input_axes)
+            kernel = shard_first(kernel, kernel_axes)
 
             def gradient(dy):
                 dy = shard_first(dy, result_axes)

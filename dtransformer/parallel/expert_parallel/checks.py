@@ -10,10 +10,12 @@ def check_moe_config(config: MoEConfig) -> None:
     Raises:
         ValueError: If fields conflict. The message has their names and values.
     """
-    experts, chosen = config.expert_num, config.num_experts_chosen
+    experts = config.expert_num
+    chosen = config.num_experts_chosen
     if chosen > experts:
         raise ValueError(f"`num_experts_chosen={chosen}` must not exceed `expert_num={experts}`.")
-    groups, chosen_groups = config.routing_groups, config.routing_groups_chosen
+    groups = config.routing_groups
+    chosen_groups = config.routing_groups_chosen
     if experts % groups:
         raise ValueError(f"`routing_groups={groups}` must divide `expert_num={experts}`.")
     if chosen_groups > groups:

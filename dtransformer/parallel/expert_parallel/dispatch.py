@@ -37,7 +37,8 @@ class SortedTokens:
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor):
-        num_experts, self._num_choices = taken.taken.shape[-1], choices.shape[-1]
+        num_experts = taken.taken.shape[-1]
+        self._num_choices = choices.shape[-1]
         is_taken = tf.reshape(taken.taken, [-1, num_experts])  # [N, E]
         self._sizes = tf.reduce_sum(is_taken, axis=0)
         total = tf.reduce_sum(self._sizes)

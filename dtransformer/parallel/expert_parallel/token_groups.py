@@ -82,9 +82,11 @@ class TokenGroups:
             axis = activation_specs(("batch",), x.shape[:1])[0]
             context = axis_of_groups(self._shape[1], size)
         batch, length = self._shape
-        self._is_global, self._padding = size is None, 0
+        self._is_global = size is None
+        self._padding = 0
         if self._is_global:
-            self._groups, self.size = [axis_size(axis)], None
+            self._groups = [axis_size(axis)]
+            self.size = None
         else:
             is_longer = isinstance(length, int) and length <= size
             self.size = length if is_longer else size
@@ -149,7 +151,8 @@ class TokenGroups:
         return self._rank_totals(load, tokens, size, name)
 
     def _mesh_totals(self, load, tokens, size):
-        load, tokens = relayout(load, (None, None)), relayout(tokens, (None,))
+        load = relayout(load, (None, None))
+        tokens = relayout(tokens, (None,))
         before = self.relayout(tf.cumsum(load, axis=0, exclusive=True))
         load = tf.reduce_sum(load, axis=0, keepdims=True)
         tokens = tf.reduce_sum(tokens, axis=0, keepdims=True)
@@ -160,7 +163,8 @@ class TokenGroups:
 
     def _rank_totals(self, load, tokens, size, name):
         """All-gather the counts of all replicas. Each replica has one part of the group."""
-        group, rows = job.data_parallel_group(), self._shape[0]
+        group = job.data_parallel_group()
+        rows = self._shape[0]
         counts = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
         gathered = transport.all_gather(never_constant(counts), group, f"{name}/counts")
         *load, tokens, size, all_rows = tf.unstack(gathered, axis=1)

@@ -36,18 +36,21 @@ class MeshFunction:
     def __init__(
         self, function: Callable, network_variables: list[keras.Variable], gradients: bool = False
     ):
-        self._function, self._gradients = function, gradients
+        self._function = function
+        self._gradients = gradients
         self._variables = network_variables
         # DTensor needs static shapes, so each shape of a batch is compiled.
         self._traced = _compat.called_by_shapes(tf.function(self._trace, autograph=False))
-        self._is_new, self._graph = False, None
+        self._is_new = False
+        self._graph = None
         self._constants = {}  # Maps the id of a captured tensor to the tensor and its DTensor.
         self.compiled = []  # Names of TensorFlow's functions from the last compilation.
         self.calls = {}  # See `TraceContext.calls`. From the last compilation.
         self.adds_losses = False  # Whether layers added losses in the last compilation.
 
     def _trace(self, weights, args):
-        self._is_new, self.calls = True, {}
+        self._is_new = True
+        self.calls = {}
         self._graph = tf.compat.v1.get_default_graph()
         mapping = list(zip(self._variables, weights))
         ranks = job.model_parallel_group().ranks
@@ -128,7 +131,8 @@ class MeshFunction:
         del weights
         wait(results)
         if self._is_new:
-            self.compiled, self._is_new = new_functions(), False
+            self.compiled = new_functions()
+            self._is_new = False
         for i, value in updates.items():
             variable = variables[int(i)]
             shards = own_shards([variable])

@@ -48,7 +48,8 @@ class MeshVariable(ShardedVariable):
         specs_in_use: tuple[str | None, ...] | None = None,
         **kwargs,
     ):
-        self.specs, self.specs_in_use = specs, specs_in_use or specs
+        self.specs = specs
+        self.specs_in_use = specs_in_use or specs
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
@@ -205,7 +206,8 @@ def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tens
 def _assemble(variable, rank_shards):
     """Return the full value of a variable from the flattened shards of each rank of the mesh."""
     mesh = job.mesh()
-    num_local, blocks = mesh.num_local_devices(), {}
+    num_local = mesh.num_local_devices()
+    blocks = {}
     for rank, flat in enumerate(rank_shards):
         ids = range(rank * num_local, (rank + 1) * num_local)
         if len(rank_shards) == 1:

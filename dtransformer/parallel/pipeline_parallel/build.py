@@ -84,7 +84,8 @@ def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashab
     >>> assign_evenly({"in": 1, "a": 4, "b": 4, "c": 4, "out": 2}, 2)
     {'in': 0, 'a': 0, 'b': 0, 'c': 1, 'out': 1}
     """
-    low, high = max(sizes.values()), sum(sizes.values())
+    low = max(sizes.values())
+    high = sum(sizes.values())
     while low < high:
         limit = (low + high) // 2
         if len(filled(sizes.values(), limit)) <= num_chunks:
@@ -94,7 +95,8 @@ def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashab
     chunks = filled(sizes.values(), low)
     while len(chunks) < num_chunks:  # Halve the chunk with the most layers.
         longest = max(range(len(chunks)), key=lambda chunk: len(chunks[chunk]))
-        indices, half_size = chunks[longest], len(chunks[longest]) // 2
+        indices = chunks[longest]
+        half_size = len(chunks[longest]) // 2
         chunks[longest : longest + 1] = [indices[:half_size], indices[half_size:]]
     layers = list(sizes)
     return {layers[i]: chunk for chunk, indices in enumerate(chunks) for i in indices}
@@ -206,7 +208,8 @@ def _make_placeable(layer):
     """Add the pipeline attributes of this package's layers to a Keras layer."""
     if hasattr(layer, "copied_to"):
         return
-    layer.copied_to, layer.results_that_are_weights = frozenset(), types.MappingProxyType({})
+    layer.copied_to = frozenset()
+    layer.results_that_are_weights = types.MappingProxyType({})
     compute = layer.call
 
     @functools.wraps(compute)

@@ -22,7 +22,9 @@ class ChunkFunctions:
     """
 
     def __init__(self, network, compute, devices, shares=False):
-        self._network, self._compute, self._devices = network, compute, devices
+        self._network = network
+        self._compute = compute
+        self._devices = devices
         self._shares = shares and devices.compiles_whole_graphs
         self._compiled = {}
         # Maps the key of a signature to the first chunk's signature and function.

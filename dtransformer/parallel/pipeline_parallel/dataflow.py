@@ -57,7 +57,9 @@ class DependencyRecorder:
     def __init__(self, function, inputs):
         self._names = CallNames()
         self._results = {}  # Maps the graph name of a placeholder to its Result.
-        self.calls, self.ends, self.outputs = [], [], None
+        self.calls = []
+        self.ends = []
+        self.outputs = None
 
         def run(inputs):
             with view(self):
@@ -86,7 +88,8 @@ class DependencyRecorder:
 
     def _origins(self, tensors):
         """Return the results that nested tensors and their masks directly depend on."""
-        origins, visited = {}, set()
+        origins = {}
+        visited = set()
         masks = list(_compat.masks_of(tensors).values())
         pending = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
         while pending:
@@ -199,13 +202,15 @@ class Dataflow:
 
     @classmethod
     def _from_recorder(cls, recorder, placement):
-        copies, last_use = {}, {}
+        copies = {}
+        last_use = {}
         uses = [
             (chunk_of(layer, placement), layer.path, results) for layer, results in recorder.calls
         ]
         for chunk, user, results in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
             for result in results:
-                first, path = chunk_of(result.layer, placement), result.layer.path
+                first = chunk_of(result.layer, placement)
+                path = result.layer.path
                 # Chunks that need this weight have copies of it.
                 if result.number in result.layer.results_that_are_weights:
                     if chunk != first:
@@ -220,9 +225,11 @@ class Dataflow:
                 last_use[result] = max(last_use.get(result, 0), chunk)
         tensors = []
         for result, last in last_use.items():
-            first, spec = chunk_of(result.layer, placement), result.spec
+            first = chunk_of(result.layer, placement)
+            spec = result.spec
             if last > first:
-                shape, dtype = tuple(spec.shape), spec.dtype.name
+                shape = tuple(spec.shape)
+                dtype = spec.dtype.name
                 tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
         return cls(placement, tuple(tensors), copies, recorder.outputs)
 

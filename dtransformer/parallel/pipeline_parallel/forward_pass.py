@@ -32,8 +32,10 @@ class ForwardPass:
     empty_state = None
 
     def __init__(self, network, function, name, shares=False):
-        self._function, self._name = function, name
-        self.devices, self._peers = stage_devices(), peers()
+        self._function = function
+        self._name = name
+        self.devices = stage_devices()
+        self._peers = peers()
         self._functions = ChunkFunctions(network, self._compute, self.devices, shares)
         self._dataflows = {}
 
@@ -48,7 +50,9 @@ class ForwardPass:
             An `(outputs, states)` tuple. Outputs are zeros except on the last stage. See
             `from_last`.
         """
-        dataflow, new_states, pending_sends = self._dataflow(inputs), {}, []
+        dataflow = self._dataflow(inputs)
+        new_states = {}
+        pending_sends = []
         placement = dataflow.placement
         for chunk in own_chunks():
             if not chunk:
@@ -93,7 +97,8 @@ class ForwardPass:
         return self._peers.send(shards, peer, self._name_after(chunk))
 
     def _receive(self, dataflow, chunk):
-        crossing, peer = dataflow.received_by(chunk), dataflow.placement.stage_before(chunk)
+        crossing = dataflow.received_by(chunk)
+        peer = dataflow.placement.stage_before(chunk)
         specs = self.devices.shard_specs(crossing)
         shards = self._peers.receive(specs, peer, self._name_after(chunk - 1)).result()
         tensors = self.devices.from_shards(crossing, shards)
@@ -114,7 +119,8 @@ def from_last(tensors, name: str):
         tensors: Nested tensors of the same shapes on all stages.
         name: String, identical on all stages.
     """
-    group, placement = job.pipeline_group(), job.placement()
+    group = job.pipeline_group()
+    placement = job.placement()
     if group.size == 1:
         return tensors
     root = placement.stage_of(placement.last_chunk)

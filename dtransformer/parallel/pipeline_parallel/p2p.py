@@ -16,7 +16,8 @@ class _Waited(concurrent.futures.Future):
 
     def __init__(self, description, rank):
         super().__init__()
-        self._description, self._rank = description, rank
+        self._description = description
+        self._rank = rank
 
     def result(self, timeout=None):
         """Wait for the result and report the wait."""

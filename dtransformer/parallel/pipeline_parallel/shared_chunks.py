@@ -150,8 +150,10 @@ class SharedChunk:
         other_weights: list,
     ):
         self._function = self.compilation = function
-        self._other_signature, self._signature = other_signature, signature
-        self.trained, self._other_weights = trained, other_weights
+        self._other_signature = other_signature
+        self._signature = signature
+        self.trained = trained
+        self._other_weights = other_weights
 
     def weights(self) -> list:
         """Return the values of the trained weights, for gradients."""
@@ -172,11 +174,10 @@ class SharedChunk:
 
     def layer_name(self, name: str) -> str:
         """Replace the names of stack and blocks in an operation name with this chunk's names."""
-        new_names, suffix = (
-            dict(zip(self._other_signature.blocks, self._signature.blocks)),
-            r"(?:_\d+)?",
-        )
-        stack, blocks = re.escape(self._signature.stack), "|".join(map(re.escape, new_names))
+        new_names = dict(zip(self._other_signature.blocks, self._signature.blocks))
+        suffix = r"(?:_\d+)?"
+        stack = re.escape(self._signature.stack)
+        blocks = "|".join(map(re.escape, new_names))
         return re.sub(
             # TensorFlow appends numbers to repeated names.
             rf"/{stack}{suffix}/({blocks}){suffix}(?=/)",

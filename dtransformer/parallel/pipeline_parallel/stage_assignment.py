@@ -22,7 +22,8 @@ def chunk_of(layer, placement: Placement) -> int:
     Raises:
         ValueError: If `pipeline_stage` is out of range.
     """
-    index, chunks = layer.pipeline_stage, placement.num_chunks
+    index = layer.pipeline_stage
+    chunks = placement.num_chunks
     if not -chunks <= index < chunks:
         raise ValueError(
             f"`pipeline_stage={index}` of {layer.path or layer.name} is out of range: there are "

@@ -114,10 +114,14 @@ class _Function:
         calls: See `TraceContext.calls`, from the last compilation. Only on a mesh.
     """
 
-    is_new, compiled, calls = False, (), types.MappingProxyType({})
+    is_new = False
+    compiled = ()
+    calls = types.MappingProxyType({})
 
     def __init__(self, function, trained, wait):
-        self.trained, self._wait, self.compilation = trained, wait, self
+        self.trained = trained
+        self._wait = wait
+        self.compilation = self
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would add up the traces of all chunks and warn about one function.
         _compat.expect_many_traces(self._function)
@@ -147,9 +151,12 @@ class MeshExecutor(LocalExecutor):
     def cache_key(self, dataflow):
         return dataflow.tensors, repr(dataflow.outputs)
 
-    put_batch, put_sharded = staticmethod(put_batch), staticmethod(put_sharded)
-    put_numbers, replicate = staticmethod(put_numbers), staticmethod(replicate)
-    gradient_shards, wait = staticmethod(unpacked), staticmethod(wait)
+    put_batch = staticmethod(put_batch)
+    put_sharded = staticmethod(put_sharded)
+    put_numbers = staticmethod(put_numbers)
+    replicate = staticmethod(replicate)
+    gradient_shards = staticmethod(unpacked)
+    wait = staticmethod(wait)
 
     def put_one(self):
         return put_replicated(tf.ones([]))
@@ -168,7 +175,8 @@ class MeshExecutor(LocalExecutor):
         return [shard for tensor, x in pairs for shard in self._local_shards(tensor).unpack(x)]
 
     def from_shards(self, tensors, shards):
-        shards, all_local_shards = iter(shards), [self._local_shards(tensor) for tensor in tensors]
+        shards = iter(shards)
+        all_local_shards = [self._local_shards(tensor) for tensor in tensors]
         return [
             local_shards.pack([next(shards) for _ in local_shards.distinct])
             for local_shards in all_local_shards
@@ -194,7 +202,9 @@ class _FunctionOnMesh(MeshFunction):
 
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
-        self.trained, self._other_weights, self.compilation = trained, others, self
+        self.trained = trained
+        self._other_weights = others
+        self.compilation = self
 
     @staticmethod
     def layer_name(name: str) -> str:

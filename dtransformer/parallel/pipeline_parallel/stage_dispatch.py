@@ -173,7 +173,9 @@ class ChunkView:
     """
 
     def __init__(self, chunk, dataflow, received):
-        self.chunk, self._dataflow, self._received = chunk, dataflow, received
+        self.chunk = chunk
+        self._dataflow = dataflow
+        self._received = received
         self._names = CallNames()
         self._sent_names = {tensor.name for tensor in dataflow.sent_after(chunk)}
         self.sent = {name: x for name, x in received.items() if name in self._sent_names}

@@ -161,10 +161,12 @@ def get_weights(network: keras.Model) -> list[np.ndarray]:
     Raises:
         RuntimeError: If a layer has a different number of weights on its stage and on this one.
     """
-    values, group = {}, job.pipeline_group()
+    values = {}
+    group = job.pipeline_group()
     for layer in placed_layers(network):
         owner = stages_of(layer, job.placement())[0]
-        weights, local = all_weights(layer), {}
+        weights = all_weights(layer)
+        local = {}
         if job.stage()[0] == owner:
             local = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights)}
         sent = broadcast_arrays(local, group.ranks[owner], group, f"weights_{layer.path}")
@@ -188,7 +190,8 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
     Raises:
         ValueError: If the number of arrays or one of their shapes is different.
     """
-    weights, local_ids = all_weights(network), {id(weight) for weight in network.weights}
+    weights = all_weights(network)
+    local_ids = {id(weight) for weight in network.weights}
     if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
             f"`set_weights` received {len(values)} arrays for the {len(weights)} weights on all "
@@ -201,7 +204,8 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
 
 def _broadcast_saved(layer, owner):
     """Return the values that a stage's layer would save, on every stage."""
-    values, group = {}, job.pipeline_group()
+    values = {}
+    group = job.pipeline_group()
     if job.stage()[0] == owner:
         layer.save_own_variables(values)  # Keras layers store variables.
         values = {name: keras.ops.convert_to_numpy(value) for name, value in values.items()}

@@ -119,7 +119,8 @@ def exclusive_gpus(local_size: int, local_devices: int) -> str | None:
 
 def _take_gpus(local_rank, local_size, local_devices):
     """Make this rank's GPUs visible and let their memory grow on demand."""
-    all_gpus, num_parts = tf.config.list_physical_devices("GPU"), logical_gpus()
+    all_gpus = tf.config.list_physical_devices("GPU")
+    num_parts = logical_gpus()
     slots = [gpu for gpu in all_gpus for _ in range(num_parts)]
     gpus = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
     if exclusive_gpus(local_size, local_devices):

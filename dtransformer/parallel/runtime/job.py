@@ -164,7 +164,9 @@ def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContext
 
 
 # The watchdog reads this rank's activity. These are methods of the `ActivityTracker`.
-doing, compiles, computed_for = activity.doing, activity.compiles, activity.computed_for
+doing = activity.doing
+compiles = activity.compiles
+computed_for = activity.computed_for
 
 
 def watchdog() -> Watchdog | None:

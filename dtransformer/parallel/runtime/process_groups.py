@@ -71,7 +71,9 @@ class ProcessGroups:
         horovod: types.ModuleType | None = None,
         before: "ProcessGroups | None" = None,
     ):
-        self._rank, self._size, self._horovod = rank, size, horovod
+        self._rank = rank
+        self._size = size
+        self._horovod = horovod
         self._groups = {}  # Maps ordered ranks to a Group.
         # Maps sorted ranks to a Horovod process set.
         self._process_sets = {} if before is None else before._process_sets

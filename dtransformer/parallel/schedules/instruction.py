@@ -7,9 +7,13 @@ import dataclasses
 
 from dtransformer.parallel.schedules.placement import Placement
 
-FORWARD, BACKWARD, WEIGHT_GRADIENTS = "forward", "backward", "weight_gradients"
-SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
-SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
+FORWARD = "forward"
+BACKWARD = "backward"
+WEIGHT_GRADIENTS = "weight_gradients"
+SEND_ACTIVATIONS = "send_activations"
+RECEIVE_ACTIVATIONS = "receive_activations"
+SEND_GRADIENTS = "send_gradients"
+RECEIVE_GRADIENTS = "receive_gradients"
 COMPUTATIONS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS)
 SENDS = (SEND_ACTIVATIONS, SEND_GRADIENTS)
 RECEIVES = (RECEIVE_ACTIVATIONS, RECEIVE_GRADIENTS)
@@ -102,7 +106,8 @@ def get_producer(computation: Instruction, placement: Placement) -> Instruction 
     pass of the next chunk. The last chunk's backward pass needs its forward pass, and weight
     gradients need the backward pass. The result is `None` for the inputs of the network.
     """
-    k, chunk = computation.micro_batch, computation.chunk
+    k = computation.micro_batch
+    chunk = computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return Instruction(BACKWARD, k, chunk)
     if computation.kind == FORWARD:
@@ -120,7 +125,8 @@ def get_input(computation: Instruction, placement: Placement) -> Instruction | N
     producer = get_producer(computation, placement)
     if producer is None:
         return None
-    peer, chunk = placement.stage_of(producer.chunk), computation.chunk
+    peer = placement.stage_of(producer.chunk)
+    chunk = computation.chunk
     if peer == placement.stage_of(chunk):
         return producer
     receive = RECEIVE_ACTIVATIONS if producer.kind == FORWARD else RECEIVE_GRADIENTS
@@ -129,13 +135,16 @@ def get_input(computation: Instruction, placement: Placement) -> Instruction | N
 
 def get_sends(computation: Instruction, placement: Placement) -> list[Instruction]:
     """Return a list with the send of a computation's result, empty if no other stage needs it."""
-    k, chunk = computation.micro_batch, computation.chunk
+    k = computation.micro_batch
+    chunk = computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return []
     if computation.kind == FORWARD:
-        kind, peer = SEND_ACTIVATIONS, placement.stage_after(chunk)
+        kind = SEND_ACTIVATIONS
+        peer = placement.stage_after(chunk)
     else:
-        kind, peer = SEND_GRADIENTS, placement.stage_before(chunk)
+        kind = SEND_GRADIENTS
+        peer = placement.stage_before(chunk)
     if peer is None or peer == placement.stage_of(chunk):
         return []
     return [Instruction(kind, k, chunk, peer)]

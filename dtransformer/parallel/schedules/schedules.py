@@ -78,8 +78,10 @@ def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> lis
     >>> print(*interleaved(1, Placement.looped(2, 2), num_micro_batches=2))
     F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
-    num_stages, chunks = placement.num_stages, placement.chunks_of(stage)
-    total, period = num_micro_batches * len(chunks), num_stages * len(chunks)
+    num_stages = placement.num_stages
+    chunks = placement.chunks_of(stage)
+    total = num_micro_batches * len(chunks)
+    period = num_stages * len(chunks)
 
     def passes(kind, chunks):
         """Yield the passes of a kind in order, over the chunks in the given order."""

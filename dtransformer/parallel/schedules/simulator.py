@@ -62,8 +62,11 @@ def simulate(
         kind: value if callable(value) else lambda stage, chunk, value=value: value
         for kind, value in durations.items()
     }
-    position, clock = [0] * placement.num_stages, [0.0] * placement.num_stages
-    sent, ready = {}, {}  # Maps a receive to the times when its sender and its receiver are ready.
+    position = [0] * placement.num_stages
+    clock = [0.0] * placement.num_stages
+    # Maps a receive to the times when its sender and its receiver are ready.
+    sent = {}
+    ready = {}
     done = {}  # Maps a receive or a computation to its end time.
     events = []
 

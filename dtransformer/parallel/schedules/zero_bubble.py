@@ -34,7 +34,8 @@ def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1
     """
     (chunk,) = placement.chunks_of(stage)
-    ahead, order = min(placement.num_stages - stage - 1, num_micro_batches), []
+    ahead = min(placement.num_stages - stage - 1, num_micro_batches)
+    order = []
 
     def add(kind, k):
         if 0 <= k < num_micro_batches:
@@ -69,8 +70,10 @@ def _by_priority(placement, num_micro_batches):
     chunk, forward passes of the later chunk, forward passes of the earlier chunk, weight gradients.
     A stage has at most 2p unfinished passes and reserves room for a returning micro-batch.
     """
-    p, m = placement.num_stages, num_micro_batches
-    done, orders = {}, [[] for _ in range(p)]
+    p = placement.num_stages
+    m = num_micro_batches
+    done = {}
+    orders = [[] for _ in range(p)]
     counts = {}  # Maps (kind, chunk) to the number of started passes.
 
     def choices(stage):

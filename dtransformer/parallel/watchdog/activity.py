@@ -88,7 +88,8 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
     seconds = activity.seconds + later
     limit = stall_seconds * _PATIENCE[activity.kind]
     if activity.waits_in:
-        seconds, limit = activity.waited + later, stall_seconds
+        seconds = activity.waited + later
+        limit = stall_seconds
     elif activity.kind in _COMPUTING and activity.idle_seconds + later > stall_seconds:
         limit = stall_seconds
     elif activity.kind == "compiling" and not activity.longest:

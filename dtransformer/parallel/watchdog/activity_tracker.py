@@ -23,7 +23,9 @@ class ActivityTracker:
 
     def __init__(self):
         self._start = time.monotonic()
-        self._kind, self._step, self._longest = "outside", 0, 0.0
+        self._kind = "outside"
+        self._step = 0
+        self._longest = 0.0
         self._polling = set()  # Files in /proc of threads that poll for work.
         self._last_cpu_sample = self._start, self._cpu_seconds()
         self._last_computed = self._start
@@ -67,7 +69,8 @@ class ActivityTracker:
             self._enter(outer)
 
     def _enter(self, kind):
-        self._kind, self._start = kind, time.monotonic()
+        self._kind = kind
+        self._start = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, collective: str, others: Sequence[int]) -> Iterator[None]:
@@ -136,7 +139,8 @@ class ActivityTracker:
 
     def _find_wait(self, now):
         """Return the start time of this rank's wait, its description, and whether it is a guess."""
-        main, waits = threading.main_thread().ident, self._waits.copy()
+        main = threading.main_thread().ident
+        waits = self._waits.copy()
         if main in waits:
             return (*waits[main], False)
         if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.

@@ -34,7 +34,9 @@ class Seals:
     """
 
     def __init__(self, token: str, rank: int, direction: str):
-        self._key, self._direction, self._index = token.encode(), f"{direction} {rank}", 0
+        self._key = token.encode()
+        self._direction = f"{direction} {rank}"
+        self._index = 0
 
     def _seal(self, text):
         self._index += 1
@@ -76,18 +78,18 @@ class Link:
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection, self.since = connection, time.monotonic()
+        self.connection = connection
+        self.since = time.monotonic()
         self.claimed_rank = None  # First line: the rank that the other end claims to be.
         self.rank = None  # The rank, set once a line has a valid seal.
-        self._received, self._unsent = b"", b""
+        self._received = b""
+        self._unsent = b""
         self._outgoing_seals = self._incoming_seals = None
 
     def seal_with(self, token: str, rank: int, sent: str, received: str) -> None:
         """Set the seals. `sent` and `received` are the directions of lines, see `Seals`."""
-        self._outgoing_seals, self._incoming_seals = (
-            Seals(token, rank, sent),
-            Seals(token, rank, received),
-        )
+        self._outgoing_seals = Seals(token, rank, sent)
+        self._incoming_seals = Seals(token, rank, received)
 
     def send(self, value) -> None:
         """Send a JSON value as soon as the other side accepts it."""
@@ -155,7 +157,8 @@ class End:
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
-        self._links, self._links_by_rank = [], {}
+        self._links = []
+        self._links_by_rank = {}
 
     def _add(self, link):
         self._links.append(link)
@@ -223,7 +226,9 @@ class Hub(End):
 
     def __init__(self, listener: socket.socket, token: str, size: int):
         super().__init__()
-        self._listener, self._token, self._size = listener, token, size
+        self._listener = listener
+        self._token = token
+        self._size = size
         # Maps the first line of a connection to its rank. A rank connects only once per job, so its
         # lines cannot be replayed.
         self._expected = {str(rank).encode(): rank for rank in range(1, size)}

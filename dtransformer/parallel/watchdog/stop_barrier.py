@@ -19,7 +19,9 @@ class StopBarrier:
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._passed, self._last, self._is_holding = 0, None, False
+        self._passed = 0
+        self._last = None
+        self._is_holding = False
 
     def hold(self) -> int:
         """Block the gates for now and return the number of gates passed so far."""
@@ -48,7 +50,8 @@ class StopBarriers:
     """`StopBarrier` objects of this rank by purpose, a string."""
 
     def __init__(self):
-        self._gates, self._counter = {}, itertools.count()
+        self._gates = {}
+        self._counter = itertools.count()
 
     def new_purpose(self) -> str:
         """Return a new purpose, identical on ranks that make the same calls."""
@@ -68,7 +71,8 @@ class Agreement:
     """
 
     def __init__(self, ranks: Iterable[int]):
-        self._missing, self._max_passed = set(ranks), 0
+        self._missing = set(ranks)
+        self._max_passed = 0
         self.is_asked = self.is_settled = False
 
     def answer(self, rank: int, passed: int | None) -> int | None:

@@ -138,11 +138,17 @@ class Watchdog:
         end: Callable[[str, float], None] = leave,
     ):
         faulthandler.enable(2)  # Print the stacks if the process crashes outside of Python.
-        self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
-        self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
+        self.rank = rank
+        self.hosts = hosts
+        self.stall_seconds = stall_seconds
+        self._link = link
+        self._recorder = recorder
+        self._gates = gates
+        self._end = end
         ranks = range(len(hosts))
         self._watch = Watch(ranks if rank == 0 else [0], stall_seconds, time.monotonic())
-        self._present, self._stragglers = set(ranks), Stragglers()
+        self._present = set(ranks)
+        self._stragglers = Stragglers()
         self._agreements = collections.defaultdict(lambda: Agreement(self._present))
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -182,7 +188,9 @@ class Watchdog:
         self._link.close()
 
     def _watch_until_left(self):
-        next_beat, is_process = 0.0, self._end is leave  # False in tests, which replace `end`.
+        # False in tests, which replace `end`.
+        next_beat = 0.0
+        is_process = self._end is leave
         while not self._is_leaving:
             now = time.monotonic()
             if now >= next_beat:
@@ -291,7 +299,8 @@ class Watchdog:
             if self._requests:
                 self._is_leaving = True
                 return
-        message, activity = describe_verdict(verdict, self.hosts), self._recorder.activity()
+        message = describe_verdict(verdict, self.hosts)
+        activity = self._recorder.activity()
         stacks = write_stacks(self.rank, message)
         line = final_message(message, self.rank, self.hosts[self.rank], activity, stacks)
         self._has_ended = True

@@ -55,7 +55,8 @@ class Watch:
 
     def __init__(self, ranks: Iterable[int], stall_seconds: float, now: float):
         self._ranks = {rank: _Heartbeat(now) for rank in ranks}
-        self._stall_seconds, self._last_check = stall_seconds, now
+        self._stall_seconds = stall_seconds
+        self._last_check = now
         self._verdict = None
 
     def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
@@ -88,7 +89,8 @@ class Watch:
 
     def verdict(self, now: float) -> Verdict | None:
         """Return the verdict if the job must end, and `None` otherwise. Call it every second."""
-        late, self._last_check = now - self._last_check > _MAX_CHECK_INTERVAL, now
+        late = now - self._last_check > _MAX_CHECK_INTERVAL
+        self._last_check = now
         if late:  # This process was suspended and could not receive heartbeats.
             for heartbeat in self._ranks.values():
                 heartbeat.at = now
@@ -175,7 +177,8 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     if not behind:  # All ranks are in the same step, most of them in the same activity.
         largest_group = max(ranks_by_activity.values(), key=len)
         behind = [rank for rank in activities if rank not in largest_group]
-    first, waiting_rank = activities[behind[0]], next(r for r in activities if r not in behind)
+    first = activities[behind[0]]
+    waiting_rank = next(r for r in activities if r not in behind)
     description = f"blocked the job for {seconds:.0f} s in {first}"
     if left:
         description = "left the job while others wait"

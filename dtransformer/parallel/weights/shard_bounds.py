@@ -58,7 +58,8 @@ def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointSha
     if not shard.local_shape or shard.num_elements <= max_elements:
         return [shard]
     row_size = math.prod(shard.local_shape[1:])
-    step, (first, last) = max(max_elements // row_size, 1), shard.bounds[0]
+    step = max(max_elements // row_size, 1)
+    (first, last) = shard.bounds[0]
     return [
         CheckpointShard(
             ((start, stop), *shard.bounds[1:]),
@@ -88,7 +89,8 @@ def local_shards(
     [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
     """
     start, stop = flat_range or (0, num_elements(bounds))
-    shards, local_offset = [], 0
+    shards = []
+    local_offset = 0
     for inner in bounds_of_flat_range(shape_of(bounds), start, min(stop, num_elements(bounds))):
         clipped = tuple(
             (offset + first, min(offset + last, size))
