@@ -45,15 +45,18 @@ def run_block(
     """
 
     def compute(*tensors):
-        tensors_in = tensors[: len(inputs)]
+        block_inputs = tensors[: len(inputs)]
         mask_tensors = tensors[len(inputs) :]
         if not training:
-            return function(*tensors_in, *mask_tensors)
+            return function(*block_inputs, *mask_tensors)
         if block.recomputes:
-            compute_inputs = lambda *tensors_in: function(*tensors_in, *mask_tensors)
+
+            def compute_block(*block_inputs):
+                return function(*block_inputs, *mask_tensors)
+
             config = block.recompute_config
-            return recomputed(compute_inputs, tensors_in, block.variables, config, block.add_loss)
-        return function(*sum_gradients_first(tensors_in), *mask_tensors)
+            return recomputed(compute_block, block_inputs, block.variables, config, block.add_loss)
+        return function(*sum_gradients_first(block_inputs), *mask_tensors)
 
     with unsharding_ahead(inputs) as output:
         if block.shared is None:

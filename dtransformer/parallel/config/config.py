@@ -325,16 +325,16 @@ class TransformerOpParallelConfig(validators.Checked):
         num_devices = num_ranks * local_devices
         data = self.data_parallel if self.data_parallel is not None else num_devices // others
         if data * others != num_devices:
-            context = f"context_parallel={self.context_parallel} · " * (self.context_parallel > 1)
             needed = others if self.data_parallel is None else data * others
             multiple = "a multiple of " if self.data_parallel is None else ""
-            devices = f" of {local_devices} local devices each" * (local_devices > 1)
+            devices = f" of {local_devices} local devices each" if local_devices > 1 else ""
             kind = "devices" if local_devices > 1 else "ranks"
             ranks = -(-needed // local_devices)
             can_start = ranks == 1 or importlib.util.find_spec("horovod") is not None
             first = "" if can_start else " (run 'dtransformer doctor --install-horovod' first)"
             raise ValueError(
-                f"data_parallel={self.data_parallel} · model_parallel={self.model_parallel} · {context}"
+                f"data_parallel={self.data_parallel} · model_parallel={self.model_parallel} · "
+                f"context_parallel={self.context_parallel} · "
                 f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the "
                 f"job has {num_ranks} ranks{devices}. Start it with `dtransformer launch -np {ranks}`"
                 f"{first}, or change the config."

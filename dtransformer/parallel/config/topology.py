@@ -55,7 +55,7 @@ class Topology:
         if replica % local and (local % replica or self.data % (local // replica)):
             raise ValueError(
                 f"`local_devices={local}` must divide model_parallel={self.model}"
-                f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple "
+                f"{f' · context_parallel={self.context}' if self.context > 1 else ''}, or be a multiple "
                 f"of it that divides its product with data_parallel={self.data}."
             )
         if self.data % self.expert:

@@ -133,7 +133,10 @@ class Buffers:
     def row_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers `[g, E, c, f]` with kernels `[E, f, h]`, sharded along f."""
         kernel_axes = (self._expert_axis, self._model_axis, None)
-        product = lambda: self._product(xs[0], kernel, self._expert_axes, kernel_axes)
+
+        def product():
+            return self._product(xs[0], kernel, self._expert_axes, kernel_axes)
+
         return [keep_for_recompute(product)]
 
     def _product(self, x, kernel, result_axes, kernel_axes):

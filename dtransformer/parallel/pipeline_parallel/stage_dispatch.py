@@ -229,4 +229,5 @@ class CallNames:
         if id(layer) not in layers:
             layers.append(id(layer))
         path_index = layers.index(id(layer))
-        return path + f"~{path_index}" * bool(path_index) + f"#{call_index}" * bool(call_index)
+        path += f"~{path_index}" if path_index else ""
+        return path + (f"#{call_index}" if call_index else "")

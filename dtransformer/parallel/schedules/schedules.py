@@ -167,7 +167,7 @@ def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: 
             for alternative, row in SCHEDULES.items()
             if row.allows(chunks_per_stage)
         ]
-        fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
+        fitting = f"{schedule.min_chunks}{' or more' if schedule.max_chunks is None else ''}"
         raise ValueError(
             f"`pipeline_chunks={chunks_per_stage}` does not work with `pipeline_schedule={name!r}`. "
             f"Set `pipeline_chunks` to {fitting}, or `pipeline_schedule` to {' or '.join(alternatives)}."

@@ -115,6 +115,6 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     >>> describe_ranks([3]), describe_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}" + ", …" * (
-        len(ranks) > 8
-    )
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    ellipsis = ", …" if len(ranks) > 8 else ""
+    return f"{noun} {', '.join(map(str, ranks[:8]))}{ellipsis}"

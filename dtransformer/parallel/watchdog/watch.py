@@ -168,7 +168,7 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
             f"{describe_ranks(ranks)} in {description}"
             for description, ranks in ranks_by_activity.items()
         ]
-        ellipsis = "; …" * (len(groups) > _MAX_GROUPS)
+        ellipsis = "; …" if len(groups) > _MAX_GROUPS else ""
         return Verdict(
             (), f"ranks have waited for each other for {seconds:.0f} s, after an error that only "
             f"one of them caught or a call that only some of them make: "
@@ -198,10 +198,10 @@ def describe_verdict(verdict: Verdict, hosts: Sequence[str]) -> str:
     if not verdict.ranks:
         return verdict.cause
     names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
-    places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
-    return (
-        f"{describe_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
-    )
+    noun = "hosts" if len(names) > 1 else "host"
+    ellipsis = ", …" if len(names) > 4 else ""
+    places = f"{noun} {', '.join(names[:4])}{ellipsis}"
+    return f"{describe_ranks(verdict.ranks)} on {places}: {verdict.cause}"
 
 
 _MIN_RATIO = 1.5  # Minimum ratio to the median of the other ranks.
