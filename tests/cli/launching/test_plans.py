@@ -8,7 +8,7 @@ from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
-from dtransformer.parallel.runtime.launch import fitting
+from dtransformer.parallel.runtime.launch import fit_to_devices
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import layout_plan
 
@@ -158,11 +158,11 @@ def test_where_ranks_are_left_over_the_planner_has_their_layout(monkeypatch):
     best = found.best.config
     assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
     best.resolve(3)
-    assert fitting(best, 3) == best
+    assert fit_to_devices(best, 3) == best
     given = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
-    assert fitting(given, 3) == refit(given, 3)
+    assert fit_to_devices(given, 3) == refit(given, 3)
     monkeypatch.delenv(FITS_LAYOUT)
-    assert fitting(given, 3) == given
+    assert fit_to_devices(given, 3) == given
 
 
 @pytest.mark.parametrize("ranks, launched, settings", [
