@@ -309,7 +309,7 @@ def by_dtype(collective: Callable, tensors: list, *others: list) -> list:
         positions.setdefault(x.dtype.name, []).append(position)
     results = [None] * len(tensors)
     for dtype, indices in positions.items():
-        arguments = [[items_of_list[i] for i in indices] for items_of_list in (tensors, *others)]
+        arguments = [[items[i] for i in indices] for items in (tensors, *others)]
         for i, result in zip(indices, collective(*arguments, dtype), strict=True):
             results[i] = result
     return results

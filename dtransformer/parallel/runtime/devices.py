@@ -120,8 +120,8 @@ def exclusive_gpus(local_size: int, local_devices: int) -> str | None:
 def _take_gpus(local_rank, local_size, local_devices):
     """Make this rank's GPUs visible and let their memory grow on demand."""
     all_gpus = tf.config.list_physical_devices("GPU")
-    num_parts = logical_gpus()
-    slots = [gpu for gpu in all_gpus for _ in range(num_parts)]
+    num_logical_gpus = logical_gpus()
+    slots = [gpu for gpu in all_gpus for _ in range(num_logical_gpus)]
     gpus = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
     if exclusive_gpus(local_size, local_devices):
         gpus = all_gpus  # The launcher has already selected the GPUs.
@@ -144,7 +144,7 @@ def _take_gpus(local_rank, local_size, local_devices):
     try:
         tf.config.set_visible_devices(list(dict.fromkeys(gpus)), "GPU")
         for gpu in dict.fromkeys(gpus):
-            if num_parts == 1:
+            if num_logical_gpus == 1:
                 tf.config.experimental.set_memory_growth(gpu, True)
                 continue
             os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")

@@ -12,7 +12,7 @@ from dtransformer.parallel.watchdog.activity import Activity, describe_ranks, is
 
 _MAX_CHECK_INTERVAL = 5.0  # Seconds between two checks, above which this process was suspended.
 SILENT_FRACTION = 0.5  # A rank has failed if it is silent for this fraction of `stall_seconds`.
-_MAX_GROUPS = 4  # Maximum number of different activities in a message.
+_MAX_GROUPS = 4  # Maximum number of different activities in a verdict.
 _SIMULTANEOUS_FRACTION = (
     0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
 )
