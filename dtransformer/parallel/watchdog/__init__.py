@@ -5,7 +5,7 @@ the job by these heartbeats: a silent rank, a rank that has ended, or a step wit
 verdict ends the job on every rank, with a line that names rank, host, step and cause. A rank that
 receives no heartbeats from rank 0 ends without a verdict from it.
 
-A rank that works but slows down the others is reported once.
+A rank that works but slows down the others is reported once per slow period.
 
 The decisions are pure functions and classes: `activity` (time limits of activities), `watch`
 (verdicts and stragglers) and `stop_barrier` (the last step before all ranks stop together). They are
