@@ -235,7 +235,7 @@ def test_fields_that_do_not_work_together_are_refused(fields, words):
     "layout, fields, words",
     [
         ({"expert_parallel": 3}, {}, "`expert_parallel=3` must divide `expert_num=4`"),
-        ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
+        ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*Set `expert_group_size`"),
     ],
 )
 def test_what_a_layout_cannot_do_is_refused(layout, fields, words):

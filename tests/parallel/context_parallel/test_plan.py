@@ -112,5 +112,5 @@ def test_a_length_that_shards_do_not_divide():
 
 @pytest.mark.parametrize("n, m", [(6, 6), (8, 3), (2, 2)])
 def test_heads_that_shards_do_not_divide(n, m):
-    with pytest.raises(ValueError, match="'ulysses' divides heads.*=4, .* set .*'all_gather'"):
+    with pytest.raises(ValueError, match="'ulysses'` divides heads.*=4`, .* Set .*'all_gather'"):
         check_heads(n, m, 4)

@@ -181,7 +181,7 @@ def test_a_wrong_shape_rule_is_an_error():
     network, x = Stack(WrongRule(), Shifts()), tf.ones([3, 5, 8])
     network(x)
     dataflow = Dataflow.of_network(network, x, Placement.looped(2))
-    rule = r"wrong_rule is float32 \(3, 5, 4\).*rule float32 \(3, 5, 8"
+    rule = r"wrong_rule is float32 \(3, 5, 4\).*declares float32 \(3, 5, 8"
     with pytest.raises(ValueError, match=rule):
         computed_in_chunks(network, x, dataflow)
 
