@@ -52,8 +52,7 @@ def a_rank_that_is_not_in_the_group():
                 lambda: getattr(collectives, name)(tf.zeros([2]), group=group),
                 name,
                 "(2,)",
-                f"rank {job.rank()}",
-                "not in the group",
+                f"Rank {job.rank()} is not in the group",
             )
         expect_error(lambda: collectives.send(tf.zeros([2]), 0, group), "send", "not in the group")
     else:
