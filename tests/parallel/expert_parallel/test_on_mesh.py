@@ -124,7 +124,7 @@ def check(cases):
 @on_mesh
 def test_a_layout_that_does_not_fit_is_refused():
     start(data_parallel=2, model_parallel=1, expert_parallel=2)
-    raises(ValueError, ["expert_parallel=2 must divide expert_num=3"], lambda: make(3))
+    raises(ValueError, ["`expert_parallel=2` must divide `expert_num=3`"], lambda: make(3))
     model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
     trainer = Trainer(model)
     trainer.compile("sgd", CrossEntropyLoss())
