@@ -40,6 +40,7 @@ LONG = [
     two_ranks(name)
     for name in (
         "tied",
+        "master_weights",
         "all_gradients_in_16_bits",
         "level_3_recomputed",
         "level_3_plain_keras_loss",
@@ -88,6 +89,7 @@ def test_losses_fall(run, ranks_of):
     assert np.mean(losses[half:]) < np.mean(losses[:half])
 
 
+@pytest.mark.long
 @pytest.mark.runs(two_ranks("mixed_float16"), two_ranks("master_weights"))
 def test_master_weights_are_sharded_and_losses_stay_those_of_replicated_ones(ranks_of):
     replicated = ranks_of(two_ranks("mixed_float16"))[0]
