@@ -1,21 +1,23 @@
-"""Tests that left the quick suite, besides those with the mark, and what holds their promises.
+"""Tests of the long suite without the mark `long`, and the quick tests of the same promises.
 
-Of a test that is parametrized some cases stay in the quick suite; they hold what all of them do, for
-the others' options come in where other quick tests look for them.
+Some cases of a parametrized test may stay in the quick suite. They check the promise of all cases.
+`LEFT` and `long_tests.tsv` list the tests. A new row belongs in the table.
 """
 
+import csv
+import pathlib
 import re
 import typing
 
 
 class Left(typing.NamedTuple):
-    """Cases of a test that left the quick suite.
+    """Cases of a test that belong to the long suite.
 
     Args:
-        test: its file, below `tests`, and its name.
-        stays: a pattern of the cases that stay, searched for in what is in their brackets; "" where
-            none does.
-        held_by: what holds the promise in the quick suite.
+        test: Path below `tests` and name of the test.
+        stays: Pattern of the cases that stay in the quick suite, searched in the parameters' id.
+            `""` moves all cases.
+        held_by: Quick test of the same promise.
     """
 
     test: str
@@ -40,14 +42,11 @@ LEFT = [
         "",
         "planner/test_plan.py, and distributed/test_planner.py: what is planned is what is measured",
     ),
-    Left("cli/test_odd.py::test_odd_surroundings", "full disk|backend", OTHER_CASES),
-    Left("cli/test_generate.py::test_parts_are_the_texts", "{}", "models/test_continuation.py"),
     Left("cli/test_generate.py::test_a_token_ends_texts", "", "models/test_continuation.py"),
     Left(
         "cli/test_cli.py::test_doctor_says_what_is_there", "", "cli/launching/test_doctor_hosts.py"
     ),
     # Generation: the rules of a search are tested on its scores, in test_logits_rules.py, too.
-    Left("models/test_continuation.py::test_greedy", "llama|learned", OTHER_CASES),
     Left(
         "models/test_continuation.py::test_other_tokens_may_end_a_text",
         "",
@@ -83,18 +82,8 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "models/test_generation.py::TestBeamSearch::test_a_wide_beam_finds_everything",
-        "-0.0|-3.0",
-        OTHER_CASES,
-    ),
-    Left(
         "models/test_generation.py::TestBeamSearch::test_generate_returns_the_best",
         "0.6",
-        OTHER_CASES,
-    ),
-    Left(
-        "models/test_generation.py::TestSampling::test_how_often_each_token_is_drawn",
-        "0.5",
         OTHER_CASES,
     ),
     Left(
@@ -108,11 +97,6 @@ LEFT = [
     Left(
         "models/pretrained/test_published.py::test_what_each_search_finds",
         "^beams_penalty",
-        OTHER_CASES,
-    ),
-    Left(
-        "models/pretrained/test_published.py::test_three_steps_of_training",
-        "gpt2|t5_gated|mixtral|bart",
         OTHER_CASES,
     ),
     Left("models/pretrained/test_adapters.py::test_three_steps_of_training", "llama", OTHER_CASES),
@@ -233,65 +217,8 @@ LEFT = [
         "test_a_layer_can_be_sharded_by_rules_of_its_own",
     ),
     # Every option of a network in every type.
-    Left(
-        "models/test_translation.py::test_every_variant_runs_in_every_precision",
-        "float32|tied-mixed_bfloat16|untied-mixed_float16",
-        POLICIES,
-    ),
-    Left(
-        "models/test_translation.py::test_padding_of_the_source_changes_nothing",
-        "float32",
-        POLICIES,
-    ),
-    Left(
-        "models/test_translation.py::test_a_later_token_never_changes_earlier_logits",
-        "float32",
-        POLICIES,
-    ),
-    Left(
-        "models/test_causal_lm.py::test_every_variant_runs_in_every_precision",
-        "float32|untied-mixed_bfloat16|tied-mixed_float16",
-        POLICIES,
-    ),
-    Left("models/test_causal_lm.py::test_padding_at_the_end_changes_nothing", "float32", POLICIES),
-    Left(
-        "models/test_causal_lm.py::test_a_later_token_never_changes_earlier_logits",
-        "float32",
-        POLICIES,
-    ),
     Left("models/test_causal_lm.py::test_it_learns_to_count", "float32", POLICIES),
-    Left("models/test_presets.py::test_number_of_parameters", "small|base|7b|xxl", OTHER_CASES),
     Left("models/test_presets.py::test_number_of_parameters_as_printed", "1t|base", OTHER_CASES),
-    Left(
-        "planner/test_plan.py::test_published_models_have_as_many_parameters_as_their_networks",
-        "small|7b|base",
-        OTHER_CASES,
-    ),
-    Left("layers/test_blocks.py::test_decoder_layer", "shape0|float32", POLICIES),
-    Left("layers/test_blocks.py::test_encoder_layer", "shape0|float32", POLICIES),
-    Left("layers/test_blocks.py::test_transformer", "float32|bfloat16", POLICIES),
-    Left("layers/test_blocks.py::test_decoder", "float32|1-", POLICIES),
-    Left(
-        "layers/test_blocks.py::test_decoding_step_by_step_with_a_cache",
-        "float32|post-mixed_bfloat16",
-        POLICIES,
-    ),
-    Left("layers/test_weights.py::test_weights_fit_every_layout", "3-1|3-2", OTHER_CASES),
-    Left(
-        "layers/test_recompute.py::test_results_of_parts_are_the_same_to_the_last_bit",
-        "attention",
-        OTHER_CASES,
-    ),
-    Left(
-        "parallel/test_shared_blocks.py::test_a_block_that_was_changed_is_no_more_like_the_others",
-        "one_frozen|another_rate",
-        OTHER_CASES,
-    ),
-    Left(
-        "parallel/test_shared_blocks.py::test_results_are_those_of_each_block_by_itself",
-        "True-TransformerEncoder|False-TransformerDecoder",
-        OTHER_CASES,
-    ),
     # Training.
     Left(
         "trainers/engines/test_accumulation.py::test_steps_are_those_of_whole_batches",
@@ -316,34 +243,6 @@ LEFT = [
     Left(
         "trainers/test_by_hand.py::TestTheSameInOtherWays::test_fit",
         "steps_per_execution",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_by_hand.py::TestTheSameInOtherWays::test_mixed_precision",
-        "float16",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_optimizer_update.py::test_weights_are_those_of_keras",
-        "states of other|AdamW-False|all gradients clipped-False|a scalar",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_objective.py::test_history_and_weights_are_those_of_keras",
-        "mse-weighted|over weights|a class ignored-weighted|smoothing-weighted",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/checkpoint/test_resume.py::TestResume::test_it_is_the_uninterrupted_run",
-        "6-True|4-False",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/checkpoint/test_resume.py::TestResume::test_steps_per_epoch", "True", OTHER_CASES
-    ),
-    Left(
-        "trainers/checkpoint/test_format.py::TestFormat::test_every_optimizers_state_travels",
-        "Muon|Adafactor|SGD",
         OTHER_CASES,
     ),
     Left(
@@ -405,6 +304,23 @@ LEFT = [
         "experts in micro-batches of distributed/test_parity.py",
     ),
 ]
+
+
+def _read_table():
+    """Return the rows of `long_tests.tsv`."""
+    with open(pathlib.Path(__file__).with_suffix(".tsv"), encoding="utf-8") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [
+            Left(
+                row["test"],
+                row["quick_cases"],
+                row["quick_test_of_the_same_promise"] or OTHER_CASES,
+            )
+            for row in rows
+        ]
+
+
+LEFT += _read_table()
 
 
 def is_long(nodeid):
