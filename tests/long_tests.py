@@ -99,7 +99,6 @@ LEFT = [
         "^beams_penalty",
         OTHER_CASES,
     ),
-    Left("models/pretrained/test_adapters.py::test_three_steps_of_training", "llama", OTHER_CASES),
     Left("models/test_lora.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     Left("models/test_freezing.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     # On ranks and meshes.
@@ -175,7 +174,6 @@ LEFT = [
         "",
         "bert of distributed/test_parity.py",
     ),
-    Left("test_step_walk.py::test_a_step_calls_each_station", "One device", OTHER_CASES),
     Left(
         "distributed/test_pipeline.py::test_keras_metrics_are_those_of_one_process",
         "",
@@ -229,16 +227,6 @@ LEFT = [
         "trainers/test_expert_load.py::test_recompute_tells_the_same",
         "",
         "layers/test_recompute.py",
-    ),
-    Left(
-        "trainers/test_against_keras.py::test_every_precision_compiled_or_not",
-        "float32-True|mixed_bfloat16-False|mixed_float16-False",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_against_keras.py::TestAgainstKeras::test_losses_and_metrics",
-        "name|function",
-        OTHER_CASES,
     ),
     Left(
         "trainers/test_by_hand.py::TestTheSameInOtherWays::test_fit",

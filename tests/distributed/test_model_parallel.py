@@ -7,7 +7,7 @@ from harness.runs import Run
 from tests.shared_runs import each
 
 RUNS = """
-    tied.used/mp2m2-interleaved2@2x1+rows+sp+recompute
+    causal.used/mp2m2-interleaved2@2x1+rows+sp+recompute
     sgd/dp2mp2-interleaved2@2x2+rows+sp+shard1+recompute
     tied.used/mp2m2@2x1+rows+sp+recompute  untied/dp2mp2@2x2+rows+sp+shard1
     sgd/mp4@2x2+rows  tied.used/mp2@2x1+rows+sp  tied/dp2mp2@4x1+rows+sp  untied/mp2@2x1
