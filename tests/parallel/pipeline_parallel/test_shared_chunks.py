@@ -40,9 +40,9 @@ def test_shared_chunks_are_compiled_once():
 
 @on_mesh
 def test_chunks_with_other_settings_are_compiled_apart():
-    start(model_parallel=2, **{**CHUNKS, "pipeline_chunks": 3})
-    network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=3, dropout_rate=0.0)
-    network.blocks.blocks[1].recompute()
+    start(model_parallel=2, **CHUNKS)
+    network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=6, dropout_rate=0.0)
+    network.blocks.blocks[2].recompute()
     trainer = Trainer(network)
     trainer.compile("sgd", CrossEntropyLoss())
     trainer.train_on_batch(IDS[:, :-1], IDS[:, 1:])
