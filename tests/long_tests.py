@@ -46,7 +46,7 @@ LEFT = [
     Left(
         "cli/test_cli.py::test_doctor_says_what_is_there", "", "cli/launching/test_doctor_hosts.py"
     ),
-    # Generation: the rules of a search are tested on its scores, in test_logits_rules.py, too.
+    # Generation. test_logits_rules.py also tests the rules of a search, on its scores.
     Left(
         "models/test_continuation.py::test_other_tokens_may_end_a_text",
         "",
@@ -91,7 +91,7 @@ LEFT = [
         "marian",
         OTHER_CASES,
     ),
-    # Published weights: what is generated follows from the logits, which all families have.
+    # Published weights. All families compare logits, which determine the generated texts.
     Left("models/pretrained/test_published.py::test_what_is_generated", "llama$", OTHER_CASES),
     Left("models/pretrained/test_published.py::test_what_is_translated", "marian", OTHER_CASES),
     Left(
@@ -202,7 +202,7 @@ LEFT = [
     Left(
         "runs/test_embedding.py::test_losses_on_a_mesh_are_those_without",
         "",
-        "test_equal_texts_on_other_ranks_are_not_negatives",
+        "runs/test_predict.py::test_vectors_are_pooled_and_normalized_as_in_training",
     ),
     Left(
         "trainers/engines/test_mesh.py::test_micro_batches_on_the_mesh",
@@ -238,7 +238,7 @@ LEFT = [
         "8-15",
         OTHER_CASES,
     ),
-    # The slowest of what is held twice.
+    # Slow tests of promises that have two tests.
     Left("cli/test_generate.py::test_options_go_to_the_search", "", "models/test_generation.py"),
     Left("cli/test_generate.py::test_a_stream_is_the_same", "", "models/test_continuation.py"),
     Left(

@@ -1,4 +1,4 @@
-"""Promise: experts that are sharded compute what they do on one device, and send what the theory has."""
+"""Promise: sharded experts compute the results of one device and send the predicted bytes."""
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ CASES = [
 
 
 def computed(fields, arguments):
-    """Return the output, what is added to the loss, and gradients of a layer's weights."""
+    """Return the output, the auxiliary loss, and the gradients of the input and the weights."""
     layer = MoE(HIDDEN, 8, MoEConfig(**TWO | fields), dropout_rate=0.0, name="moe", **arguments)
     layer.build((None, None, HIDDEN))
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, HIDDEN)).astype("float32")
@@ -57,7 +57,7 @@ def computed(fields, arguments):
     return [local_value(part) for part in function(*put_sharded((x, mask)))]
 
 
-# Of sequences that are sharded: groups inside of a shard, of half a shard, and across shards.
+# Sharded sequences: a group is a full shard, half a shard, or crosses shards.
 LONG_CASES = [
     (
         {"capacity_factor": 0.8, "expert_group_size": 4, "shared_experts": 1, **BY_SIGMOID},

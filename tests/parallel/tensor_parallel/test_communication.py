@@ -1,4 +1,4 @@
-"""Promise: on a mesh layers send what the theory says, and reports show it."""
+"""Promise: layers on a mesh send the predicted elements, and reports show them."""
 
 import keras
 
@@ -34,7 +34,7 @@ def test_blocks_send_what_the_theory_says():
             *[("forward", "all-reduce", entries)] * parts,
         ]
         assert report.formula[block] == report.summed_elements(block) == 2 * parts * entries
-    # The gradient of the memory is added up over the decoder's blocks, and sent once.
+    # The decoder's blocks add up the gradient of the memory, which is sent once.
     assert [c.elements for c in report.of_layer("AddN")] == [SOURCE]
     expected = {"loss", "accuracy", "head", "encoder", "decoder", "AddN"}
     assert {c.layer.split("/")[0] for c in report.collectives} == expected
