@@ -39,7 +39,9 @@ def test_the_quick_test_of_a_long_test_exists(left):
     for file, name in re.findall(r"([\w/]+[.]py)(?:::(?:\w+::)?(test_\w+))?", left.held_by):
         text = (TESTS / file).read_text("utf-8")
         assert not name or f"def {name}(" in text
-        moved = [row for row in LEFT if row.test.startswith(file) and row.test.endswith(f"::{name}")]
+        moved = [
+            row for row in LEFT if row.test.startswith(file) and row.test.endswith(f"::{name}")
+        ]
         assert all(row.stays for row in moved)
 
 

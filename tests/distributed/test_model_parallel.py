@@ -32,7 +32,7 @@ def test_a_rank_holds_its_shards_only(run, ranks_of):
     for rank in ranks_of(run):
         sharded, replicated = 0, 0
         for path, weight in weights(rank, "final").items():
-            if SHARDED.search(path) or (layout.rows and path.endswith("_embedding/table")):
+            if SHARDED.search(path) or (layout.rows and path.endswith("embedding/table")):
                 sharded += weight.nbytes
             else:
                 replicated += weight.nbytes
