@@ -1,7 +1,7 @@
-"""dtransformer: Keras models of Transformers, trained on many devices.
+"""dtransformer: Keras Transformers for training on many devices.
 
-What needs TensorFlow is imported when it is first asked for, so that plans, which need none, start
-at once: `dtransformer.planner`, `dtransformer.parallel.config.config`.
+Modules that need TensorFlow are imported on first access. So `dtransformer.planner` and
+`dtransformer.parallel.config.config`, which do not need it, start immediately.
 """
 
 import importlib
@@ -14,13 +14,13 @@ from dtransformer.quiet import refuse_backend
 from dtransformer.registration import register_with_keras
 from dtransformer.version import __version__
 
-# Keras reads its backend when it is first imported; this library needs TensorFlow's.
+# Keras reads KERAS_BACKEND when it is imported. This library needs TensorFlow.
 if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
     refuse_backend(os.environ["KERAS_BACKEND"])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 onednn.turn_on()
 
-_keras = sys.modules.get("keras")  # it was imported before
+_keras = sys.modules.get("keras")
 if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":
     refuse_backend(_keras.backend.backend())
 register_with_keras()
@@ -74,22 +74,23 @@ __all__ = [
     "size",
 ]
 
-_HOMES = (
+# Modules that define the public names, in search order.
+_MODULES = (
     "parallel.config.config",
     "parallel.runtime.job",
     "parallel.initialize",
     "trainers",
-)  # of the names above
-_ROOMS = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
+)
+_SUBPACKAGES = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
 
 
 def __getattr__(name):
-    """Import what is first asked for: a public name, or a room of the package."""
-    if name in (*_ROOMS, "trainers"):
+    """Import a public name or a subpackage on first access."""
+    if name in (*_SUBPACKAGES, "trainers"):
         return importlib.import_module(f"dtransformer.{name}")
     if name in __all__:
-        for home in _HOMES:
-            if home != _HOMES[0]:
+        for home in _MODULES:
+            if home != _MODULES[0]:
                 importlib.import_module("dtransformer.start")
             module = importlib.import_module(f"dtransformer.{home}")
             if hasattr(module, name):
@@ -98,4 +99,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -1,7 +1,7 @@
-"""The sizes of published models, as data: a kind of network and its arguments.
+"""Sizes of published models: the class of the network and its arguments.
 
-`architectures.yaml` has the numbers, which are those of the papers. `dtransformer.models.from_preset`
-makes networks of these sizes, and `dtransformer.planner` says what to train them costs.
+`architectures.yaml` contains the sizes from the papers. `dtransformer.models.from_preset` builds
+networks of these sizes, and `dtransformer.planner` estimates their training cost.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from dtransformer.tables import read_table
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The size of a published model.
+    """Size of a published model.
 
     Args:
-        network: name of the class of the network in `dtransformer.models`.
-        arguments: dict of its arguments.
-        source: where they are published.
+        network: Name of a network class in `dtransformer.models`.
+        arguments: Dict of its constructor arguments.
+        source: Publication of the sizes.
     """
 
     network: str
@@ -26,35 +26,36 @@ class Architecture:
     source: str
 
 
-def _all():
+def _read_architectures():
     tables = read_table(pathlib.Path(__file__).with_suffix(".yaml"))
 
-    def complete(like=None, **own):
-        """Return fields with those of the kind that they are like, which own ones replace."""
-        return {**complete(**tables["kinds"][like]), **own} if like else own
+    def complete(like=None, **fields):
+        """Return the fields of the parent kind `like`, updated with the remaining arguments."""
+        return {**complete(**tables["kinds"][like]), **fields} if like else fields
 
-    found = {}
+    architectures = {}
     for name, fields in tables["models"].items():
         arguments = complete(**fields)
-        network, source = arguments.pop("network"), arguments.pop("source")
-        found[name] = Architecture(network, arguments, source)
-    return found
+        network = arguments.pop("network")
+        source = arguments.pop("source")
+        architectures[name] = Architecture(network, arguments, source)
+    return architectures
 
 
-ARCHITECTURES = _all()
+ARCHITECTURES = _read_architectures()
 
 
 def architecture_named(name: str) -> tuple[str, Architecture]:
-    """Return a published model's key in `ARCHITECTURES`, and its size.
+    """Return a published model's key in `ARCHITECTURES` and its `Architecture`.
 
     Args:
-        name: the key; "-" may stand for "_".
+        name: The key. Case does not matter, and "-" is read as "_".
 
     Raises:
-        InputError: there is no such model; says which is like it, or what exists.
+        InputError: If no such model exists. The message suggests a similar name or lists all.
     """
     key = str(name).lower().replace("-", "_")
     if key not in ARCHITECTURES:
         hint = nearest(key, ARCHITECTURES, cutoff=0.4)
-        raise InputError(f"there is no model {shown(name)}: {hint}")
+        raise InputError(f"Unknown model {shown(name)}: {hint}")
     return key, ARCHITECTURES[key]

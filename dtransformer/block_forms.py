@@ -1,8 +1,8 @@
-"""Forms of blocks, as data: what differs from block to block of a stack, and where norms are.
+"""Forms of blocks: options that vary within a stack, latent attention sizes, and norm placement.
 
-A pattern is a list of dicts of arguments, of blocks that follow each other; after the last it begins
-anew. Gemma 2's `[{"window": 4096}, {}]` slides in every other block. A list as long as the stack says
-it of each block.
+A block pattern is a list of dicts, one for each of several consecutive blocks. It repeats until
+the stack ends. Gemma 2's `[{"window": 4096}, {}]` uses a sliding window in every second block. A
+list with one dict per block sets each block separately.
 """
 
 import dataclasses
@@ -10,38 +10,37 @@ from collections.abc import Mapping, Sequence
 
 Pattern = Sequence[Mapping]
 
-# What a pattern may say of a block: the arguments of `TransformerEncoderLayer` that may differ, and
-# whether it has the experts of `moe_config`, and a norm before its attention.
+# Keys of a pattern's dicts: arguments of `TransformerEncoderLayer` that may differ between blocks,
+# "experts" for the experts of `moe_config`, and "attention_norm" for a norm before attention.
 FIELDS = (
-    *("window", "rotary_base", "rotary_fraction", "rotary_scaling"),
-    *("experts", "attention_norm"),
-)
+    "window", "rotary_base", "rotary_fraction", "rotary_scaling", "experts", "attention_norm",
+)  # fmt: skip
 
 
 def check_pattern(pattern: Pattern | None) -> list[dict]:
-    """Return a pattern as a list of dicts; `[{}]` where it is None.
+    """Return a pattern as a list of dicts, `[{}]` for `None`.
 
     Raises:
-        ValueError: it is empty, or names what cannot differ.
+        ValueError: If the pattern is empty or has a key that is not in `FIELDS`.
     """
-    found = [dict(one) for one in ([{}] if pattern is None else pattern)]
-    if not found:
-        raise ValueError("block_pattern is empty: give a dict for each of some blocks, or None")
-    for one in found:
-        if others := sorted(one.keys() - set(FIELDS)):
+    blocks = [dict(block) for block in ([{}] if pattern is None else pattern)]
+    if not blocks:
+        raise ValueError("`block_pattern` is empty. Use a list with one or more dicts, or None.")
+    for block in blocks:
+        if unknown := sorted(block.keys() - set(FIELDS)):
             raise ValueError(
-                f"block_pattern has {others[0]!r}, expected some of {', '.join(FIELDS)}: other "
-                "arguments are those of all blocks"
+                f"`block_pattern` has the key {unknown[0]!r}, expected keys among "
+                f"{', '.join(FIELDS)}. Other arguments must be equal in all blocks."
             )
-    return found
+    return blocks
 
 
 def arguments_of_block(arguments: Mapping, number: int) -> dict:
-    """Return a network's arguments as they are of one of its blocks.
+    """Return a network's arguments with the pattern's values for one of its blocks.
 
     Args:
-        arguments: a network's, with its `block_pattern`.
-        number: the block's, from 0.
+        arguments: Dict of a network's arguments, with its `block_pattern`.
+        number: Integer. Index of the block.
 
     Example:
 
@@ -53,18 +52,20 @@ def arguments_of_block(arguments: Mapping, number: int) -> dict:
 
 
 def has_experts(arguments: Mapping, number: int) -> bool:
-    """Return whether a block is to have experts, as `moe_every` and the pattern say.
+    """Return whether a block has experts.
+
+    The pattern's value of "experts" decides. Without it, every `moe_every`-th block has experts.
 
     Args:
-        arguments: with a `moe_config` of several experts.
-        number: the block's, from 0.
+        arguments: Dict of a network's arguments with several experts in `moe_config`.
+        number: Integer. Index of the block.
     """
-    usual = (number + 1) % arguments.get("moe_every", 1) == 0
-    return arguments_of_block(arguments, number).get("experts", usual)
+    default = (number + 1) % arguments.get("moe_every", 1) == 0
+    return arguments_of_block(arguments, number).get("experts", default)
 
 
 def shortest(blocks: Pattern) -> list[dict]:
-    """Return the shortest pattern of a stack whose blocks have these arguments.
+    """Return the shortest pattern that repeats to the given list of blocks.
 
     Example:
 
@@ -72,20 +73,21 @@ def shortest(blocks: Pattern) -> list[dict]:
     [{'window': 4}, {}]
     """
     blocks = list(map(dict, blocks))
-    periods = range(1, len(blocks) + 1)
-    fits = lambda p: all(one == blocks[number % p] for number, one in enumerate(blocks))
-    return blocks[: next(filter(fits, periods), 0)]
+    for period in range(1, len(blocks) + 1):
+        if all(block == blocks[i % period] for i, block in enumerate(blocks)):
+            return blocks[:period]
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Sizes of attention through latents; see `layers.LatentAttention`.
+    """Sizes of multi-head latent attention, see `layers.LatentAttention`.
 
     Args:
-        kv_rank: features of the latent of keys and values.
-        rotary_dim: features of queries and keys that turn, which keys of all heads share.
-        value_dim: features of a head's value.
-        query_rank: features of the latent of queries; None where these have none.
+        kv_rank: Integer. Features of the key and value latent.
+        rotary_dim: Integer. Rotary features of queries and keys. All heads share the key's.
+        value_dim: Integer. Features of a value per head.
+        query_rank: Integer. Features of the query latent. `None` projects queries directly.
     """
 
     kv_rank: int
@@ -95,42 +97,44 @@ class Latent:
     DOWN = "latent", "query_down"
 
     @staticmethod
-    def of(given: "Latent | Mapping | None") -> "Latent | None":
-        """Return sizes that may be given as a dict; None for none."""
-        return Latent(**given) if isinstance(given, Mapping) else given
+    def of(sizes: "Latent | Mapping | None") -> "Latent | None":
+        """Return a `Latent` for a dict. Return a `Latent` or `None` unchanged."""
+        return Latent(**sizes) if isinstance(sizes, Mapping) else sizes
 
     @property
     def features(self) -> int:
-        """The number of features of a position's latents, and of its rotary key."""
+        """Number of features per position of all latents and the rotary key."""
         return self.kv_rank + self.rotary_dim + (self.query_rank or 0)
 
     def kernels(self, hidden_size: int, num_heads: int, head_dim: int) -> dict[str, tuple]:
-        """Return the kernels of the attention by their names, as pairs of features.
+        """Return a dict from the attention's kernel names to pairs of feature counts.
 
-        The second ones are those of heads, of which devices have shards, but for kernels `DOWN`.
+        The second feature belongs to heads and is sharded, except for the kernels in `DOWN`.
         """
-        h, n, r = hidden_size, num_heads, self.query_rank
+        h = hidden_size
+        n = num_heads
+        r = self.query_rank
         query = {"query_down": (h, r), "query_up": (r, n * head_dim)}
-        own = head_dim - self.rotary_dim + self.value_dim
+        features_per_head = head_dim - self.rotary_dim + self.value_dim
         return {
             **(query if r else {"query": (h, n * head_dim)}),
             "latent": (h, self.kv_rank + self.rotary_dim),
-            "key_value": (self.kv_rank, n * own),
+            "key_value": (self.kv_rank, n * features_per_head),
             "output": (h, n * self.value_dim),
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a sublayer f, with its residual connection, has norms.
+    """Positions of norms around a sublayer f with its residual connection.
 
     Args:
-        of_input: whether what f sees is normalized.
-        of_output: whether what f gives is, before it is added.
-        of_sum: whether the sum is.
-        is_parallel: whether attention and the feed-forward layer have the same input x, and both
-            are added to it: x + f(norm x) + g(norm x).
-        shares_norm: whether they have one norm, then, in place of one each.
+        of_input: Boolean, whether the input of f is normalized.
+        of_output: Boolean, whether the output of f is normalized before the residual addition.
+        of_sum: Boolean, whether the sum is normalized.
+        is_parallel: Boolean, whether attention and the feed-forward layer read the same input:
+            x + f(norm x) + g(norm x).
+        shares_norm: Boolean, whether parallel sublayers share one norm.
     """
 
     of_input: bool = False
@@ -141,43 +145,47 @@ class Placement:
 
     @property
     def number(self) -> int | float:
-        """The number of norms of a sublayer: half a one where two share it."""
+        """Number of norms per sublayer, 0.5 if two sublayers share one."""
         return 0.5 if self.shares_norm else self.of_input + self.of_output + self.of_sum
 
 
-# The name of a placement -> where norms are.
+# Placements by name.
 PLACEMENTS = {
     "pre": Placement(of_input=True),  # x + f(norm(x)): Xiong et al., 2020, arXiv 2002.04745
     "post": Placement(of_sum=True),  # norm(x + f(x)): Vaswani et al., 2017, section 3.1
     "output": Placement(of_output=True),  # x + norm(f(x)): OLMo 2, arXiv 2501.00656, section 3.1
     "sandwich": Placement(of_input=True, of_output=True),  # x + norm(f(norm(x))): Gemma 2
-    # GPT-NeoX (Black et al., 2022, arXiv 2204.06745, section 2.1), and, of one norm, GPT-J.
+    # GPT-NeoX (Black et al., 2022, arXiv 2204.06745, section 2.1). GPT-J shares one norm.
     "parallel": Placement(of_input=True, is_parallel=True),
     "parallel_one_norm": Placement(of_input=True, is_parallel=True, shares_norm=True),
 }
 
 
 def placement_of(arguments: Mapping) -> Placement:
-    """Return the `Placement` of a block's, or a network's, arguments.
+    """Return the norm placement of a block's or a network's arguments.
 
     Args:
-        arguments: `norm_placement`, a name; or, where it is None, `post_layernorm_residual`, whether
-            it is `"post"` in place of `"pre"`.
+        arguments: Dict with `norm_placement`, a key of `PLACEMENTS`. If it is `None`,
+            `post_layernorm_residual` selects "post" instead of "pre".
 
     Raises:
-        ValueError: there is no such name, or both differ.
+        ValueError: If the name is unknown, or if the two arguments contradict each other.
     """
-    given, is_post = arguments.get("norm_placement"), arguments.get("post_layernorm_residual")
-    name = ("post" if is_post else "pre") if given is None else given
+    requested = arguments.get("norm_placement")
+    is_post = arguments.get("post_layernorm_residual")
+    name = ("post" if is_post else "pre") if requested is None else requested
     if name not in PLACEMENTS:
-        raise ValueError(f"norm_placement must be one of {', '.join(PLACEMENTS)}, got {given!r}")
+        raise ValueError(
+            f"`norm_placement` must be one of {', '.join(PLACEMENTS)}, got {requested!r}."
+        )
     if is_post and name != "post":
         raise ValueError(
-            f"post_layernorm_residual=True and norm_placement={given!r} differ: give one of them"
+            f"`post_layernorm_residual=True` contradicts `norm_placement={requested!r}`. "
+            "Set only one of them."
         )
     return PLACEMENTS[name]
 
 
 def ends_with_norm(arguments: Mapping) -> bool:
-    """Return whether a norm follows a stack of such blocks: where they do not normalize the sum."""
+    """Return whether a norm follows the stack, which is true unless blocks normalize the sum."""
     return not placement_of(arguments).of_sum

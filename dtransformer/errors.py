@@ -1,4 +1,4 @@
-"""The error for what a user can mend: files, configs, command lines."""
+"""`InputError` for mistakes that users can fix, and helpers for error messages."""
 
 import contextlib
 import difflib
@@ -6,19 +6,19 @@ import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 
-# What errors of a step, of Horovod, its sockets and NCCL say on the ranks that are well.
-_ANOTHERS = re.compile(
+# Texts of errors that healthy ranks get from Horovod, its sockets or NCCL after another rank fails.
+_OTHER_RANK_FAILED = re.compile(
     "another rank has failed|Horovod has been shut down|gloo/transport/|remote process exited"
 )
-MAX_MESSAGE = 300  # characters of what the command line prints
+MAX_MESSAGE = 300  # Maximum number of characters of an error on the command line.
 _MAX_SHOWN = 60
 
 
 class InputError(ValueError):
-    """Something given to the library is wrong and the user can mend it.
+    """Error for invalid input that the user can fix, such as a file, a config or an option.
 
-    The message is one line: what came, what was expected, how to mend it. The
-    command line prints its beginning and its end without a traceback and exits with code 2.
+    The message is one line with the received value, the expected one and the fix. The command
+    line shortens it, prints it without a traceback and exits with code 2.
     """
 
     def __init__(self, message: str = ""):
@@ -27,11 +27,11 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> Iterator[None]:
-    """Inside the `with` block a wrong value or type is an `InputError`.
+    """Context manager that converts errors into `InputError`.
 
     Args:
-        place: what its message begins with.
-        kinds: the errors that are.
+        place: Text to prepend to the message.
+        kinds: Exception class or classes to convert.
     """
     try:
         yield
@@ -40,17 +40,17 @@ def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> 
 
 
 def is_of_another_rank(error: BaseException | str | None) -> bool:
-    """Return whether an error says no more than that another rank has failed, or left the job."""
-    return _ANOTHERS.search(str(error)) is not None
+    """Return whether an error only reports that another rank failed or left the job."""
+    return _OTHER_RANK_FAILED.search(str(error)) is not None
 
 
 def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
-    r"""Return a text as one line that a terminal can show.
+    r"""Return a text as a single printable line.
 
     Args:
-        text: any text: what does not print, such as a control character, is escaped.
-        limit: number of characters; of a longer text the middle is left out, as the beginning says
-            what is wrong and the end how to mend it. None for no limit.
+        text: Any text. Whitespace is collapsed, and unprintable characters are escaped.
+        limit: Maximum number of characters. The middle of a longer text is cut, because the
+            beginning states the error and the end the fix. `None` disables the limit.
 
     Example:
 
@@ -67,7 +67,7 @@ def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
 
 
 def shown(value: object, limit: int = _MAX_SHOWN) -> str:
-    """Return what an error says of a value that came from outside: its `repr`, cut off.
+    """Return the `repr` of a user's value for an error message, cut to `limit` characters.
 
     Example:
 
@@ -76,22 +76,22 @@ def shown(value: object, limit: int = _MAX_SHOWN) -> str:
     """
     try:
         text = repr(value[: limit + 1] if isinstance(value, (str, bytes, list)) else value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # Python refuses to print integers with thousands of digits.
         text = f"an {type(value).__name__} that is too long to print"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint at the known name that is like one that is not known, else at all of them.
+    """Return a hint with the most similar known name, or with all of them if none is similar.
 
     Example:
 
     >>> nearest("cosin", ["linear", "cosine"]), nearest("step", ["linear", "cosine"])
-    ('did you mean cosine?', 'there are linear, cosine')
+    ('did you mean cosine?', 'expected one of linear, cosine.')
     """
     name = name if isinstance(name, str) else ""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}."
 
 
 def format_warning(message: object, *details: object) -> str:
@@ -100,18 +100,25 @@ def format_warning(message: object, *details: object) -> str:
 
 
 def check_int(name: str, value: object, least: int = 1) -> int:
-    """Return a value that has to be an integer of at least some number."""
+    """Return `value` if it is an integer of at least `least`.
+
+    Raises:
+        InputError: If it is smaller or not an integer.
+    """
     if type(value) is not int or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}.")
     return value
 
 
 def check_installed(package: str, what: str) -> None:
-    """Refuse what needs an optional package where that is not installed.
+    """Check that an optional package is installed.
 
     Args:
-        package: its name.
-        what: what needs it, for the message.
+        package: Name of the package.
+        what: Plural noun for the feature that needs it. It starts the error text.
+
+    Raises:
+        InputError: If the package is missing.
     """
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what} need {package}: pip install {package}")
+        raise InputError(f"{what} need {package}: pip install {package}.")

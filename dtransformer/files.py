@@ -1,4 +1,4 @@
-"""Files that are complete or as they were: written beside, then renamed."""
+"""Atomic writes: write to a temporary file or folder, then rename it."""
 
 import contextlib
 import filecmp
@@ -16,13 +16,13 @@ _PARTIAL = ".partial."
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Inside the `with` block an error of the file system is an `InputError` that names a path."""
+    """Context manager that converts an `OSError` into an `InputError` with the path."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error).partition("\n")[0]
         raise InputError(
-            f"{path}: cannot be written ({reason}): make room, or give a place that you may write to"
+            f"{path}: cannot be written ({reason}). Free disk space or choose a writable path."
         ) from None
 
 
@@ -30,18 +30,19 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 def replacing(
     path: str | os.PathLike, num_bytes: int = 0, parents: bool = False
 ) -> Iterator[pathlib.Path]:
-    """Give a path beside a file's, with the same ending; what is written there becomes the file.
+    """Context manager for an atomic write: yield a temporary path, then rename it to `path`.
 
-    An error, or a kill, leaves the file as it was.
+    The temporary file is in the same folder and has the same suffix. If an error or a kill
+    interrupts the write, the old file stays unchanged.
 
     Args:
-        path: the file to write. Of a link, what it points to is written.
-        num_bytes: space that has to be there before writing begins: libraries such as HDF5 end
-            the process when the disk is full.
-        parents: whether folders above it are made where they are missing.
+        path: File to write. If it is a link, the link's target is replaced.
+        num_bytes: Bytes of disk space to check for before writing. Libraries such as HDF5 abort
+            the process if the disk is full.
+        parents: Boolean, whether missing parent folders are created.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: If the file cannot be written.
 
     Example:
 
@@ -51,7 +52,9 @@ def replacing(
     target = pathlib.Path(os.path.realpath(path))
     fresh = partial_path(target)
     if os.path.lexists(target) and not target.is_file():
-        raise InputError(f"{path}: cannot be written, as it is no ordinary file: give another path")
+        raise InputError(
+            f"{path}: cannot be written because it is not a regular file. Choose another path."
+        )
     try:
         with writing(path):
             if parents:
@@ -68,15 +71,15 @@ def replacing(
 
 @contextlib.contextmanager
 def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pathlib.Path]:
-    """Give an empty folder; all files that are written there go to another one at the end.
+    """Context manager that yields an empty folder and then moves its files into `folder`.
 
     Args:
-        folder: where they go; made where it is missing.
-        overwrite: whether they replace files of other content.
+        folder: Destination. It is created if it is missing.
+        overwrite: Boolean, whether existing files with other content are replaced.
 
     Raises:
-        InputError: the folder cannot be written to, or has a file of other content; none is
-            moved then.
+        InputError: If the folder cannot be written, or if a file with other content exists. In
+            both cases no file is moved.
 
     Example:
 
@@ -86,14 +89,15 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
     ...     _ = (fresh / "morning.txt").write_text("Good morning!")
     Traceback (most recent call last):
     ...
-    dtransformer.errors.InputError: greetings/morning.txt is there with other content: ...
+    dtransformer.errors.InputError: greetings/morning.txt already exists with other content. ...
     """
     folder = pathlib.Path(folder)
-    with _fresh_in(folder) as fresh:
+    with _temporary_folder(folder) as fresh:
         yield fresh
-        if not overwrite and (taken := _taken(fresh, folder)):
+        if not overwrite and (taken := _find_conflict(fresh, folder)):
             raise InputError(
-                f"{taken} is there with other content: give another folder, or --overwrite it"
+                f"{taken} already exists with other content. Choose another folder or add "
+                "--overwrite."
             )
         _move(fresh, folder)
 
@@ -104,38 +108,40 @@ def write_into(
     overwrite: bool = False,
     replaces: Sequence[str] = (),
 ) -> pathlib.Path:
-    """Write files into a folder; where it has others by their names, into one beside it.
+    """Write files into a folder, or into a new folder beside it if they would replace others.
 
-    What took hours to compute is not lost to a name that is taken.
+    An existing file never makes a long computation's result fail to save.
 
     Args:
-        folder: where they go; made where it is missing.
-        write: a function of an empty folder that writes them there.
-        overwrite: whether they replace files of other content.
-        replaces: patterns of the names of files that would be read in place of the new ones.
+        folder: Destination. It is created if it is missing.
+        write: Function that receives an empty folder and writes the files there.
+        overwrite: Boolean, whether existing files with other content are replaced.
+        replaces: Glob patterns of existing files that would be read instead of the new ones.
+            They are removed, or cause a new folder without `overwrite`.
 
     Returns:
-        The folder that they are in. A warning says so where it is another one.
+        Path of the folder with the files. If it is not `folder`, a warning names it.
 
     Raises:
-        InputError: nothing can be written there.
+        InputError: If the folder cannot be written.
 
     Example:
 
-    >>> one, other = (lambda fresh, x=x: (fresh / "n").write_text(x) for x in "12")
-    >>> [write_into("numbers", x).as_posix() for x in (one, one)]
-    ['numbers', 'numbers']
+    >>> def write_greeting(fresh):
+    ...     _ = (fresh / "morning.txt").write_text("Good morning.")
+    >>> [write_into("letters", write_greeting).as_posix() for _ in range(2)]
+    ['letters', 'letters']
     """
     target = pathlib.Path(folder)
     if os.path.lexists(target) and not target.is_dir():
         target = free_path(target)
-    with _fresh_in(target) as fresh:
+    with _temporary_folder(target) as fresh:
         write(fresh)
-        if not overwrite and _taken(fresh, target, replaces):
-            target = _made_beside(target)
-        stale = [path for pattern in replaces for path in target.glob(pattern)]
+        if not overwrite and _find_conflict(fresh, target, replaces):
+            target = _make_beside(target)
+        replaced = [path for pattern in replaces for path in target.glob(pattern)]
         names = _move(fresh, target)
-        for path in stale:
+        for path in replaced:
             if path.name not in names:
                 path.unlink(missing_ok=True)
     if target != pathlib.Path(folder):
@@ -143,21 +149,21 @@ def write_into(
     return target
 
 
-def _made_beside(folder):
-    """Make a folder beside one; or inside of it, as where it is a disk of its own."""
-    found = free_path(folder)
+def _make_beside(folder):
+    """Create a folder beside `folder`, or inside it if it is the root of a mounted disk."""
+    path = free_path(folder)
     with contextlib.suppress(OSError):
-        found.mkdir()
-        if found.stat().st_dev == folder.stat().st_dev:
-            return found
-        found.rmdir()
-    found = free_path(folder / folder.name)
-    found.mkdir()
-    return found
+        path.mkdir()
+        if path.stat().st_dev == folder.stat().st_dev:
+            return path
+        path.rmdir()
+    path = free_path(folder / folder.name)
+    path.mkdir()
+    return path
 
 
 def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
-    """Return a path beside one that is taken: with a number before its ending.
+    """Return a path that does not exist, with a number inserted before the ending.
 
     Example:
 
@@ -166,22 +172,22 @@ def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
     """
     path = beside(path, "")
     stem = path.name.removesuffix(ending)
-    numbered = (path.with_name(f"{stem}-{number}{ending}") for number in itertools.count(2))
-    return next(one for one in numbered if not os.path.lexists(one))
+    numbered = (path.with_name(f"{stem}-{i}{ending}") for i in itertools.count(2))
+    return next(candidate for candidate in numbered if not os.path.lexists(candidate))
 
 
 def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:
-    """Warn that something else is at a path, and that what was saved is beside it."""
+    """Warn that `path` was occupied and that the data was saved to `landed`."""
     warnings.warn(
-        f"{path} is there already, and is kept: what was to be saved there is in {landed}; give "
-        "another name, or overwrite=True (--overwrite)",
+        f"{path} already exists and was not changed. The new data was saved to {landed}. Choose "
+        "another name, or set overwrite=True (--overwrite).",
         stacklevel=3,
     )
 
 
 @contextlib.contextmanager
-def _fresh_in(folder):
-    """Give an empty folder inside of one, which is made where it is missing."""
+def _temporary_folder(folder):
+    """Context manager that yields an empty temporary folder inside `folder`."""
     fresh = partial_path(folder / "folder")
     was_there = folder.is_dir()
     try:
@@ -192,32 +198,36 @@ def _fresh_in(folder):
         shutil.rmtree(fresh, ignore_errors=True)
         if not was_there:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # it is empty: nothing was written
+                folder.rmdir()  # This fails if the folder has files.
 
 
-def _taken(fresh, folder, others=()):
-    """Return the first file that new ones would replace, or be hidden by; None for none."""
-    for name in _names(fresh):
+def _find_conflict(fresh, folder, patterns=()):
+    """Return the first existing path that conflicts with the new files, or `None`.
+
+    Conflicts are files with other content, files where a folder is needed, and files that match a
+    pattern in `patterns` but have no new version.
+    """
+    for name in _file_names(fresh):
         target = folder / name
         if not target.parent.is_dir() and os.path.lexists(target.parent):
             return target.parent
         if os.path.lexists(target) and not filecmp.cmp(fresh / name, target, shallow=False):
             return target
-    hiding = (path for pattern in others for path in folder.glob(pattern))
+    hiding = (path for pattern in patterns for path in folder.glob(pattern))
     return next((path for path in hiding if not (fresh / path.name).exists()), None)
 
 
 def _move(fresh, folder):
-    """Move all files into a folder, those of folders too; return their names."""
-    names = _names(fresh)
+    """Move all files and subfolders into a folder and return the names of the files."""
+    names = _file_names(fresh)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(fresh / name, folder / name)
     return names
 
 
-def _names(folder):
-    """Return the names of all files of a folder, with those of the folders in it, in their order."""
+def _file_names(folder):
+    """Return the sorted relative paths of all files below a folder."""
     return sorted(x.relative_to(folder).as_posix() for x in folder.rglob("*") if not x.is_dir())
 
 
@@ -225,17 +235,18 @@ def _names(folder):
 def new_folder(
     folder: str | os.PathLike, may_replace: Callable[[pathlib.Path], bool] | None = None
 ) -> Iterator[pathlib.Path]:
-    """Give a folder beside one; what is written there becomes that one, complete.
+    """Context manager for an atomic folder: yield a temporary folder, then rename it to `folder`.
 
-    An error leaves what was there as it was, and so does a kill; one between the two renames at the
-    end leaves what is replaced beside it, in a folder whose name ends in `.replaced`.
+    An error or a kill leaves the old folder unchanged. A kill between the two final renames leaves
+    the old folder beside it with the ending `.replaced`.
 
     Args:
-        folder: the folder, which is missing or empty. Folders above it are made.
-        may_replace: a function of a folder with files that is there: whether it is replaced.
+        folder: Folder to write, missing or empty. Missing parents are created.
+        may_replace: Function that receives an existing folder with files and returns whether it
+            may be replaced.
 
     Raises:
-        InputError: the folder cannot be written, or may not be replaced.
+        InputError: If the folder cannot be written, or if it must not be replaced.
 
     Example:
 
@@ -243,12 +254,15 @@ def new_folder(
     ...     _ = (fresh / "morning.txt").write_text("Good morning.")
     """
     target = pathlib.Path(os.path.realpath(folder))
-    fresh, old = partial_path(target), beside(partial_path(target), ".replaced")
+    fresh = partial_path(target)
+    old = beside(partial_path(target), ".replaced")
     try:
         with writing(folder):
             has_files = os.path.lexists(target) and bool(os.listdir(target))
             if has_files and not (may_replace is not None and may_replace(target)):
-                raise InputError(f"{folder}: is not empty: give another folder, or --overwrite it")
+                raise InputError(
+                    f"{folder}: is not empty. Choose another folder or add --overwrite."
+                )
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             yield fresh
@@ -256,7 +270,7 @@ def new_folder(
                 sync(path)
             if has_files:
                 os.rename(target, old)
-            os.rename(fresh, target)  # an empty folder is replaced
+            os.rename(fresh, target)  # This also replaces an empty folder.
             sync(target.parent)
     finally:
         if not os.path.lexists(target) and old.is_dir():
@@ -266,18 +280,19 @@ def new_folder(
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
-    """Return where a file is written before it becomes the one at a path, with the same ending."""
-    writer = f"{os.getpid()}-{os.environ.get('HOROVOD_RANK', '0')}"  # ids repeat on other hosts
+    """Return the temporary path for writing a file: the same folder and suffix."""
+    # Process ids repeat on other hosts, so the name also contains the rank.
+    writer = f"{os.getpid()}-{os.environ.get('HOROVOD_RANK', '0')}"
     return path.with_name(f"{_PARTIAL}{writer}.{path.name}")
 
 
 def is_partial(name: str) -> bool:
-    """Return whether a file's name is that of a `partial_path`."""
+    """Return whether a file name belongs to a `partial_path`."""
     return name.startswith(_PARTIAL)
 
 
 def beside(path: str | os.PathLike, ending: str) -> pathlib.Path:
-    """Return the path of a folder next to one, whose name has an ending more.
+    """Return a path in the same folder with `ending` appended to the name.
 
     Example:
 
@@ -285,13 +300,13 @@ def beside(path: str | os.PathLike, ending: str) -> pathlib.Path:
     'runs/small.replaced'
     """
     path = pathlib.Path(path)
-    if path.name in ("", ".."):  # such as "."
+    if path.name in ("", ".."):  # Paths such as "." have no name.
         path = pathlib.Path(os.path.abspath(path))
     return path.parent / (path.name + ending)
 
 
 def _reserve(path, num_bytes):
-    """Raise an OSError where a disk has no room for a file of a size."""
+    """Create an empty file and raise `OSError` if the disk has no room for `num_bytes`."""
     with open(path, "wb") as file:
         if num_bytes:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -299,7 +314,7 @@ def _reserve(path, num_bytes):
 
 
 def sync(path: pathlib.Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
+    """Flush a file, or a folder's directory entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""oneDNN's products on processors where TensorFlow leaves them off."""
+"""Enable oneDNN's matrix products where TensorFlow disables them by default."""
 
 import contextlib
 import os
@@ -7,16 +7,18 @@ import warnings
 from collections.abc import Iterable
 
 _VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
-# With any of these features TensorFlow 2.21 turns oneDNN on by default (tensorflow/core/util/port.cc).
+# TensorFlow 2.21 enables oneDNN if the CPU has any of these features
+# (tensorflow/core/util/port.cc).
 _DEFAULT_FEATURES = {
-    *("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"),
-}
+    "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
+}  # fmt: skip
 
 
 def is_off_by_default(cpuinfo: Iterable[str]) -> bool:
-    """Return whether TensorFlow leaves oneDNN off on an x86 processor with AVX2.
+    """Return whether TensorFlow disables oneDNN by default on this processor.
 
-    Other processors return False: their default stays.
+    This is the case for x86 processors with AVX2 but without newer features. For all other
+    processors the result is False.
 
     Args:
         cpuinfo: Lines of `/proc/cpuinfo`.
@@ -26,7 +28,10 @@ def is_off_by_default(cpuinfo: Iterable[str]) -> bool:
 
 
 def turn_on() -> None:
-    """Turn oneDNN on, unless the environment decides. Warn if TensorFlow was imported before."""
+    """Enable oneDNN unless the environment already sets `TF_ENABLE_ONEDNN_OPTS`.
+
+    Warns if TensorFlow was imported before, because the setting then has no effect.
+    """
     if _VARIABLE in os.environ:
         return
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
@@ -36,8 +41,7 @@ def turn_on() -> None:
         is_first_rank = os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0"
         if "tensorflow" in sys.modules and is_first_rank:
             warnings.warn(
-                "TensorFlow was imported before dtransformer, so that oneDNN is off on this "
-                f"processor and training on it is slower: import dtransformer first, or set "
-                f"{_VARIABLE}=1",
+                "TensorFlow was imported before dtransformer, so oneDNN is off and training is "
+                f"slower on this processor. Import dtransformer first or set {_VARIABLE}=1.",
                 stacklevel=3,
             )

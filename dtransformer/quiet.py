@@ -1,10 +1,9 @@
-"""Quiet start of Keras and TensorFlow: notes stay off the terminal.
+"""Keep start-up messages of Keras and TensorFlow off the terminal.
 
-On a machine without a GPU, TensorFlow writes half a screen about CUDA and CPU
-instructions before its log level applies. They go to the process' standard error
-directly, so that only redirecting its file descriptor keeps them away. What was
-written comes out after all where the start fails, or where the environment sets
-TF_CPP_MIN_LOG_LEVEL to 0.
+On a machine without a GPU, TensorFlow prints many lines about CUDA and CPU instructions before its
+log level applies. It writes to the process's standard error directly, so the file descriptor must
+be redirected. The text is printed if the start fails. TF_CPP_MIN_LOG_LEVEL=0 disables the
+redirection.
 """
 
 import contextlib
@@ -16,14 +15,16 @@ from typing import NoReturn
 
 
 def refuse_backend(backend: str) -> NoReturn:
-    """Refuse another backend of Keras than TensorFlow's; as the command line does, in one line.
+    """Stop because Keras uses another backend than TensorFlow.
+
+    The command line prints one line and exits with code 2.
 
     Raises:
-        ImportError: in any program but the command.
+        ImportError: If the program is not the command `dtransformer`.
     """
     message = (
-        f"dtransformer needs Keras' TensorFlow backend, and Keras is to use {backend[:60]!r}: set "
-        "KERAS_BACKEND=tensorflow"
+        f"dtransformer needs the Keras backend 'tensorflow', got {backend[:60]!r}. "
+        "Set KERAS_BACKEND=tensorflow."
     )
     is_module = sys.orig_argv[1:3] == ["-m", "dtransformer.cli"]
     if is_module or os.path.basename(sys.argv[0]) == "dtransformer":
@@ -34,23 +35,23 @@ def refuse_backend(backend: str) -> NoReturn:
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Hold back what is written to standard error; show it if an exception passes."""
+    """Context manager that hides standard error and prints it only if an exception is raised."""
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
         yield
         return
     try:
         terminal = os.dup(2)
-    except OSError:  # there is no standard error
+    except OSError:  # The process has no standard error.
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as buffer:
         sys.stderr.flush()
-        os.dup2(held.fileno(), 2)
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.seek(0)
-            os.write(terminal, held.read())
+            buffer.seek(0)
+            os.write(terminal, buffer.read())
             raise
         finally:
             os.dup2(terminal, 2)

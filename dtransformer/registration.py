@@ -1,6 +1,6 @@
-"""The classes that `.keras` files name: Keras knows them from the import of `dtransformer` on.
+"""Register the classes in `.keras` files with Keras when `dtransformer` is imported.
 
-Keras and the classes themselves are imported when they are first needed.
+Keras and the classes are imported only when they are needed.
 """
 
 import importlib
@@ -8,7 +8,7 @@ import sys
 
 import wrapt
 
-# Those with `@register`.
+# All classes with the decorator `@register`.
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
     FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm Linear Masked MaskedLM
@@ -21,25 +21,25 @@ CLASSES = """
 """.split()
 
 
-class _Later:
-    """Stands for a class until a file has one."""
+class _Placeholder:
+    """Placeholder for a class that is imported when a file contains it."""
 
     def __init__(self, name):
         self._name = name
 
     def from_config(self, config):
         for room in ("layers", "models", "trainers", "trainers.lr_schedules"):
-            importlib.import_module(f"dtransformer.{room}")  # which registers the class itself
+            importlib.import_module(f"dtransformer.{room}")  # The import registers the class.
         known = sys.modules["keras"].saving.get_custom_objects()
         return known[self._name].from_config(config)
 
 
-def _tell(keras):
+def _register(keras):
     known = keras.saving.get_custom_objects()
     for name in CLASSES:
-        known.setdefault(f"dtransformer>{name}", _Later(f"dtransformer>{name}"))
+        known.setdefault(f"dtransformer>{name}", _Placeholder(f"dtransformer>{name}"))
 
 
 def register_with_keras() -> None:
-    """Let Keras know the classes: now, where it is imported, else when it is."""
-    wrapt.register_post_import_hook(_tell, "keras")
+    """Register the classes now if Keras is imported, otherwise when it is."""
+    wrapt.register_post_import_hook(_register, "keras")

@@ -1,4 +1,4 @@
-"""Keras and TensorFlow, started quietly: imported first by whatever needs them."""
+"""Import Keras and TensorFlow quietly. Import this module before any of them."""
 
 import gc
 
@@ -7,8 +7,9 @@ from dtransformer.quiet import quiet_start
 
 keep_compiled_kernels()
 
-# Millions of objects are made that stay: to search them for garbage takes a fifth of the time.
-_searched = gc.isenabled()
+# The imports create millions of permanent objects. Garbage collection would take a fifth of the
+# time.
+_collects_garbage = gc.isenabled()
 gc.disable()
 try:
     with quiet_start():
@@ -17,5 +18,5 @@ try:
 
         tensorflow.config.list_physical_devices()
 finally:
-    if _searched:
+    if _collects_garbage:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Tables: those of this package that are files, and those that are printed."""
+"""Read YAML tables of the package and format tables as text."""
 
 import os
 import pathlib
@@ -8,16 +8,16 @@ import yaml
 
 def read_table(path: str | os.PathLike) -> dict:
     """Return the content of a YAML file of this package."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # The C loader is ten times faster.
     return yaml.load(pathlib.Path(path).read_text("utf-8"), Loader=loader)
 
 
 def columns(lines: list[list], right: tuple[int, ...] = ()) -> list[str]:
-    """Return the lines of a table, with a rule under the first one.
+    """Return the lines of a text table with a rule below the header.
 
     Args:
-        lines: list of rows of cells, the header first.
-        right: numbers of the columns that are aligned to the right.
+        lines: List of rows of cells, the header first. Cells are converted with `str`.
+        right: Indices of right-aligned columns.
     """
     lines = [[str(cell) for cell in line] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]

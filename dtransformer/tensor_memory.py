@@ -1,19 +1,18 @@
-"""Arrays whose memory TensorFlow takes as a tensor's, without a copy."""
+"""Arrays that TensorFlow can use as tensors without a copy."""
 
 import math
 
 import numpy as np
 
-# Where the memory of a tensor has to begin.
-_ALIGNMENT = 64
-_LEAST_BYTES = 2**16  # a smaller array is copied sooner
+_ALIGNMENT = 64  # TensorFlow requires this alignment of a tensor's memory, in bytes.
+_MIN_BYTES = 2**16  # Copying a smaller array is faster.
 
 
 def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-    """Return an array without values, which begins where TensorFlow can take it without a copy.
+    """Return an uninitialized array whose memory is aligned for TensorFlow.
 
-    It is NumPy's memory, which asks for huge pages where an array is large: to be given each page
-    of 4 KiB when it is first written takes about as long as to convert what is written.
+    NumPy requests huge pages for large arrays. Faulting in pages of 4 KiB on the first write would
+    take about as long as the conversion of the data.
     """
     kind = np.dtype(kind)
     size = math.prod(shape) * kind.itemsize
@@ -23,11 +22,15 @@ def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray):
-    """Return an array that nobody will change as a tensor, of the same memory where that pays."""
-    import tensorflow as tf  # arrays alone do without
+    """Return an array as a tensor, without a copy if it is large and aligned.
+
+    The array must not change afterwards, because the tensor may share its memory.
+    """
+    import tensorflow as tf  # The import is local because `empty` does not need TensorFlow.
 
     is_known = array.dtype.kind in "fiu" or array.dtype == tf.bfloat16.as_numpy_dtype
-    if array.ctypes.data % _ALIGNMENT or array.nbytes < _LEAST_BYTES or not is_known:
+    if array.ctypes.data % _ALIGNMENT or array.nbytes < _MIN_BYTES or not is_known:
         return tf.constant(array)
-    bits = array.view(f"u{array.itemsize}")  # a type that both packages know
+    # DLPack transfers unsigned integers, because NumPy has no standard bfloat16.
+    bits = array.view(f"u{array.itemsize}")
     return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), array.dtype)

@@ -1,4 +1,4 @@
-"""Networks that together have every form of blocks that published families ask for."""
+"""Networks that together cover all block variants of published model families."""
 
 from dtransformer import MoEConfig
 from dtransformer.models import CausalLM, MaskedLM
@@ -27,33 +27,40 @@ _GROUPED_EXPERTS = {
 
 
 def gemma(vocab_size, num_layers):
-    """Gemma's form: norms around sublayers, windows of every other block, caps."""
-    own = {"norm": "rms_norm_unit_offset", "qk_norm": "rms_norm_unit_offset", "soft_cap": 5.0}
-    own |= {"norm_placement": "sandwich", "embedding_scale": None, "logits_soft_cap": 3.0}
+    """Gemma's blocks: norms around sublayers, windows in every other block, soft caps."""
+    changes = {"norm": "rms_norm_unit_offset", "qk_norm": "rms_norm_unit_offset", "soft_cap": 5.0}
+    changes |= {"norm_placement": "sandwich", "embedding_scale": None, "logits_soft_cap": 3.0}
     pattern = [{"window": 4, "rotary_base": 100.0}, {"window": None}]
-    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, block_pattern=pattern)
+    return CausalLM(
+        vocab_size, num_layers=num_layers, **{**_DECODER, **changes}, block_pattern=pattern
+    )
 
 
 def olmo(vocab_size, num_layers):
-    """OLMo's form: norms of outputs, of all heads together, YaRN; also as Granite and Ministral 3."""
-    own = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "tied_head": False}
-    own |= {"residual_scale": 0.5, "logits_scale": 2.0, "rotary_fraction": 0.5}
+    """OLMo's blocks: output norms, query and key norms over all heads, YaRN.
+
+    Also has options of Granite and Ministral 3.
+    """
+    changes = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "tied_head": False}
+    changes |= {"residual_scale": 0.5, "logits_scale": 2.0, "rotary_fraction": 0.5}
     pattern = [{"window": 4}, {"rotary_scaling": {**_YARN, "llama_4_scaling_beta": 0.5}}]
-    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own, block_pattern=pattern)
+    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **changes, block_pattern=pattern)
 
 
 def falcon(vocab_size, num_layers):
-    """Falcon's form with one norm, Command R's norms, and Nemotron's activation without a gate."""
-    own = {"norm_placement": "parallel_one_norm", "norm": "layer_norm_without_beta"}
-    own |= {"gated": False, "hidden_act": "relu2", "rotary_fraction": 0.5, "logits_scale": 0.5}
+    """Falcon's blocks with one norm, Command R's norms, and Nemotron's ungated activation."""
+    changes = {"norm_placement": "parallel_one_norm", "norm": "layer_norm_without_beta"}
+    changes |= {"gated": False, "hidden_act": "relu2", "rotary_fraction": 0.5, "logits_scale": 0.5}
     pattern = [{"window": 4}, {"rotary_base": None}]
-    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, block_pattern=pattern)
+    return CausalLM(
+        vocab_size, num_layers=num_layers, **{**_DECODER, **changes}, block_pattern=pattern
+    )
 
 
 def glm_experts(vocab_size, num_layers):
-    """GLM-4.5's form: a dense block first, experts of their own size; no positions in some blocks."""
-    own = {"group_score": "max", "normalizes_gates": False, "gate_scale": 1.5}
-    experts = MoEConfig(**_GROUPED_EXPERTS, **own)
+    """GLM-4.5's blocks: a dense first block, experts of another size, some blocks without positions."""
+    expert_options = {"group_score": "max", "normalizes_gates": False, "gate_scale": 1.5}
+    experts = MoEConfig(**_GROUPED_EXPERTS, **expert_options)
     pattern = [{"experts": False}, {"rotary_base": None}]
     return CausalLM(
         vocab_size,
@@ -66,46 +73,53 @@ def glm_experts(vocab_size, num_layers):
 
 
 def gpt_oss(vocab_size, num_layers):
-    """Gpt-oss' form: sinks, windows of every other block, experts with biases and a clamped gate."""
+    """gpt-oss' blocks: sinks, windows in every other block, router biases and a clamped gate."""
     experts = MoEConfig(**_EXPERTS, router_bias=True)
-    own = {"hidden_act": "clamped_swiglu", "use_bias": True, "sinks": True, "tied_head": False}
-    own |= {"rotary_scaling": _YARN, "block_pattern": [{"window": 4}, {"window": None}]}
-    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, moe_config=experts)
+    changes = {"hidden_act": "clamped_swiglu", "use_bias": True, "sinks": True, "tied_head": False}
+    changes |= {"rotary_scaling": _YARN, "block_pattern": [{"window": 4}, {"window": None}]}
+    return CausalLM(
+        vocab_size, num_layers=num_layers, **{**_DECODER, **changes}, moe_config=experts
+    )
 
 
 def deepseek(vocab_size, num_layers):
-    """DeepSeek-V3's form: attention through latents, groups of experts, a dense block first."""
-    own = {"num_kv_heads": None, "head_dim": 6, "tied_head": False, "rotary_scaling": _YARN}
-    own["latent"] = {"kv_rank": 10, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
+    """DeepSeek-V3's blocks: latent attention, routing groups, a dense first block."""
+    changes = {"num_kv_heads": None, "head_dim": 6, "tied_head": False, "rotary_scaling": _YARN}
+    changes["latent"] = {"kv_rank": 10, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
     blocks = [{"experts": False}, *[{"experts": True}] * (num_layers - 1)]
     return CausalLM(
         vocab_size,
         num_layers=num_layers,
-        **{**_DECODER, **own},
+        **{**_DECODER, **changes},
         moe_config=MoEConfig(**_GROUPED_EXPERTS),
         block_pattern=blocks,
     )
 
 
 def hunyuan(vocab_size, num_layers):
-    """HunYuan's form: norms of queries and keys after these turn."""
-    own = {"qk_norm": "rms_norm", "qk_norm_after_rotary": True, "tied_head": False}
-    own["rotary_scaling"] = {"type": "linear", "factor": 2.0}
-    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own)
+    """HunYuan's blocks: query and key norms after the rotary embedding."""
+    changes = {"qk_norm": "rms_norm", "qk_norm_after_rotary": True, "tied_head": False}
+    changes["rotary_scaling"] = {"type": "linear", "factor": 2.0}
+    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **changes)
 
 
 def modernbert(vocab_size, num_layers):
-    """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
-    own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
-    own |= {"gated": True, "use_bias": False, "post_layernorm_residual": False}
-    near = {"window": 4, "rotary_base": 100.0}
-    blocks = [{"attention_norm": False}, *[near] * (num_layers - 1)]
+    """ModernBERT's blocks: an encoder with rotary positions, two-sided windows, norms without beta."""
+    changes = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
+    changes |= {"gated": True, "use_bias": False, "post_layernorm_residual": False}
+    windowed = {"window": 4, "rotary_base": 100.0}
+    blocks = [{"attention_norm": False}, *[windowed] * (num_layers - 1)]
     return MaskedLM(
-        vocab_size, num_layers=num_layers, num_token_types=0, **_SIZES, **own, block_pattern=blocks
+        vocab_size,
+        num_layers=num_layers,
+        num_token_types=0,
+        **_SIZES,
+        **changes,
+        block_pattern=blocks,
     )
 
 
-# Their names in the harness: their batches are those of `causal` and `bert`.
+# Names of the networks in the harness. They use the batches of `causal` and `bert`.
 DECODERS = {
     "gemma": gemma,
     "olmo": olmo,

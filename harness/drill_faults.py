@@ -1,4 +1,4 @@
-"""What goes wrong in drills: each fault begins when it is made, and some are mended afterwards."""
+"""Faults for drills. Each one starts when it is created, and some are repaired afterwards."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ _SECONDS_TO_START = 180
 
 
 class Fault:
-    """Something that goes wrong.
+    """A fault in a running job.
 
     Args:
-        run: the `Run` of harness/drill_run.py.
-        disk: the `Disk` that it saves to.
+        run: The `Run` of harness/drill_run.py.
+        disk: The `Disk` with its checkpoints.
 
     Attributes:
-        at: the moment.
-        seen: the pattern of a line by which it is seen.
+        at: Time of the fault.
+        seen: Pattern of the output line that proves its detection.
     """
 
     seen = RESTART
@@ -34,14 +34,14 @@ class Fault:
         self.at = self.at or time.time()
 
     def begin(self):
-        """Let it happen."""
+        """Cause the fault."""
         raise NotImplementedError
 
     def mend(self):
-        """Put in order what does not come right by itself."""
+        """Repair the fault if the job cannot."""
 
     def signal(self, number, *ranks, name="pids"):
-        """Send a signal to ranks, of which -1 is the last."""
+        """Send a signal to ranks. The rank -1 is the last one."""
         self.at = self.at or time.time()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -49,7 +49,7 @@ class Fault:
 
 
 def _signal(name, number, *ranks):
-    """Return a fault: a signal to some ranks; to all by default."""
+    """Return a fault class that sends a signal to some ranks, by default to all."""
 
     class Sent(Fault):
         def begin(self):
@@ -60,7 +60,7 @@ def _signal(name, number, *ranks):
 
 
 def _order(name, text):
-    """Return a fault: what the last rank is ordered to do in its next step."""
+    """Return a fault class that gives the last rank an order for its next step."""
 
     class Ordered(Fault):
         def begin(self):
@@ -71,7 +71,7 @@ def _order(name, text):
 
 
 class KillWhileSaving(Fault):
-    """The last rank is killed while a checkpoint is not complete."""
+    """The last rank is killed while a checkpoint is incomplete."""
 
     def begin(self):
         folder, end = self.run.folder / "checkpoints", time.time() + SECONDS_TO_SEE
@@ -81,7 +81,7 @@ class KillWhileSaving(Fault):
 
 
 class TwiceInARow(Fault):
-    """The last rank is killed, and killed again after the first step that follows."""
+    """The last rank is killed, and again after the first step that follows."""
 
     def begin(self):
         self.signal(signal.SIGKILL, -1)
@@ -92,7 +92,7 @@ class TwiceInARow(Fault):
 
 
 class WhileStarting(Fault):
-    """The last rank is killed, and fails again as soon as it has begun anew."""
+    """The last rank is killed, and again as soon as its new process has started."""
 
     where, number = "begun", signal.SIGKILL
 
@@ -109,25 +109,25 @@ class WhileStarting(Fault):
 
 
 class WhileCompiling(WhileStarting):
-    """The same, as soon as it begins to train, and compiles."""
+    """Like `WhileStarting`, but the second fault comes when training starts and compiles."""
 
     where = "pids"
 
 
 class FreezeWhileStarting(WhileStarting):
-    """The last rank is killed, and frozen as soon as it has begun anew: before it has joined."""
+    """The last rank is killed, and its new process is frozen before it joins the job."""
 
     number = signal.SIGSTOP
 
 
 class FreezeWhileCompiling(WhileCompiling):
-    """The same, as soon as it begins to train, and compiles."""
+    """Like `FreezeWhileStarting`, but the process is frozen when training starts and compiles."""
 
     number = signal.SIGSTOP
 
 
 class DiskFull(Fault):
-    """Nothing more can be written where checkpoints are, though old ones are removed."""
+    """The disk of the checkpoints stays full, even when old checkpoints are removed."""
 
     def begin(self):
         self._is_over = threading.Event()
@@ -157,7 +157,7 @@ class Cut(Fault):
 
 
 class OneWay(Fault):
-    """What the second host sends is lost."""
+    """All packets of the second host are lost."""
 
     host = 1
 
@@ -172,13 +172,13 @@ class OneWay(Fault):
 
 
 class OtherWay(OneWay):
-    """What the first host sends is lost."""
+    """All packets of the first host are lost."""
 
     host = 0
 
 
 class HostGone(Fault):
-    """All ranks of the second host are killed and it does not answer; it stays away."""
+    """All ranks of the second host are killed, and the host does not answer any more."""
 
     def begin(self):
         half = self.run.num_ranks // 2
@@ -189,16 +189,16 @@ class HostGone(Fault):
 
 
 class HostBack(Fault):
-    """The second host answers again, and a rank of the first is killed: all go on."""
+    """The second host answers again and a rank of the first is killed. All ranks resume."""
 
     def begin(self):
         self.run.hosts.set_link(True)
-        time.sleep(10)  # longer than hosts are left out for
+        time.sleep(10)  # This is longer than the launcher excludes a failed host.
         self.signal(signal.SIGKILL, 0)
 
 
 class Fewer(Fault):
-    """A rank is killed, and half of the ranks can be started from then on."""
+    """A rank is killed, and only half of the ranks can be started afterwards."""
 
     def begin(self):
         self.run.give_slots(self.run.num_ranks // 2)
@@ -206,7 +206,7 @@ class Fewer(Fault):
 
 
 class More(Fault):
-    """A rank is killed, and twice as many ranks can be started from then on."""
+    """A rank is killed, and double the number of ranks can be started afterwards."""
 
     def begin(self):
         self.run.give_slots(self.run.num_ranks * 2)
@@ -242,11 +242,11 @@ FAULTS = {
 
 
 class Disk:
-    """A file system of its own for checkpoints, where one that can be filled is asked for.
+    """File system for checkpoints: optionally a small separate one that can be filled.
 
     Args:
-        folder: the run's folder.
-        is_own: whether it is.
+        folder: Folder of the run.
+        is_own: Boolean, whether to mount a separate file system. This requires root.
     """
 
     def __init__(self, folder, is_own):
@@ -265,11 +265,11 @@ class Disk:
             subprocess.run(["umount", "-l", self._folder], check=True)
 
     def fill(self):
-        """Leave no byte."""
+        """Fill the disk completely."""
         with contextlib.suppress(OSError), open(self._folder / "filler", "ab", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
 
     def free(self):
-        """Make room again."""
+        """Free the filled space."""
         (self._folder / "filler").unlink()

@@ -1,4 +1,4 @@
-"""A rank of a job that is let to fail: the program that benchmarks/drills.py launches.
+"""Rank of a job for drills with faults. benchmarks/drills.py launches this program.
 
 dtransformer launch -np 2 -- python -m harness.drill_rank FOLDER dp2@2x1 STEPS
 """
@@ -24,8 +24,8 @@ from harness.layouts import layout_of
 STEPS_OF_AN_EPOCH = 7
 
 
-def tell_process(folder, name):
-    """Write which process this rank is, to a file of a name."""
+def write_process_id(folder, name):
+    """Write this rank's process id to the file FOLDER/NAME/RANK."""
     rank = os.environ.get("HOROVOD_RANK", "0")
     path = pathlib.Path(folder) / name / rank
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,8 +34,8 @@ def tell_process(folder, name):
     os.replace(fresh, path)
 
 
-class Tell(keras.callbacks.Callback):
-    """Tells which process each rank is, and each step; does what is ordered in a file."""
+class ReportSteps(keras.callbacks.Callback):
+    """Callback that reports each rank's process id and each step, and executes orders from a file."""
 
     def __init__(self, folder, pause):
         super().__init__()
@@ -43,14 +43,14 @@ class Tell(keras.callbacks.Callback):
         self.order = folder / "orders" / os.environ.get("HOROVOD_RANK", "0")
 
     def on_train_begin(self, logs=None):
-        tell_process(self.folder, "pids")
+        write_process_id(self.folder, "pids")
 
     def on_train_batch_begin(self, batch, logs=None):
         with contextlib.suppress(FileNotFoundError):
             order = self.order.read_text()
             self.order.unlink()
             if order == "raise":
-                raise RuntimeError("this rank has had enough")
+                raise RuntimeError("A drill ordered this rank to raise an error.")
             if order == "unequal":
                 job.barrier()
 
@@ -62,8 +62,8 @@ class Tell(keras.callbacks.Callback):
             time.sleep(self.pause)
 
 
-class EndAt(keras.callbacks.Callback):
-    """Ends training after a step."""
+class StopAfter(keras.callbacks.Callback):
+    """Callback that ends training after a number of steps."""
 
     def __init__(self, steps):
         super().__init__()
@@ -74,8 +74,8 @@ class EndAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def digest_of(trainer, folder):
-    """Return a checksum of all weights; on rank 0."""
+def checksum_weights(trainer, folder):
+    """Return a checksum of all weights on rank 0, and `None` on other ranks."""
     path = folder / "last.weights.h5"
     trainer.save_weights(path)
     if not dtransformer.is_chief():
@@ -85,10 +85,10 @@ def digest_of(trainer, folder):
     content = hashlib.sha256()
     with h5py.File(path) as file:
         arrays = []
-        file.visititems(lambda name, one: arrays.append((name, one)))
-        for name, one in sorted(arrays):
-            if hasattr(one, "shape"):
-                content.update(name.encode() + np.asarray(one).tobytes())
+        file.visititems(lambda name, item: arrays.append((name, item)))
+        for name, item in sorted(arrays):
+            if hasattr(item, "shape"):
+                content.update(name.encode() + np.asarray(item).tobytes())
     return content.hexdigest()
 
 
@@ -101,12 +101,12 @@ def parse_arguments():
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--predict", type=int, default=0, help="batches, after training")
+    parser.add_argument("--predict", type=int, default=0, help="batches to predict after training")
     return parser.parse_args()
 
 
 def main(args):
-    tell_process(args.folder, "begun")
+    write_process_id(args.folder, "begun")
     layout_of(args.layout).start()
     ids = np.random.default_rng(0).integers(4, 100, (16 * STEPS_OF_AN_EPOCH, 9)).astype("int32")
     data = tf.data.Dataset.from_tensor_slices((ids[:, :-1], ids[:, 1:])).batch(16)
@@ -124,8 +124,8 @@ def main(args):
         epochs=-(-args.steps // STEPS_OF_AN_EPOCH),
         verbose=0,
         callbacks=[
-            Tell(args.folder, args.pause),
-            EndAt(args.steps),
+            ReportSteps(args.folder, args.pause),
+            StopAfter(args.steps),
             ModelCheckpoint(args.folder / "checkpoints", every_steps=2, keep=3),
         ],
         resume=True,
@@ -134,9 +134,9 @@ def main(args):
         begin = time.perf_counter()
         trainer.predict(data.map(lambda ids, _: ids).repeat(), steps=args.predict, verbose=0)
         print(f"predicted for {time.perf_counter() - begin:.1f} s", flush=True)
-    content, done = digest_of(trainer, args.folder), int(trainer.optimizer.iterations)
+    content, num_steps = checksum_weights(trainer, args.folder), int(trainer.optimizer.iterations)
     if dtransformer.is_chief():
-        print(f"ended at {done} with {content}", flush=True)
+        print(f"ended at {num_steps} with {content}", flush=True)
     dtransformer.shutdown()
 
 

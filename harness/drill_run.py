@@ -1,4 +1,4 @@
-"""A job that is let to fail, under `dtransformer launch`, and what it prints."""
+"""Job under `dtransformer launch` for drills, and a parser of its output."""
 
 import pathlib
 import queue
@@ -20,25 +20,25 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Failed(Exception):
-    """The job does not do what is waited for."""
+    """The job did not print an expected line."""
 
 
 class Run:
-    """A job under `dtransformer launch`, whose output is read by a thread.
+    """Job under `dtransformer launch`. A thread reads its output.
 
     Args:
-        args: the options of benchmarks/drills.py.
-        folder: where it saves, and ranks tell their numbers.
-        steps: number of steps.
-        pause: seconds that a step takes besides.
-        min_ranks: with how few ranks it goes on; None for all only.
-        hosts: the `TwoHosts` that it runs on; None for this one.
+        args: Options of benchmarks/drills.py.
+        folder: Folder for checkpoints and the ranks' process ids.
+        steps: Number of steps.
+        pause: Seconds to sleep after each step.
+        min_ranks: Minimum number of ranks to resume with. `None` requires all.
+        hosts: `TwoHosts` to run on, or `None` for this host.
     """
 
     def __init__(self, args, folder, steps, pause, min_ranks=None, hosts=None):
         self.args, self.folder, self.hosts = args, pathlib.Path(folder), hosts
         layout = layout_of(args.layout)
-        self.num_ranks = layout.ranks  # of the start that runs
+        self.num_ranks = layout.ranks  # Number of ranks of the current start.
         self.hosts_file = self.folder / "hosts.txt"
         (self.folder / "orders").mkdir(parents=True, exist_ok=True)
         worker = [sys.executable, "-m", "harness.drill_rank", folder, args.layout, steps]
@@ -53,7 +53,7 @@ class Run:
         if hosts is not None:
             launch += ["--network-interface", INTERFACE]
             launch = hosts.command(*launch, "--ssh-identity-file", hosts.key)
-            settings["DTRANSFORMER_BIND_CORES"] = 0  # both hosts have the same ones
+            settings["DTRANSFORMER_BIND_CORES"] = 0  # Both hosts share the same cores.
         command = ["env", *(f"{name}={value}" for name, value in settings.items())]
         self.process = subprocess.Popen(
             [*map(str, [*command, *launch, "--", *worker])],
@@ -72,35 +72,38 @@ class Run:
         self._lines.put((time.time(), None))
 
     def give_slots(self, number):
-        """Say how many ranks there can be at the next start: as many on each host."""
+        """Set the number of ranks that the next start may use, split evenly over the hosts."""
         hosts = ["localhost"] if self.hosts is None else self.hosts.addresses
         lines = [f"{host} slots={number // len(hosts)}\n" for host in hosts]
         self.hosts_file.write_text("".join(lines))
 
     def wait_for(self, pattern, timeout):
-        """Return when a line with a pattern came, and its match.
+        """Wait for a line that matches a pattern.
+
+        Returns:
+            A `(time, match)` tuple.
 
         Raises:
-            Failed: there is none in time.
+            Failed: If no such line is printed in time, or if the job ends before.
         """
         end = time.time() + timeout
         while True:
             try:
                 at, line = self._lines.get(timeout=max(end - time.time(), 0.01))
             except queue.Empty:
-                raise Failed(f"no {pattern!r} within {timeout:.0f} s") from None
+                raise Failed(f"No line matched {pattern!r} within {timeout:.0f} s.") from None
             if line is None:
-                raise Failed(f"ended before {pattern!r}")
+                raise Failed(f"The job ended before a line matched {pattern!r}.")
             self.seen.append(line)
-            if found := _RANKS.search(line):
-                self.num_ranks = int(found[1])
-            if found := re.search(pattern, line):
-                return at, found
+            if match := _RANKS.search(line):
+                self.num_ranks = int(match[1])
+            if match := re.search(pattern, line):
+                return at, match
 
     def end(self):
-        """End the job, where it has not ended."""
+        """End the job if it is still running."""
         if self.process.poll() is None:
-            for _ in range(2):  # with the second signal it ends at once
+            for _ in range(2):  # The second signal ends the job immediately.
                 self.process.terminate()
                 time.sleep(1)
             try:
@@ -109,37 +112,41 @@ class Run:
                 self.process.kill()
 
     def steps_until(self, number, timeout):
-        """Wait for some steps; return the moment of the first, its number, and the last's."""
+        """Wait for a number of steps.
+
+        Returns:
+            A `(time, first_step, last_step)` tuple with the time of the first step.
+        """
         first = None
         while True:
-            at, found = self.wait_for(STEP, timeout)
-            last = int(found[1])
+            at, match = self.wait_for(STEP, timeout)
+            last = int(match[1])
             first = first or (at, last)
             if last >= first[1] + number - 1:
                 return *first, last
 
     def pid(self, rank, name="pids"):
-        """Return the number of a rank's process, once it trains, or by name "begun" before."""
+        """Return a rank's process id from the start of training, or of the program if `name="begun"`."""
         return int((self.folder / name / str(rank)).read_text())
 
     def order(self, rank, text):
-        """Let a rank do something at the beginning of its next step."""
+        """Give a rank an order for the beginning of its next step."""
         (self.folder / "orders" / str(rank)).write_text(text)
 
     def hurry(self):
-        """Let steps follow each other without a pause."""
+        """Remove the pause between steps."""
         (self.folder / "hurry").touch()
 
     def losses(self):
-        """Return {step: loss}; of a step that was repeated the last one."""
-        found = [STEP.search(line) for line in self.seen]
-        return {int(one[1]): float(one[2]) for one in found if one}
+        """Return a dict from steps to losses. Of repeated steps the last loss counts."""
+        matches = [STEP.search(line) for line in self.seen]
+        return {int(match[1]): float(match[2]) for match in matches if match}
 
     def steps_since(self, mark):
-        """Return the numbers of the steps that lines tell, from one of them on."""
-        return [int(found[1]) for line in self.seen[mark:] if (found := STEP.search(line))]
+        """Return the steps that were printed from line `mark` on."""
+        return [int(match[1]) for line in self.seen[mark:] if (match := STEP.search(line))]
 
     def last_words_since(self, mark):
-        """Return what the first rank says that ends with a word, from a line on; or None."""
-        words = [found[1] for line in self.seen[mark:] if (found := LAST_WORDS.search(line))]
-        return words[0] if words else None
+        """Return the first reason for the job's end that was printed from line `mark` on, or `None`."""
+        reasons = [match[1] for line in self.seen[mark:] if (match := LAST_WORDS.search(line))]
+        return reasons[0] if reasons else None

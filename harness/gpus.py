@@ -1,4 +1,4 @@
-"""Machines with GPUs that are not there: their driver's files, nvidia-smi, and what libcuda says."""
+"""Fake GPU machines: the driver's files, nvidia-smi and libcuda."""
 
 import pathlib
 import types
@@ -7,7 +7,7 @@ _VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Release Build\n"
 
 
 def write_driver(folder, version="580.159.04", model=None):
-    """Write the driver's files into a folder, and those of a GPU of a model, where one is given."""
+    """Write the driver's files into a folder, optionally with a GPU of the given model."""
     (folder / "version").write_text(_VERSION.format(version))
     if model is not None:
         (folder / "gpus/0000:01:00.0").mkdir(parents=True)
@@ -15,7 +15,7 @@ def write_driver(folder, version="580.159.04", model=None):
 
 
 def write_nvidia_smi(folder, **fields):
-    """Write a program nvidia-smi into a folder, which prints fields of two GPUs that are alike."""
+    """Write a fake nvidia-smi into a folder. It prints the given fields for two identical GPUs."""
     cases = " ".join(
         f'--query-gpu={name}) echo "{text}"; echo "{text}";;' for name, text in fields.items()
     )
@@ -25,7 +25,7 @@ def write_nvidia_smi(folder, **fields):
 
 
 def put(code, value):
-    """Return a function of a C library: it writes a value where it is pointed to, and returns a code."""
+    """Return a fake C function that writes `value` to its pointer argument and returns `code`."""
 
     def function(pointer, *_):
         pointer._obj.value = value
@@ -34,22 +34,22 @@ def put(code, value):
     return function
 
 
-def name_bus(text, length, gpu):
-    """Write the place of a GPU on the bus, as libcuda does, in capitals."""
+def write_bus_id(text, length, gpu):
+    """Write a GPU's PCI address in capitals, like libcuda."""
     text.value = f"0000:{0x3A + gpu:02X}:00.0".encode()
     return 0
 
 
 def write_bus(folder, cores):
-    """Write the cores near to GPUs, a text for each, into a folder as of /sys/bus/pci/devices."""
-    for gpu, near in enumerate(cores):
+    """Write a fake /sys/bus/pci/devices with one text of nearby cores per GPU."""
+    for gpu, nearby_cores in enumerate(cores):
         path = pathlib.Path(folder, f"0000:{0x3A + gpu:02x}:00.0")
         path.mkdir()
-        (path / "local_cpulist").write_text(near + "\n")
+        (path / "local_cpulist").write_text(nearby_cores + "\n")
 
 
 def libcuda(version=12080, code=0, memory=48 << 30, names=()):
-    """Return what stands for libcuda; names are the models of GPUs that this process sees."""
+    """Return a fake libcuda. `names` are the models of the visible GPUs."""
 
     def write_name(text, length, gpu):
         text.value = names[gpu].encode()
@@ -60,5 +60,5 @@ def libcuda(version=12080, code=0, memory=48 << 30, names=()):
         cuInit=lambda flags: code,
         cuDriverGetVersion=put(0, version),
         cuDeviceTotalMem_v2=put(0, memory),
-        cuDeviceGetPCIBusId=name_bus,
+        cuDeviceGetPCIBusId=write_bus_id,
     )

@@ -1,4 +1,4 @@
-"""Counts what the host reads of tensors, and waits for other ranks, in each step of a `fit`."""
+"""Count tensor reads and waits of the host in each step of `fit`."""
 
 import keras
 import tensorflow as tf
@@ -7,11 +7,11 @@ from dtransformer.parallel.runtime import job
 
 
 class HostReads(keras.callbacks.Callback):
-    """Keeps of every step the bytes of each read, and the collectives that the host waits in.
+    """Callback that records the size of each tensor read and each collective that the host waits for.
 
     Attributes:
-        bytes: for each step the list of the sizes of what was read.
-        collectives: for each step the list of their names.
+        bytes: List with a list of the read sizes for each step.
+        collectives: List with a list of the collectives' names for each step.
     """
 
     _KIND = type(tf.constant(0))

@@ -1,4 +1,4 @@
-"""Starts a program on several ranks, bounded in time."""
+"""Run a program on several ranks, with a timeout."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 
 
 def command_of(num_ranks, arguments):
-    """Return the command that runs `python ARGUMENTS`, on several ranks under horovodrun."""
+    """Return the command for `python ARGUMENTS`, under horovodrun for several ranks."""
     command = [sys.executable, *map(str, arguments)]
     if num_ranks > 1:
         command = [str(HOROVODRUN), "--gloo", "-np", str(num_ranks), *command]
@@ -22,16 +22,16 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
     """Run `python ARGUMENTS` on several ranks.
 
     Args:
-        num_ranks: number of ranks; for 1 Horovod is not needed.
-        arguments: list of str.
-        timeout: seconds, after which all ranks are ended.
-        environment: dict of additional environment variables.
+        num_ranks: Number of ranks. A single rank does not need Horovod.
+        arguments: List of arguments, converted with `str`.
+        timeout: Seconds until all ranks are killed.
+        environment: Dict of additional environment variables.
 
     Returns:
-        A `subprocess.CompletedProcess`: its `returncode`, `stdout` and `stderr`.
+        A `subprocess.CompletedProcess` with `returncode`, `stdout` and `stderr`.
 
     Raises:
-        TimeoutError: the program did not end in time; with what it printed.
+        TimeoutError: If the program does not end in time. The message contains its output.
     """
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     command = command_of(num_ranks, arguments)
@@ -49,11 +49,11 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         os.killpg(process.pid, signal.SIGKILL)
         texts = process.communicate()
         raise TimeoutError(
-            f"{' '.join(command)} did not end within {timeout} s:\n{tail(*texts)}"
+            f"{' '.join(command)} did not end within {timeout} s.\n{tail(*texts)}"
         ) from None
     return subprocess.CompletedProcess(command, process.returncode, *texts)
 
 
 def tail(stdout, stderr, length=8000):
-    """Return the end of what a program has printed."""
+    """Return the end of a program's output."""
     return f"{stdout[-length:]}\n{stderr[-length:]}"

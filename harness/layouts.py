@@ -1,4 +1,4 @@
-"""How a job may be divided: layouts, and the tables of those that are tried."""
+"""Named parallel layouts, and the sets of layouts that are tested."""
 
 import dataclasses
 import itertools
@@ -10,21 +10,21 @@ from dtransformer.parallel.config.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a job is divided.
+    """Division of a job over ranks and devices.
 
     Args:
-        data, model: into how many the batch and the operations are divided.
-        ranks, devices: number of ranks, and of devices of each rank.
-        context, mode: into how many the sequence is divided, and how attention sees all of it.
-        rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
-        sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
-        level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
-        experts: over how many of the data shards experts are sharded.
-        recompute: whether the backward pass computes blocks again.
-        policy: Keras' dtype policy.
-        as_on_gpus: whether steps go the way of GPUs; see `harness.gpu_branch`.
-        stages, micro_batches, schedule, chunks: of a pipeline, or of one stage of several chunks;
-            without both, the number of micro-batches of a step.
+        data, model: Number of shards of the batch and of operations.
+        ranks, devices: Number of ranks, and of devices per rank.
+        context, mode: Number of shards of the sequence, and `context_parallel_mode`.
+        rows: Boolean, whether embedding tables are sharded by rows (`vocab_emb_dp=False`).
+        sequence: Boolean, whether the residual stream is sharded (`sequence_parallel=True`).
+        level, partition: Level and partition of `optimizer_shard`. The threshold is 1 KB.
+        experts: Number of shards of the experts, at most `data`.
+        recompute: Boolean, whether blocks are recomputed in the backward pass.
+        policy: Keras dtype policy.
+        as_on_gpus: Boolean, whether to use the code path for GPUs, see `harness.gpu_branch`.
+        stages, micro_batches, schedule, chunks: Pipeline settings. Without a pipeline,
+            `micro_batches` is the number of micro-batches per step.
     """
 
     data: int = 1
@@ -48,29 +48,29 @@ class Layout:
 
     @property
     def name(self):
-        """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
-        axes = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
-        axes += f"mp{self.model}" * (self.model > 1)
+        """Name with all settings, such as `dp2mp2@2x2+rows+sp` on two ranks with two devices each."""
+        parts = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
+        parts += f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
-        axes += f"ep{self.experts}" * (self.experts > 1)
-        axes += f"pp{self.stages}" * (self.stages > 1)
-        axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
-        axes += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
+        parts += f"ep{self.experts}" * (self.experts > 1)
+        parts += f"pp{self.stages}" * (self.stages > 1)
+        parts += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
+        parts += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         options += "+recompute" * self.recompute + _POLICIES[self.policy]
         options += "+gpu" * self.as_on_gpus
-        return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
+        return f"{parts or 'alone'}@{self.ranks}x{self.devices}{options}"
 
     @property
     def num_blocks(self):
-        """The number of blocks of the networks that are trained in a pipeline."""
+        """Number of blocks of networks that are trained in a pipeline."""
         return max(4, self.stages * self.chunks)
 
     @property
     def config(self):
-        """The `TransformerOpParallelConfig` of it."""
+        """The layout as a `TransformerOpParallelConfig`."""
         return TransformerOpParallelConfig(
             data_parallel=self.data,
             model_parallel=self.model,
@@ -91,18 +91,18 @@ class Layout:
 
     @property
     def ranks_of_mesh(self):
-        """The number of ranks whose devices a mesh has."""
+        """Number of ranks that share a mesh."""
         topology = Topology.from_config(self.config, self.ranks, self.devices)
         return len(topology.model_parallel_group(0))
 
     @property
     def joins_ranks(self):
-        """Whether a mesh has devices of several ranks."""
+        """True if a mesh contains devices of several ranks."""
         return self.ranks_of_mesh > 1
 
     def start(self):
-        """Join the job under this layout."""
-        import keras  # the tables are read without it
+        """Initialize this process with the layout."""
+        import keras  # The import is local because reading the tables does not need Keras.
 
         import dtransformer
         from harness.gpu_branch import take_gpu_branch
@@ -126,10 +126,10 @@ _NAME = re.compile(
 
 
 def layout_of(name):
-    """Return the `Layout` of a name."""
+    """Return the `Layout` with a given name."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"no layout has the name {name!r}; one is 'dp2mp2@2x2+rows+sp'")
+        raise ValueError(f"Invalid layout name {name!r}. A valid name is 'dp2mp2@2x2+rows+sp'.")
     fields = {field: value for field, value in match.groupdict().items() if value}
     return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 
@@ -137,7 +137,7 @@ def layout_of(name):
 _WORDS = {"+rows": True, "+sp": True, "+recompute": True, "+gpu": True, "shard": "flat"}
 _WORDS |= {word: policy for policy, word in _POLICIES.items()}
 
-# data, model, ranks, devices of each rank
+# Columns: data, model, ranks, devices per rank.
 _GRIDS = (
     *[(2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 4), (1, 4, 1, 4)],
     *[(8, 1, 1, 8), (4, 2, 1, 8), (2, 4, 1, 8), (1, 8, 1, 8)],
@@ -157,11 +157,11 @@ SHARDED = tuple(
     for level in levels
 )
 
-# stages, micro-batches
+# Columns: stages, micro-batches.
 _PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
 _SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
-# With the other ways to divide the work: ranks, devices of each, and what else there is.
-_PIPELINES_OF_MORE = (
+# Pipelines with other parallelism. Columns: ranks, devices per rank, other settings.
+_COMBINED_PIPELINES = (
     (2, 2, {"model": 2}),
     (4, 1, {"model": 2}),
     (4, 1, {"model": 2, "rows": True, "sequence": True}),
@@ -187,12 +187,12 @@ PIPELINES = (
     ),
     *(
         Layout(ranks=ranks, devices=devices, stages=2, micro_batches=2, **others)
-        for ranks, devices, others in _PIPELINES_OF_MORE
+        for ranks, devices, others in _COMBINED_PIPELINES
     ),
 )
 
-# Shards of the sequence: ranks, and what else there is; each rank drives the devices of a replica.
-_CONTEXT_WITH = (
+# Context parallelism on all devices of a rank. Columns: ranks, other settings.
+_CONTEXT_GRIDS = (
     (1, {}),
     (1, {"model": 2}),
     (2, {"data": 2}),
@@ -211,14 +211,14 @@ CONTEXT = (
         )
         for context in (2, 4)
         for mode in _MODES
-        for ranks, others in _CONTEXT_WITH
+        for ranks, others in _CONTEXT_GRIDS
     ),
-    # Of a device each.
+    # Each rank has one device.
     *(Layout(ranks=context, context=context, mode=mode) for context in (2, 4) for mode in _MODES),
     *(Layout(ranks=4, context=2, mode=mode, stages=2, micro_batches=2) for mode in _MODES),
 )
 
-# Shards of the experts, with the others: of levels 1 and 2 there are two replicas.
+# Expert parallelism with other parallelism. Levels 1 and 2 have two replicas.
 _EXPERTS_GRID = tuple(
     Layout(
         data=max(experts, 2) if not level else 2 * experts,
@@ -234,10 +234,10 @@ _EXPERTS_GRID = tuple(
     for experts in (1, 2, 4)
     for model in (1, 2)
     for level in (0, 1, 2)
-    if not (stages == 2 and level and experts == 4)  # more micro-batches than rows
+    if not (stages == 2 and level and experts == 4)  # This has more micro-batches than rows.
 )
-# Over ranks, at level 3, and by rows and sequences: data, model, experts, ranks, devices of each
-# rank, and what else there is.
+# Experts over ranks, at level 3, and with sharded rows and sequences. Columns: data, model,
+# experts, ranks, devices per rank, other settings.
 _EXPERTS = (
     *[(2, 2, 2, 1, 4, {"sequence": True}), (2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True})],
     *[(2, 1, 2, 2, 1, {"level": 3}), (2, 2, 2, 2, 2, {"level": 3})],
@@ -252,7 +252,7 @@ EXPERTS = (
     ),
 )
 
-# Experts and sequences together; of 16 devices, too.
+# Expert and context parallelism together, on up to 16 devices.
 TOGETHER = (
     Layout(data=2, context=2, experts=2, devices=4),
     Layout(data=2, context=2, model=2, experts=2, devices=8),
@@ -263,7 +263,7 @@ TOGETHER = (
     Layout(data=2, context=2, experts=2, ranks=2, devices=4, stages=2, micro_batches=2),
 )
 
-# Blocks that are computed again, and 16 bits: for each of the axes that divide.
+# Each kind of parallelism alone, for recomputation and 16-bit precision.
 _AXES_ALONE = (
     {"data": 2, "ranks": 2},
     {"data": 2, "ranks": 2, "level": 2},
@@ -279,7 +279,7 @@ IN_16_BITS = tuple(
     for axes in _AXES_ALONE
 )
 
-# What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
+# Layouts of benchmarks/parity.py. Tests can name any other layout.
 LAYOUTS = {
     layout.name: layout
     for layout in itertools.chain(

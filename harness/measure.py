@@ -1,12 +1,12 @@
-"""The network that benchmarks train, and the memory that a step takes."""
+"""Network for benchmarks, and measurements of a step's memory."""
 
 import pathlib
 import resource
 
 
 def translation_trainer(vocab_size, hidden_size, layers):
-    """Return a compiled `Trainer` of an encoder-decoder with as many layers of each kind."""
-    import keras  # not in the process that starts the others
+    """Return a compiled `Trainer` for an encoder-decoder with `layers` blocks in each stack."""
+    import keras  # The import is local because the launching process does not need Keras.
 
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.models import TranslationTransformer
@@ -25,26 +25,26 @@ def translation_trainer(vocab_size, hidden_size, layers):
 
 
 def passing_bytes(step):
-    """Return the peak of TensorFlow's allocator in a step, above what stays; None if unknown."""
+    """Return the peak of temporary memory in a step, by TensorFlow's allocator, or `None` if unknown."""
     import tensorflow as tf
 
     try:
         tf.config.experimental.reset_memory_stats("CPU:0")
         step()
         info = tf.config.experimental.get_memory_info("CPU:0")
-    except ValueError:  # it counts with oneDNN's operations only
+    except ValueError:  # TensorFlow's CPU allocator has statistics only with oneDNN.
         return None
     return info["peak"] - info["current"]
 
 
 def elements_sent(trainer):
-    """Return how many numbers this rank sends to data-parallel ranks in a step of a trainer."""
+    """Return the number of elements that this rank sends to data-parallel ranks per step."""
     sent = trainer.communication_report().collectives
     return sum(c.elements_sent for c in sent if c.over == "ranks")
 
 
 def limit_memory(num_bytes):
-    """Let this process take no more than so many bytes of memory besides what it has."""
+    """Limit this process to `num_bytes` more memory than it uses now."""
     status = pathlib.Path("/proc/self/status").read_text()
     kilobytes = next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
     limit = int(kilobytes) * 1024 + num_bytes
@@ -52,5 +52,5 @@ def limit_memory(num_bytes):
 
 
 def peak_bytes():
-    """Return the highest resident memory of this process so far."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Small networks and their optimizers, which are trained alike under every layout."""
+"""Named small networks and their optimizers. They are the same under every layout."""
 
 import keras
 
@@ -15,14 +15,14 @@ from dtransformer.models import (
 from harness import block_networks
 
 VOCAB_SIZE = 60
-_UNDIVIDED = 61  # a vocabulary that no axis divides
-# Adam divides by the size of a gradient, even if that is rounding noise: docs/parity.md.
+_INDIVISIBLE_SIZE = 61  # Vocabulary size that no axis divides.
+# Adam normalizes gradients even if they are rounding noise, see docs/parity.md.
 EPSILON = 1e-6
 _SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
 
 
 def translation_model(vocab_size=VOCAB_SIZE, **options):
-    """Return an encoder-decoder of one block each, without dropout, or as the options say."""
+    """Return an encoder-decoder, by default with one block per stack and without dropout."""
     return TranslationTransformer(
         vocab_size,
         **{
@@ -37,15 +37,17 @@ def translation_model(vocab_size=VOCAB_SIZE, **options):
 
 
 def untied(epsilon, **options):
-    """Two vocabularies and a head with a bias; blocks that normalize first."""
-    model = translation_model(_UNDIVIDED, target_vocab_size=59, head_bias=True, **_SIZES, **options)
+    """Two vocabularies, a head with a bias, and pre-norm blocks."""
+    model = translation_model(
+        _INDIVISIBLE_SIZE, target_vocab_size=59, head_bias=True, **_SIZES, **options
+    )
     return model, keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon)
 
 
 def tied(epsilon, **options):
-    """One table for source, target and head; blocks that normalize last; clipping."""
+    """One table for source, target and head, post-norm blocks, and clipping."""
     model = translation_model(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         shared_embeddings=True,
         tied_head=True,
         positions="learned",
@@ -57,30 +59,30 @@ def tied(epsilon, **options):
 
 
 def adamw(epsilon, **options):
-    """As `untied`; clipped by the norm of all gradients, and some weights do not decay."""
+    """Like `untied`, with clipping by global norm and weights without decay."""
     return _without_decay(_clipped_adamw(epsilon), **options)
 
 
 def sgd(_, **options):
-    """As `adamw`, with momentum; each gradient is clipped by its own norm."""
+    """Like `adamw`, with momentum and clipping by each gradient's norm."""
     optimizer = keras.optimizers.SGD(0.03, momentum=0.9, weight_decay=0.01, clipnorm=0.2)
     return _without_decay(optimizer, **options)
 
 
 def lion(_, **options):
-    """As `adamw`; moves every element alike."""
+    """Like `adamw`. Lion moves all elements by the same amount."""
     optimizer = keras.optimizers.Lion(3e-4, weight_decay=0.1, global_clipnorm=0.5)
     return _without_decay(optimizer, **options)
 
 
 def lamb(epsilon, **options):
-    """As `adamw`; each weight moves by its own norm."""
+    """Like `adamw`. LAMB scales the update of each weight by its norm."""
     optimizer = keras.optimizers.Lamb(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
     return _without_decay(optimizer, **options)
 
 
 def adafactor(epsilon, **options):
-    """As `adamw`; its states are sums over rows and columns; each gradient is clipped by itself."""
+    """Like `adamw`, with row and column statistics and clipping by each gradient's norm."""
     optimizer = keras.optimizers.Adafactor(
         1e-3, weight_decay=0.1, epsilon_1=epsilon**2, clipnorm=0.2
     )
@@ -88,7 +90,7 @@ def adafactor(epsilon, **options):
 
 
 def muon(epsilon, **options):
-    """As `adamw`; matrices move by their momenta made orthogonal, all but the biases."""
+    """Like `adamw`. Muon orthogonalizes the momenta of matrices. Biases use AdamW."""
     optimizer = keras.optimizers.Muon(
         1e-3, weight_decay=0.1, epsilon=epsilon, clipvalue=0.01, exclude_layers=["bias"]
     )
@@ -96,39 +98,39 @@ def muon(epsilon, **options):
 
 
 def dropout(epsilon, **options):
-    """As `tied`, with dropout: its masks depend on the number of micro-batches.
+    """Like `tied`, with dropout. Its masks depend on the number of micro-batches.
 
-    GELU has no kink, where rounding would turn a unit off on one of two ways to add up.
+    ReLU would amplify rounding differences at its kink, so the activation is GELU.
     """
     return tied(epsilon, dropout_rate=0.1, hidden_act="gelu", **options)
 
 
 def packed(epsilon, **options):
-    """As `tied`; each row has two sentence pairs, one after the other."""
+    """Like `tied`, with two consecutive sentence pairs in each row."""
     return tied(epsilon, **options)
 
 
 def causal(epsilon, encoder_layers, decoder_layers):
-    """A language model, tied."""
+    """A tied language model."""
     num_layers = encoder_layers + decoder_layers
-    model = CausalLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
+    model = CausalLM(_INDIVISIBLE_SIZE, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
     return model, _clipped_adamw(epsilon)
 
 
 def long(epsilon, **options):
-    """As `tied`, of sequences that shards of them divide."""
+    """Like `tied`, with sequence lengths that context parallelism divides."""
     return tied(epsilon, **options)
 
 
 def long_causal(epsilon, **blocks):
-    """As `causal`, of sequences that shards of them divide."""
+    """Like `causal`, with sequence lengths that context parallelism divides."""
     return causal(epsilon, **blocks)
 
 
 def llama(epsilon, encoder_layers, decoder_layers):
-    """A language model of Llama's form: grouped heads, rotary positions, a gate, a window."""
+    """A language model with Llama's blocks: grouped heads, rotary positions, a gate, a window."""
     model = CausalLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         num_layers=encoder_layers + decoder_layers,
         dropout_rate=0.0,
         hidden_act="silu",
@@ -146,7 +148,7 @@ def llama(epsilon, encoder_layers, decoder_layers):
 
 
 def moe(epsilon, encoder_layers, decoder_layers, **options):
-    """A language model whose second blocks have experts, which drop a part of the tokens."""
+    """A language model with experts in every second block, which drop some tokens."""
     moe = {
         "expert_num": 4,
         "num_experts_chosen": 2,
@@ -156,7 +158,7 @@ def moe(epsilon, encoder_layers, decoder_layers, **options):
         **options,
     }
     model = CausalLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         num_layers=encoder_layers + decoder_layers,
         dropout_rate=0.0,
         moe_config=MoEConfig(**moe),
@@ -167,33 +169,35 @@ def moe(epsilon, encoder_layers, decoder_layers, **options):
 
 
 def long_moe(epsilon, **blocks):
-    """As `moe`, of sequences that may be sharded."""
+    """Like `moe`, with sequence lengths that context parallelism divides."""
     return moe(epsilon, **blocks)
 
 
 def moe_global(epsilon, **blocks):
-    """As `moe`; all tokens of the batch share the experts' places, and the choice is DeepSeek's."""
+    """Like `moe`, with one token group for the batch and DeepSeek's router."""
     options = {"router_type": "sigmoid", "routing_groups": 2, "routing_groups_chosen": 1}
     options |= {"expert_group_size": None, "shared_experts": 1}
     return moe(epsilon, **options, **blocks)
 
 
 def bert(epsilon, encoder_layers, decoder_layers, **options):
-    """An encoder of BERT's form, of masked tokens."""
+    """An encoder like BERT, trained on masked tokens."""
     num_layers = encoder_layers + decoder_layers
-    model = MaskedLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options)
+    model = MaskedLM(
+        _INDIVISIBLE_SIZE, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options
+    )
     return model, _clipped_adamw(epsilon)
 
 
 def sentences(epsilon, **options):
-    """As `bert`; whether a sentence follows another is a second loss."""
+    """Like `bert`, with a second loss for next-sentence prediction."""
     return bert(epsilon, next_sentence=True, **options)
 
 
 def bart(epsilon, **options):
-    """An encoder–decoder of BART's form, that begins with the padding as Marian's do."""
+    """An encoder–decoder like BART. Targets start with the padding id, as in Marian."""
     model = EncoderDecoderLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         dropout_rate=0.0,
         max_length=20,
         position_offset=2,
@@ -210,9 +214,9 @@ def bart(epsilon, **options):
 
 
 def t5(epsilon, **options):
-    """An encoder–decoder of T5's form, with a gate: relative positions, tied and scaled."""
+    """An encoder–decoder like T5 with a gate: relative positions, tied and scaled."""
     model = EncoderDecoderLM(
-        _UNDIVIDED,
+        _INDIVISIBLE_SIZE,
         dropout_rate=0.0,
         positions="relative",
         relative_ranges=8,
@@ -231,7 +235,7 @@ def t5(epsilon, **options):
 
 
 def llama_lora(epsilon, **blocks):
-    """As `llama`; nothing but adapters of all kernels is trained, some with magnitudes."""
+    """Like `llama`, with adapters on all kernels, partly DoRA. Only adapters are trained."""
     model, optimizer = llama(epsilon, **blocks)
     model.build()
     add_lora(model, rank=4, alpha=32, targets="*feed_forward/*kernel")
@@ -240,7 +244,7 @@ def llama_lora(epsilon, **blocks):
 
 
 def llama_frozen(epsilon, **blocks):
-    """As `llama`; all before the third block, a pipeline's first stages, is frozen."""
+    """Like `llama`. Everything before the third block, a pipeline's first stages, is frozen."""
     model, optimizer = llama(epsilon, **blocks)
     model.build()
     freeze(model, ["embedding/*", "blocks/block_[01]/*"])
@@ -257,21 +261,21 @@ def _without_decay(optimizer, **options):
     return model, optimizer
 
 
-# With four blocks, as stages of several chunks need; without "deep_" they have two.
-def _of_blocks(make):
-    """Return a function that makes a network of `block_networks` and its optimizer."""
+def _network_maker(make):
+    """Return a function that creates a network of `block_networks` and its optimizer."""
 
-    def made(epsilon, encoder_layers, decoder_layers):
-        return make(_UNDIVIDED, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
+    def make_network(epsilon, encoder_layers, decoder_layers):
+        return make(_INDIVISIBLE_SIZE, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
 
-    return made
+    return make_network
 
 
 FORMS = {**block_networks.DECODERS, **block_networks.ENCODERS}
-# Those of sequences that shards of them divide, too.
+# These networks also have a variant whose sequences context parallelism divides.
 FORMS |= {f"long_{name}": FORMS[name] for name in ("olmo", "gpt_oss", "deepseek")}
+# Deep networks have at least four blocks, for pipeline stages with several chunks. Others have two.
 DEEP_NETWORKS = {
-    **{f"deep_{name}": _of_blocks(make) for name, make in FORMS.items()},
+    **{f"deep_{name}": _network_maker(make) for name, make in FORMS.items()},
     "deep": adamw,
     "deep_tied": tied,
     "deep_dropout": dropout,
@@ -301,17 +305,17 @@ NETWORKS = {
     **{name.removeprefix("deep_"): make for name, make in DEEP_NETWORKS.items() if name != "deep"},
     **DEEP_NETWORKS,
 }
-# Those whose batches come in two shapes, of which each is compiled.
+# Networks with batches in two shapes, so that two functions are compiled.
 IN_TWO_SHAPES = ("untied", "deep_tied")
 
 
 def kind_of(network):
-    """Return the name of a network without its depth."""
+    """Return the name of a network without the prefix "deep_"."""
     return network.removeprefix("deep_")
 
 
 def loss_of(network):
-    """Return the loss that a network is trained with."""
+    """Return the loss for training a network."""
     tokens = CrossEntropyLoss(0.1, ignore_id=0)
     if kind_of(network) != "sentences":
         return tokens
@@ -322,9 +326,9 @@ def make(network, epsilon=EPSILON, num_blocks=4):
     """Return a network and its optimizer.
 
     Args:
-        network: its name.
-        epsilon: AdamW's.
-        num_blocks: of the deep networks.
+        network: Name of the network.
+        epsilon: AdamW's epsilon.
+        num_blocks: Number of blocks of deep networks. Other networks have two.
     """
     num_blocks = num_blocks if network in DEEP_NETWORKS else 2
     blocks = {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks - num_blocks // 2}

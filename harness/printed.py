@@ -1,4 +1,4 @@
-"""What programs print for those that start them: an object in JSON, on a line of its own."""
+"""Read the JSON objects that programs print on a single line."""
 
 import json
 import sys
@@ -7,28 +7,28 @@ from harness.launch import launch, tail
 
 
 def json_with(word, output):
-    """Return the JSON object of the first line that has a word; None without one."""
+    """Return the JSON object in the first line that contains `word`, or `None`."""
     line = next((line for line in output.splitlines() if word in line), None)
     return None if line is None else json.loads(line[line.index("{") :])
 
 
 def printed_json(name, num_ranks, arguments, word, timeout):
-    """Run a Python program; return the JSON of the line with a word. End where it fails."""
-    done = launch(num_ranks, arguments, timeout)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{tail(done.stdout, done.stderr)}")
-    return json_with(word, done.stdout)
+    """Run a Python program and return the JSON in the line with `word`. Exit if the program fails."""
+    process = launch(num_ranks, arguments, timeout)
+    if process.returncode:
+        sys.exit(f"{name} failed:\n{tail(process.stdout, process.stderr)}")
+    return json_with(word, process.stdout)
 
 
 def report_of(options, key, programs, word, timeout):
-    """Run Python programs; return the options, and under a key what each has printed.
+    """Run Python programs and return their results together with the options.
 
     Args:
-        options: dict of the benchmark's options.
-        key: str, under which the results are.
-        programs: dict of names and (number of ranks, arguments).
-        word: a word of the line in JSON that a program prints.
-        timeout: seconds of each.
+        options: Dict of the benchmark's options.
+        key: Key for the results in the returned dict.
+        programs: Dict from names to `(num_ranks, arguments)`.
+        word: Word in the JSON line that each program prints.
+        timeout: Seconds per program.
     """
     report = {"options": options, key: {}}
     for name, (num_ranks, arguments) in programs.items():

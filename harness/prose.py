@@ -34,9 +34,8 @@ class Passage(typing.NamedTuple):
     """A line of prose.
 
     Attributes:
-        path: File that contains it.
-        line: Line number, from 1.
-        kind: "summary" (first line of a docstring), "docstring", "comment" (first line of a block of
+        path: File that contains it. line: Line number, from 1. kind: "summary" (first line of a
+        docstring), "docstring", "comment" (first line of a block of
             comments), "comment_rest", "message" (string constant of the program) or "markdown".
         text: The prose itself.
     """

@@ -1,7 +1,7 @@
-"""A user's program, as a type checker reads it: every public name, and calls with their types.
+"""User program for the type checker: every public name, and calls with their types.
 
-`make lint` has mypy check it against the package's annotations (`py.typed`), as a user's editor does.
-tests/test_package.py holds that no public name is missing.
+`make lint` checks it with mypy against the package's annotations (`py.typed`), like a user's
+editor. tests/test_package.py checks that no public name is missing.
 """
 
 import keras
@@ -131,7 +131,7 @@ NAMES = (
 
 
 def train(texts: np.ndarray) -> keras.callbacks.History:
-    """Take a model, a config and `fit` with the types that a user's editor shows."""
+    """Use a model, a config and `fit` with annotated types."""
     recompute = dtransformer.TransformerRecomputeConfig(recompute=True)
     config: dtransformer.TransformerOpParallelConfig = dtransformer.TransformerOpParallelConfig(
         model_parallel=2, optimizer_shard=1, recompute=recompute
@@ -146,6 +146,6 @@ def train(texts: np.ndarray) -> keras.callbacks.History:
 
 
 def results(trainer: dtransformer.Trainer) -> str:
-    """Return the reports, which are text."""
+    """Return the reports as text."""
     chief: bool = dtransformer.is_chief()
     return f"{trainer.plan()}\n{trainer.communication_report()}" if chief else ""

@@ -1,4 +1,4 @@
-"""What tests leave out to compile quickly: numbers do not depend on it."""
+"""Settings that shorten compilation in tests without changing results."""
 
 import functools
 import gc
@@ -12,39 +12,40 @@ XLA_FLAGS = (
 
 
 def compile_quickly():
-    """Let TensorFlow optimize no graphs, as they are small and run a few times; call it first.
+    """Disable expensive optimizations of TensorFlow and XLA. Call this first.
 
-    Operations get one thread, as another process of tests, or another rank, has the other core.
-    Long tests of one process compile as users do, as do the commands that tests start.
+    Tests use small graphs and run them only a few times. Operations get one thread, because the
+    other core is used by another test process or rank. Long single-process tests and commands that
+    tests start keep the default settings.
     """
-    gc.set_threshold(50_000, 20, 50)  # what is traced is large, and little of it is garbage
-    # Idle ranks ask each other for work each 1 ms by default, which takes 28 % of a core; this, 10 %.
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms
+    gc.set_threshold(50_000, 20, 50)  # Traced graphs are large and contain little garbage.
+    # Idle ranks poll each other every 1 ms by default, which takes 28% of a core. 5 ms takes 10%.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")
     os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
     import tensorflow as tf
 
     import dtransformer.start  # noqa: F401
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    _keep_no_traces()
+    _disable_stack_traces()
     leave_graphs_as_they_are()
 
 
 def calls_of_traces():
-    """Return TensorFlow's functions that note where an operation was made: pairs of module and name."""
+    """Return TensorFlow's functions that record the origin of operations, as (module, name) pairs."""
     from tensorflow.python.framework import ops
 
     return [(ops.tf_stack, "extract_stack"), (ops.pywrap_tf_session, "TF_SetOpStackTrace")]
 
 
-def _keep_no_traces():
-    """Let operations of graphs know no trace of Python's calls, a tenth of the time of tracing."""
+def _disable_stack_traces():
+    """Disable stack traces of graph operations, which take a tenth of the tracing time."""
     for module, name in calls_of_traces():
         setattr(module, name, functools.wraps(getattr(module, name))(lambda *_, **options: None))
 
 
 def leave_graphs_as_they_are():
-    """Let TensorFlow optimize no graphs; once more where a mesh has begun its context anew."""
+    """Disable graph optimization. Call it again after a mesh has restarted TensorFlow's context."""
     import tensorflow as tf
 
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

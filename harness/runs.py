@@ -1,4 +1,4 @@
-"""A run is a task under a layout: its name, the files with what its ranks give, and its start."""
+"""Runs: a task with a layout, its result files, and its launch."""
 
 import dataclasses
 import json
@@ -9,20 +9,20 @@ import numpy as np
 from harness.launch import launch, tail
 from harness.layouts import Layout, layout_of
 
-SECONDS_OF_A_RUN = 300  # on a busy machine; a rank that takes longer shows where it is, and ends
+SECONDS_OF_A_RUN = 300  # A rank that takes longer prints its stacks and ends.
 _SECONDS_TO_START = 120
-_RUNS_OF_A_LAUNCH = 60  # what they leave is in memory until their ranks end
-TIMES = "times.jsonl"  # what each run took
+_RUNS_OF_A_LAUNCH = 60  # Ranks keep some memory of each run until they end.
+TIMES = "times.jsonl"  # File with the duration of each run.
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A task under a layout.
+    """A task with a layout.
 
     Args:
-        task: a network's name, which is trained, with `.used` if it is also used in every
-            other way; or `"MODULE:TASK"`, one of the module's dict `TASKS`.
-        layout: a `Layout`.
+        task: Name of a network to train. The suffix `.used` also evaluates, predicts, generates
+            and saves with it. Or `"MODULE:TASK"`, a task in the module's dict `TASKS`.
+        layout: A `Layout`.
     """
 
     task: str
@@ -30,7 +30,7 @@ class Run:
 
     @classmethod
     def of(cls, name):
-        """Return the run of a name, "TASK/LAYOUT"."""
+        """Return the run with the name "TASK/LAYOUT"."""
         task, layout = name.split("/")
         return cls(task, layout_of(layout))
 
@@ -39,40 +39,40 @@ class Run:
         return f"{self.task}/{self.layout.name}"
 
     def result_file(self, folder, rank):
-        """Return where the results of a rank are."""
+        """Return the path of a rank's results."""
         return pathlib.Path(folder) / f"{self.task}-{self.layout.name}-rank{rank}.npz"
 
     def error_file(self, folder, rank):
-        """Return where the traceback of a rank is that has failed."""
+        """Return the path of a failed rank's traceback."""
         return self.result_file(folder, rank).with_suffix(".error")
 
     def has_ended(self, folder):
-        """Return whether there is what every rank gives, or why one has failed."""
+        """Return whether all ranks have written results, or any rank an error."""
         return bool(self.errors(folder)) or all(
             self.result_file(folder, rank).exists() for rank in range(self.layout.ranks)
         )
 
     def errors(self, folder):
-        """Return why ranks have failed, a text; it is empty where none has."""
+        """Return the tracebacks of all failed ranks as a text, empty without errors."""
         files = [self.error_file(folder, rank) for rank in range(self.layout.ranks)]
         return "\n".join(file.read_text() for file in files if file.exists())
 
     def write(self, folder, rank, results):
-        """Write what a rank gives: a dict of arrays, and of what JSON has."""
+        """Write a rank's results: a dict of arrays and JSON values."""
         arrays = {k: v for k, v in results.items() if isinstance(v, np.ndarray)}
-        others = {k: v for k, v in results.items() if k not in arrays}
+        values = {k: v for k, v in results.items() if k not in arrays}
         path = self.result_file(folder, rank)
         with open(path.with_suffix(".part"), "wb") as file:
-            np.savez(file, json=json.dumps(others), **arrays)
+            np.savez(file, json=json.dumps(values), **arrays)
         path.with_suffix(".part").rename(path)
 
     def append_times(self, folder, seconds):
-        """Add what the run took, a dict of seconds, to those of all runs."""
+        """Append this run's durations, a dict of seconds, to the file of all runs."""
         with open(pathlib.Path(folder) / TIMES, "a") as file:
             file.write(json.dumps({"name": self.name, **seconds}) + "\n")
 
     def read(self, folder):
-        """Return what each rank gives, a list of dicts."""
+        """Return a list with the results of each rank, as dicts."""
         return [_read(self.result_file(folder, rank)) for rank in range(self.layout.ranks)]
 
 
@@ -83,31 +83,32 @@ def _read(path):
 
 
 def launch_runs(num_ranks, runs, folder, options=(), seconds_of_a_run=SECONDS_OF_A_RUN):
-    """Run all runs that have not ended yet, in as few launches as memory allows.
+    """Execute all runs that have not ended yet, in as few launches as memory allows.
 
-    Where ranks die, the run that they were in has failed, and they are started again for
-    those that are left.
+    If ranks die, their current run counts as failed, and the remaining runs are launched again.
 
     Args:
-        num_ranks: number of ranks.
-        runs: list of `Run`s on so many ranks.
-        folder: where results are written.
-        options: list of further arguments of harness/rank.py.
-        seconds_of_a_run: after which a rank ends.
+        num_ranks: Number of ranks.
+        runs: List of `Run`s on `num_ranks` ranks.
+        folder: Folder for the results.
+        options: List of further arguments of harness/rank.py.
+        seconds_of_a_run: Seconds until a rank ends.
     """
-    # `init` refuses a mesh whose ranks were in smaller ones before.
+    # `init` rejects a mesh whose ranks have been in smaller meshes before.
     runs = sorted(runs, key=lambda run: -run.layout.ranks_of_mesh)
-    while left := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
-        arguments = ["-m", "harness.rank", folder, *(run.name for run in left)]
+    while remaining := [run for run in runs if not run.has_ended(folder)][:_RUNS_OF_A_LAUNCH]:
+        arguments = ["-m", "harness.rank", folder, *(run.name for run in remaining)]
         arguments += ["--seconds", seconds_of_a_run, *options]
         try:
-            done = launch(num_ranks, arguments, _SECONDS_TO_START + seconds_of_a_run * len(left))
-            output = tail(done.stdout, done.stderr, 20000)
+            process = launch(
+                num_ranks, arguments, _SECONDS_TO_START + seconds_of_a_run * len(remaining)
+            )
+            output = tail(process.stdout, process.stderr, 20000)
         except TimeoutError as error:
             output = str(error)
         with open(pathlib.Path(folder) / f"{num_ranks}-ranks.log", "a") as file:
             file.write(output)
-        if stopped_in := [run for run in left if not run.has_ended(folder)]:
-            stopped_in[0].error_file(folder, 0).write_text(
-                f"{stopped_in[0].name}: its ranks have ended without results:\n{output}"
+        if unfinished := [run for run in remaining if not run.has_ended(folder)]:
+            unfinished[0].error_file(folder, 0).write_text(
+                f"{unfinished[0].name}: the ranks ended without results:\n{output}"
             )

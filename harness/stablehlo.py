@@ -1,4 +1,4 @@
-"""Custom calls in the text of StableHLO modules, as data that can be compared."""
+"""Parse custom calls in StableHLO modules into comparable data."""
 
 import json
 import re
@@ -11,7 +11,7 @@ _CALL = re.compile(
 
 
 def custom_calls(text: str) -> list[dict]:
-    """Return the calls: their names, configs, and the types and layouts of operands and results."""
+    """Return a dict per custom call: name, config, and types and layouts of operands and results."""
     calls = []
     for match in _CALL.finditer(text):
         call = match.groupdict()

@@ -1,4 +1,4 @@
-"""Networks whose layers set states, own metrics, add losses, or leave masks on what they return."""
+"""Networks with layer states, layer metrics, added losses and masks."""
 
 import functools
 import warnings
@@ -20,7 +20,7 @@ TAGS = rng.integers(0, CLASSES, (ROWS, WIDTH)).astype("int32")
 
 
 class Seen(keras.layers.Layer):
-    """Owns metrics of what it sees."""
+    """Layer with metrics of its input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -34,7 +34,7 @@ class Seen(keras.layers.Layer):
 
 
 class Counts(keras.layers.Layer):
-    """Keeps the number of its steps and rows, and a moving mean."""
+    """Layer that counts its steps and rows and keeps a moving mean."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -55,7 +55,7 @@ class Counts(keras.layers.Layer):
 
 
 class Adds(keras.layers.Layer):
-    """Adds to the loss: a mean over the rows, or the square of one."""
+    """Layer that adds a mean over the rows, or its square, to the loss."""
 
     def __init__(self, power, **kwargs):
         super().__init__(**kwargs)
@@ -67,8 +67,8 @@ class Adds(keras.layers.Layer):
 
 
 def network(inner=list):
-    """A tagger whose embedding leaves its mask by itself, with layers that `inner` makes."""
-    keras.backend.clear_session()  # the names of layers
+    """Return a tagger with a masking embedding and the layers that `inner` creates."""
+    keras.backend.clear_session()  # Layer names restart at zero.
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH,), dtype="int32")
     x = keras.layers.ReversibleEmbedding(VOCAB, 6, mask_zero=True)(inputs)
@@ -78,12 +78,12 @@ def network(inner=list):
 
 
 def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_size=8):
-    """Return the history of `fit`, what `evaluate` gives, and the states of layers."""
+    """Return the history of `fit`, the result of `evaluate`, and the layers' states."""
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     options = {"metrics": [*metrics], "weighted_metrics": [*weighted_metrics]}
     model.compile(keras.optimizers.SGD(0.5), loss, **options)
     data = {"x": IDS, "y": TAGS, "batch_size": batch_size}
-    found = model.fit(
+    history = model.fit(
         **data, epochs=epochs, shuffle=False, verbose=0, validation_data=(IDS, TAGS)
     ).history
     scores = model.evaluate(**data, verbose=0, return_dict=True)
@@ -91,40 +91,40 @@ def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_s
         np.asarray(variable.numpy(), "float64")
         for layer in getattr(model, "network", model).layers
         for variable in layer.non_trainable_variables
-        if variable.dtype != "uint32"  # seeds
+        if variable.dtype != "uint32"  # Skip the states of seed generators.
     ]
-    return {"history": found, "evaluation": scores, "states": states}
+    return {"history": history, "evaluation": scores, "states": states}
 
 
 def assert_as_in_keras(found, expected, rtol):
     for kind in ("history", "evaluation"):
         for name, value in expected[kind].items():
             np.testing.assert_allclose(found[kind][name], value, rtol, err_msg=name)
-    for actual, wanted in zip(found["states"], expected["states"], strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol, atol=rtol)
+    for actual, expected_state in zip(found["states"], expected["states"], strict=True):
+        np.testing.assert_allclose(actual, expected_state, rtol, atol=rtol)
 
 
 def masked_metrics():
-    """A metric's name, metrics, a function, and one that sees the weights."""
+    """Return compile arguments: a metric by name, by class and by function, and a weighted one."""
     entropy = keras.metrics.SparseCategoricalCrossentropy("entropy", from_logits=True)
     right = keras.metrics.SparseCategoricalAccuracy(name="right")
     return {"metrics": ["accuracy", entropy, top], "weighted_metrics": [right]}
 
 
 def top(labels, outputs):
-    """The greatest output of each position."""
+    """Metric: the largest output at each position."""
     return ops.max(outputs, -1)
 
 
 def masked_mean(labels, outputs):
-    """The mean over the labels that are not 0: a ratio of sums."""
+    """Loss: the mean over nonzero labels, a ratio of sums."""
     counts = ops.cast(labels > 0, "float32")
     values = keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
     return ops.sum(values * counts) / ops.sum(counts)
 
 
 class Unmasked(keras.layers.Layer):
-    """Takes masks away, which weigh no loss of one value."""
+    """Layer that removes masks, because a mask cannot weight a scalar loss."""
 
     def call(self, x):
         return x + 0.0
@@ -134,7 +134,7 @@ def norm_of_the_spectrum():
     return [keras.layers.SpectralNormalization(Dense(6))]
 
 
-# What benchmarks/keras_values.py shows: layers, arguments of `numbers`, and which number counts.
+# Rows of benchmarks/keras_values.py: layers, arguments of `numbers`, and the compared value.
 KINDS = {
     "a mask that a layer leaves on its result": (list, {}, "loss"),
     "the mask in a compiled metric": (list, masked_metrics, "accuracy"),
@@ -155,23 +155,23 @@ KINDS = {
 }
 
 
-def value_of(kind, layout):
-    """Return the number of a kind under a layout, by Keras' own `fit` where that is one process."""
+def evaluate_kind(kind, layout):
+    """Return the value of a kind under a layout. A single process uses Keras' `fit`."""
     inner, options, name = KINDS[kind]
     model = network(inner)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             model = model if layout == ALONE else Trainer(model)
-            found = numbers(model, **(options() if callable(options) else options))
+            results = numbers(model, **(options() if callable(options) else options))
         except ValueError as error:
             return {"refused": str(error)}
-    is_told = any("not Keras'" in str(one.message) for one in told)
+    has_warned = any("not Keras'" in str(warning.message) for warning in warned)
     if name == "states":
-        value = float(sum(np.abs(state).sum() for state in found["states"]))
+        value = float(sum(np.abs(state).sum() for state in results["states"]))
     else:
-        value = float(found["history"][name][-1])
-    return {"value": value, "is_told": is_told}
+        value = float(results["history"][name][-1])
+    return {"value": value, "is_told": has_warned}
 
 
-TASKS = {str(i): functools.partial(value_of, kind) for i, kind in enumerate(KINDS)}
+TASKS = {str(i): functools.partial(evaluate_kind, kind) for i, kind in enumerate(KINDS)}

@@ -1,4 +1,4 @@
-"""Small trainings with an option each, run alike by one process and by every rank of several."""
+"""Small trainings with one option each, identical on one process and on several ranks."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ BATCH = 8
 
 
 def global_batches(num_batches=STEPS, vocab_size=VOCAB_SIZE, seed=0):
-    """Batches of sentences of different lengths, as lists of (source, target) rows."""
+    """Return batches of sentences of different lengths, as lists of (source, target) rows."""
     rng = np.random.default_rng(seed)
 
     def sentence(longest):
@@ -31,9 +31,9 @@ def pad(rows):
 
 
 def share(batches, weighted=False):
-    """This rank's rows of each batch, padded to their own longest sentence.
+    """Return a dataset of this rank's rows of each batch, padded to the local maximum length.
 
-    Weighted, sample weights tell what is padding, as a plain Keras loss needs it.
+    With `weighted`, sample weights mark the padding, as plain Keras losses require.
     """
     index, count = job.data_shard()
 
@@ -51,10 +51,10 @@ def share(batches, weighted=False):
 
 
 def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, **compile_options):
-    """Train on this rank's rows of the batches; return what a test compares."""
+    """Train on this rank's rows of the batches and return the results that tests compare."""
     trainer = Trainer(model)
     trainer.compile(
-        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),  # quicker to trace than AdamW
+        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),  # Tracing is faster than for AdamW.
         loss or CrossEntropyLoss(0.1, ignore_id=0),
         **compile_options,
     )
@@ -79,7 +79,7 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
 
 
 class Classifier(keras.Model):
-    """A model of plain Keras layers, with random weights that ranks do not agree on."""
+    """Model of plain Keras layers with different random weights on each rank."""
 
     vocab_size = VOCAB_SIZE
 
@@ -93,7 +93,7 @@ class Classifier(keras.Model):
 
 
 class HitRate(keras.metrics.Metric):
-    """A user's metric. (Keras' own average over each padded row first.)"""
+    """Custom metric with summed states. Keras' metrics would average over each padded row first."""
 
     state_reduction = "sum"
 
@@ -112,7 +112,7 @@ class HitRate(keras.metrics.Metric):
 
 
 def plain_keras():
-    keras.utils.set_random_seed(job.rank())  # rank 0's weights have to win
+    keras.utils.set_random_seed(job.rank())  # All ranks must use the weights of rank 0.
     return train(
         Classifier(),
         keras.optimizers.SGD(0.1),
@@ -125,7 +125,7 @@ def plain_keras():
 
 
 class Multiply(keras.Model):
-    """Multiplies its inputs with a weight."""
+    """Model that multiplies its inputs by a weight."""
 
     def __init__(self):
         super().__init__(dtype="mixed_float16")
@@ -136,13 +136,13 @@ class Multiply(keras.Model):
 
 
 def overflow():
-    """Train in float16 while the last rank's gradients overflow in the third of five steps."""
+    """Train five steps in float16. The last rank's gradients overflow in the third."""
     trainer = Trainer(Multiply())
     trainer.compile(keras.optimizers.Adam(0.01), "mse")
     result = {"weights_by_step": []}
     for step in range(5):
         x = np.ones((2, 4), "float16")
-        x[1] += job.rank()  # each share has rows of its own
+        x[1] += job.rank()  # Each rank has different rows.
         if step == 2 and job.rank() == job.size() - 1:
             x[0, 0] = np.inf
         logs = trainer.train_on_batch(x, np.zeros((2, 4), "float32"), return_dict=True, shard=False)
@@ -155,19 +155,20 @@ def overflow():
 
 
 def sharded(task, level, **fields):
-    """Do a task with every weight sharded over the ranks."""
+    """Execute a task with every weight sharded over the ranks."""
     with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0, **fields):
         return task()
 
 
 def in_micro_batches(task):
-    """Do a task as it is alone, and in micro-batches on several ranks."""
+    """Execute a task unchanged on one process, and with two micro-batches on several ranks."""
     with parallel_config(micro_batch_num=2 if job.size() > 1 else 1):
         return task()
 
 
 def mixed_float16():
-    model = translation_model(encoder_layers=2, dtype="mixed_float16")  # two that are alike
+    # Two identical blocks share one function.
+    model = translation_model(encoder_layers=2, dtype="mixed_float16")
     optimizer = keras.optimizers.AdamW(3e-3)
     return train(model, optimizer, num_batches=3)
 

@@ -1,4 +1,4 @@
-"""Trains a small network under a layout, and uses it in every other way."""
+"""Train a small network under a layout; evaluate, predict, generate and save with it."""
 
 import functools
 import pathlib
@@ -26,9 +26,9 @@ from harness.networks import (
 )
 
 STEPS, SHORT_STEPS = 20, 5
-USED = ".used"  # after the name of a network that is not only trained
+USED = ".used"  # Suffix of a network's name that also uses it after training.
 _DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
-# How a network is let generate.
+# Options of `generate`.
 SEARCHES = {
     "greedy": {},
     "beam": {"beam_size": 3, "num_return_sequences": 2},
@@ -39,14 +39,14 @@ SHORT_SEARCHES = ("beam", "ruled")
 
 
 class Record(keras.callbacks.Callback):
-    """Keeps the logs of every step."""
+    """Callback that keeps the logs of every step."""
 
     def on_train_begin(self, logs=None):
         self.logs, self._begin = [], time.monotonic()
 
     def on_train_batch_end(self, batch, logs=None):
         if not self.logs:
-            self.first_step = time.monotonic() - self._begin  # seconds
+            self.first_step = time.monotonic() - self._begin  # Seconds until the end of the step.
         self.logs.append({name: float(value) for name, value in logs.items()})
 
     def __getitem__(self, name):
@@ -54,7 +54,7 @@ class Record(keras.callbacks.Callback):
 
 
 def task_of(name):
-    """Return the task of a network's name, as in `"tied"` or `"tied.used"`."""
+    """Return the task for a network's name, such as `"tied"` or `"tied.used"`."""
     return functools.partial(_train_and_use, name)
 
 
@@ -69,12 +69,12 @@ def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_short=
 def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     """Train a network under the current layout.
 
-    All ranks have to call, as each holds a part of the weights.
+    All ranks must call this function, because each one has a part of the weights.
 
     Returns:
-        The trainer; and a dict of arrays: `"losses"` of all steps; each weight, unsharded,
-        before and after, as `"initial/PATH"` and `"final/PATH"`; and `"bytes"`, what
-        this rank holds of them.
+        A `(trainer, results)` tuple. The dict of arrays has `"losses"` of all steps, each unsharded
+        weight before and after training as `"initial/PATH"` and `"final/PATH"`, the local bytes of
+        weights `"bytes"`, and planned and measured memory.
     """
     model, optimizer = make(network, epsilon, num_blocks)
     model.build()
@@ -102,75 +102,83 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
 
 
 def use(trainer, network, folder, layout, searches=SEARCHES):
-    """Use a trained network in every other way, some of `SEARCHES`; return a dict of arrays.
+    """Evaluate, predict, generate and save with a trained network, and return a dict of arrays.
 
-    It generates with the initial weights, as 20 steps teach it to end at once. It loads
-    the weights that one process has saved in the folder.
+    Generation uses a new network with initial weights, because after 20 steps networks end their
+    outputs immediately. Under other layouts the weights saved by a single process are loaded.
+
+    Args:
+        trainer: Result of `train`.
+        network: Name of the network.
+        folder: Folder for weights.
+        layout: The current `Layout`.
+        searches: Keys of `SEARCHES`.
     """
     inputs, labels = batches(1, trainer.network.vocab_size, 2, shapes_of(network)[-1:])[0]
     if kind_of(network).startswith("long"):
         inputs, _ = tf.nest.map_structure(np.array, _divisible(inputs, labels))
     data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
-    fresh, _ = make(network, num_blocks=layout.num_blocks)
-    inputs = inputs["target"] if isinstance(fresh, CausalLM | MaskedLM) else inputs
+    new_model, _ = make(network, num_blocks=layout.num_blocks)
+    inputs = inputs["target"] if isinstance(new_model, CausalLM | MaskedLM) else inputs
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        **_found(fresh, inputs, searches),
+        **_generate(new_model, inputs, searches),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:
-        Trainer(fresh).load_weights(weights_file(folder, network, ALONE))
-        results.update(_read_weights(fresh, "loaded"))
+        Trainer(new_model).load_weights(weights_file(folder, network, ALONE))
+        results.update(_read_weights(new_model, "loaded"))
     return results
 
 
-def _found(model, inputs, searches):
-    """Return what a network generates by some of `SEARCHES`; nothing where it does not."""
+def _generate(model, inputs, searches):
+    """Return the outputs of `generate` for some of `SEARCHES`, or `{}` for a MaskedLM."""
     if isinstance(model, MaskedLM):
         return {}
     if isinstance(model, CausalLM):
         generate = functools.partial(model.generate, inputs, max_new_tokens=8)
     else:
         generate = functools.partial(model.generate, inputs["source"], max_length=8)
-    told = {}
-    tell = lambda number, ids: told.setdefault(number, []).extend(ids)
-    found = {
-        name: generate(**SEARCHES[name], **({"on_tokens": tell} if name == "ruled" else {}))
+    streamed = {}
+    collect = lambda index, ids: streamed.setdefault(index, []).extend(ids)
+    outputs = {
+        name: generate(**SEARCHES[name], **({"on_tokens": collect} if name == "ruled" else {}))
         for name in searches
     }
-    for number, ids in enumerate(found["ruled"].numpy()):  # what was told is what was found
-        assert told[number] == ids[: len(told[number])].tolist()
-        assert not ids[len(told[number]) :].any()
-    return {name: ids.numpy() for name, ids in found.items()}
+    # The streamed tokens must equal the returned ones.
+    for index, ids in enumerate(outputs["ruled"].numpy()):
+        assert streamed[index] == ids[: len(streamed[index])].tolist()
+        assert not ids[len(streamed[index]) :].any()
+    return {name: ids.numpy() for name, ids in outputs.items()}
 
 
 def weights_file(folder, network, layout):
-    """Return where the weights of a network are, trained under a layout."""
+    """Return the path of a network's weights after training under a layout."""
     return pathlib.Path(folder) / f"{network}-{layout.name}.weights.h5"
 
 
 def _data(network, num_batches, model, seed):
-    of_all = batches(num_batches, model.vocab_size, seed, shapes_of(network))
-    return as_taken(network, replica_share(of_all))
+    all_batches = batches(num_batches, model.vocab_size, seed, shapes_of(network))
+    return as_taken(network, replica_share(all_batches))
 
 
 def shapes_of(network):
-    """Return the shapes of a network's batches: one, so that one is compiled, or two."""
+    """Return the shapes of a network's batches: one, to compile once, or two."""
     if network not in IN_TWO_SHAPES:
         return (EVEN,)
     return (EVEN, OF_EVEN_ROWS if network in DEEP_NETWORKS else UNEVEN)
 
 
 def as_taken(network, data):
-    """Return a dataset of `batches` as a network takes them."""
+    """Return a dataset of `batches` in the format of a network's inputs."""
     kind = kind_of(network)
     return data.map(_DATA[kind]) if kind in _DATA else data
 
 
 def _halves(ids):
-    """Return segments: 1 and 2 in the halves of each row, 0 where it is padded."""
+    """Return segment ids: 1 and 2 in the halves of each row, and 0 for padding."""
     return tf.where(ids == 0, 0, 1 + 2 * tf.range(tf.shape(ids)[1]) // tf.shape(ids)[1])
 
 
@@ -179,7 +187,7 @@ def _with_segments(inputs, labels):
 
 
 def _divisible(inputs, labels):
-    """Lengths that are a multiple of 16, padded."""
+    """Pad the sequences to a multiple of 16."""
     pad = lambda ids: tf.pad(ids, [[0, 0], [0, -tf.shape(ids)[1] % 16]])
     return tf.nest.map_structure(pad, inputs), pad(labels)
 
@@ -189,7 +197,7 @@ def _as_texts(inputs, labels):
 
 
 def _as_sentences(inputs, labels):
-    """Two sentences in each text, of which the second follows in every other one."""
+    """Convert target texts to pairs of sentences. The label of a pair is the parity of its ids."""
     ids = inputs["target"]
     types = tf.cast(_halves(ids) == 2, "int32")
     follows = tf.reduce_sum(ids, axis=1) % 2
@@ -201,7 +209,7 @@ def _starting_with_padding(inputs, labels):
     return inputs | {"target": tf.where(is_start, 0, inputs["target"])}, labels
 
 
-# What the batches of some networks are made from.
+# Conversions from `batches` to the inputs of other networks.
 _DATA = {
     "packed": _with_segments,
     "causal": _as_texts,

@@ -1,8 +1,8 @@
-"""Two hosts on this one: network namespaces with an ssh server each, for tests and drills.
+"""Two simulated hosts on this machine, for tests and drills: network namespaces with ssh servers.
 
-Needs root, `ip` of iproute2, and sshd of openssh-server. The same name of the interface on both
-hosts is what horovodrun asks for; gloo asks for the address of the host's own name, so that each
-namespace has an /etc/hosts of its own.
+Requires root, `ip` from iproute2 and sshd from openssh-server. horovodrun requires the same
+interface name on both hosts. gloo resolves the host's name, so each namespace has a separate
+/etc/hosts.
 """
 
 import os
@@ -18,26 +18,26 @@ _SSHD = "/usr/sbin/sshd"
 
 
 def why_not():
-    """Return what is missing for two hosts; "" where nothing is."""
+    """Return the missing requirement for two hosts, or "" if all are met."""
     if os.name != "posix" or os.geteuid() != 0:
         return "two hosts need root, for network namespaces"
     if shutil.which("ip") is None or not os.path.exists(_SSHD):
         return "two hosts need iproute2 and openssh-server"
-    made = subprocess.run(["ip", "netns", "add", "dt-try"], capture_output=True, check=False)
+    process = subprocess.run(["ip", "netns", "add", "dt-try"], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "del", "dt-try"], capture_output=True, check=False)
-    return "network namespaces cannot be made here" if made.returncode else ""
+    return "network namespaces cannot be made here" if process.returncode else ""
 
 
 class TwoHosts:
-    """Two hosts, as long as a `with` block lasts.
+    """Context manager for two simulated hosts.
 
     Args:
-        folder: for keys and the numbers of the servers.
-        name: how the names of the namespaces begin; two of different names can be there at once.
+        folder: Folder for keys and the servers' process ids.
+        name: Prefix of the namespaces. Several pairs with different prefixes can exist together.
 
     Attributes:
-        addresses: of the two.
-        key: the file with the key that opens both.
+        addresses: Addresses of the hosts.
+        key: Path of the ssh key that both hosts accept.
     """
 
     addresses = ("10.78.0.1", "10.78.0.2")
@@ -73,8 +73,8 @@ class TwoHosts:
                 "PermitRootLogin": "yes",
                 "UsePAM": "no",
             }
-            given = [text for k, v in options.items() for text in ("-o", f"{k}={v}")]
-            _run("ip", "netns", "exec", name, _SSHD, *given)
+            options_text = [text for k, v in options.items() for text in ("-o", f"{k}={v}")]
+            _run("ip", "netns", "exec", name, _SSHD, *options_text)
         return self
 
     def __exit__(self, *error):
@@ -89,23 +89,28 @@ class TwoHosts:
             shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
 
     def set_link(self, is_up):
-        """Connect the hosts, or cut them off from each other."""
+        """Connect or disconnect the hosts."""
         _run("ip", "-n", self.names[1], "link", "set", INTERFACE, "up" if is_up else "down")
 
     def set_loss(self, host, action):
-        """Lose all that a host (0 or 1) sends, without a word to it ("add"); or no more ("del")."""
-        other = (self.addresses[1 - host], "dev", INTERFACE)
-        if action == "add":  # no such card is there
-            other = (*other, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        """Silently drop all packets of a host, or stop dropping them.
+
+        Args:
+            host: 0 or 1.
+            action: "add" or "del".
+        """
+        neighbour = (self.addresses[1 - host], "dev", INTERFACE)
+        if action == "add":  # No network card has this address.
+            neighbour = (*neighbour, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
         verb = "replace" if action == "add" else "del"
-        _run("ip", "-n", self.names[host], "neigh", verb, *other)
+        _run("ip", "-n", self.names[host], "neigh", verb, *neighbour)
 
     def command(self, *command):
-        """Return how a command is started on the first host."""
+        """Return the command that executes `command` on the first host."""
         return ["ip", "netns", "exec", self.names[0], *map(str, command)]
 
     def horovodrun(self, horovodrun, num_ranks, *command):
-        """Return how ranks are started, half of them on each host."""
+        """Return the command that starts ranks with half of them on each host."""
         places = ",".join(f"{address}:{num_ranks // 2}" for address in self.addresses)
         return self.command(
             *(horovodrun, "--gloo", "-np", num_ranks, "-H", places),
@@ -114,7 +119,7 @@ class TwoHosts:
 
 
 def wait_for(path, text, seconds):
-    """Return whether a file has a text, within some seconds."""
+    """Wait up to `seconds` for a file to contain a text. Return whether it does."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if path.exists() and text in path.read_text():

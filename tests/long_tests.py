@@ -122,12 +122,12 @@ LEFT = [
     Left(
         "trainers/engines/test_mesh.py::test_deep_networks_are_told_of_chunks_before_they_are_compiled",
         "",
-        "layers/test_placement.py::test_chunks_of_a_single_stage_are_compiled_soon",
+        "layers/test_placement.py::test_chunks_of_a_single_stage_minimize_compile_time",
     ),
     Left(
         "models/test_freezing.py::test_gradients_of_frozen_weights_are_not_reduced",
         "",
-        "planner/test_plan.py::test_what_is_frozen_has_no_gradients_and_no_states",
+        "planner/test_plan.py::test_frozen_weights_have_no_gradients_and_states",
     ),
     Left(
         "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
@@ -165,7 +165,7 @@ LEFT = [
         "searches on meshes of distributed/test_parity.py",
     ),
     Left(
-        "layers/test_blockwise_attention.py::test_the_same_on_a_mesh",
+        "layers/test_blockwise_attention.py::test_blockwise_training_on_a_mesh_matches_reference",
         "",
         "layers/test_context_attention.py, whose blocks are the same",
     ),
@@ -277,12 +277,12 @@ LEFT = [
         "test_a_wide_beam_finds_everything, whose scores have the penalty",
     ),
     Left(
-        "layers/test_blockwise_attention.py::test_like_with_all_scores_in_a_function",
+        "layers/test_blockwise_attention.py::test_blockwise_matches_reference_in_a_function",
         "",
-        "test_like_with_all_scores",
+        "test_blockwise_matches_reference",
     ),
     Left(
-        "layers/test_recompute.py::test_predictions_and_evaluation_do_not_change",
+        "layers/test_recompute.py::test_predict_and_evaluate_are_unchanged",
         "",
         "layouts with recompute of distributed/test_parity.py",
     ),

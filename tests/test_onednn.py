@@ -78,6 +78,6 @@ def test_the_environment_decides():
 def test_warns_if_tensorflow_was_imported_before():
     _, errors = run(ZEN_3, AS_IF_TENSORFLOW)
     assert errors.count("UserWarning") == 1
-    assert "import dtransformer first, or set TF_ENABLE_ONEDNN_OPTS=1" in errors
+    assert "Import dtransformer first or set TF_ENABLE_ONEDNN_OPTS=1" in errors
     assert run(ZEN_3, AS_IF_TENSORFLOW, HOROVOD_LOCAL_RANK="1")[1] == ""
     assert run(CASCADE_LAKE, AS_IF_TENSORFLOW)[1] == ""

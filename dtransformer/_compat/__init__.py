@@ -1,8 +1,9 @@
-"""Every private name of TensorFlow, Keras and Horovod that the package uses: none elsewhere.
+"""All private names of TensorFlow and Keras that the package uses.
 
-Each has its reason, and what would make it unnecessary. tests/test_compat.py fails for each
-one that a new version has taken away or changed, and for each one that is used past this folder.
-Of Horovod none is used. What subclasses of Keras' classes override of these is listed there, too.
+Each docstring states the reason and the change in TensorFlow or Keras that would make the name
+unnecessary. tests/test_compat.py fails if a new version removes or changes a name, or if other
+folders use a private name. It also lists the private methods that subclasses override. No private
+name of Horovod is used.
 """
 
 from dtransformer._compat.of_keras import *

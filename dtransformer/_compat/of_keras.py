@@ -29,52 +29,53 @@ from keras.src.utils.naming import to_snake_case as to_snake_case
 
 from dtransformer._compat.of_optimizers import meanwhile
 
-_BEFORE = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
+_KERAS_PREFIX = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
 
 
 # Keras: variables.
 
 
 def stateless_value(variable: keras.Variable):
-    """Return what a variable is in the `keras.StatelessScope` around; None without one.
+    """Return a variable's value in the current `keras.StatelessScope`, or `None` outside a scope.
 
-    A variable that lies in shards has no tensor that Keras could replace by itself.
-    Unnecessary if Keras could be asked for the current scope; it exports the class alone.
+    Sharded variables have no single tensor that Keras could replace. Unnecessary if Keras had a
+    public function for the current scope.
     """
     scope = get_stateless_scope()
     return None if scope is None else scope.get_current_value(variable)
 
 
 def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """Return a value of a variable in the type that the layer around computes with.
+    """Return a variable's value in the compute dtype of the enclosing layer.
 
-    Unnecessary if the current autocast type were public.
+    Unnecessary if the current autocast dtype were public.
     """
     return variable._maybe_autocast(value)
 
 
 def without_autocast() -> contextlib.AbstractContextManager:
-    """Inside the `with` block variables are read in the type that they are stored in.
+    """Return a context manager that reads variables in their storage dtype.
 
-    Recomputation reads them before the layer's own cast. Unnecessary as `autocast`.
+    Recomputation reads them before the layer casts them. Unnecessary if the autocast dtype were
+    public.
     """
     return AutocastScope(None)
 
 
 def variable_key(variable: tf.Variable) -> str:
-    """Return what Keras' optimizers know a `tf.Variable` by.
+    """Return the key that Keras' optimizers use for a `tf.Variable`.
 
-    A flat shard of a weight takes the weight's place in an optimizer. Unnecessary if the
-    optimizer took any object with a shape and a dtype.
+    A flat shard replaces a weight in an optimizer. Unnecessary if optimizers accepted any object
+    with a shape and a dtype.
     """
     return variable._unique_id
 
 
 def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
-    """Return a variable's value, by which Keras' optimizers know the variable.
+    """Return `value`, marked with the key of the variable that Keras' optimizers should see.
 
-    They know the one inside of a Keras variable, and some have shards there. Unnecessary if
-    `exclude_from_weight_decay` knew a Keras variable by itself.
+    Optimizers look up the tensor inside a Keras variable, and a sharded variable returns a new
+    tensor on each read. Unnecessary if `exclude_from_weight_decay` compared Keras variables.
     """
     if tf.executing_eagerly():
         value._unique_id = name
@@ -83,24 +84,24 @@ def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def without_values():
-    """Inside the `with` block Keras variables are made that have shapes, and never values.
+    """Context manager that gives new Keras variables a shape but never a value.
 
-    Unnecessary if a layer could tell the shapes of its weights before it is built.
+    Unnecessary if a layer could report its weights' shapes before it is built.
     """
-    name = "uninitialized_variables"  # to which Keras would give values later
-    before = global_state.get_global_attribute(name)
+    name = "uninitialized_variables"  # Keras would initialize the variables in this list later.
+    previous = global_state.get_global_attribute(name)
     global_state.set_global_attribute(name, [])
     try:
         with keras.StatelessScope(initialize_variables=False):
             yield
     finally:
-        global_state.set_global_attribute(name, before)
+        global_state.set_global_attribute(name, previous)
 
 
 def makes_values() -> bool:
-    """Return whether variables get values here, which `without_values` prevents.
+    """Return whether new variables are initialized, which `without_values` prevents.
 
-    Unnecessary if a `keras.StatelessScope` could be asked for publicly.
+    Unnecessary if the current `keras.StatelessScope` were public.
     """
     scope = get_stateless_scope()
     return scope is None or scope.initialize_variables
@@ -110,43 +111,47 @@ def makes_values() -> bool:
 
 
 def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) -> list:
-    """Return a layer and all layers inside of it, the outer ones first.
+    """Return a layer and all its sublayers, outer layers first.
 
-    `keras.Model.layers` has the direct ones only, other layers have nothing. Unnecessary if
-    layers could be walked publicly.
+    `keras.Model.layers` contains only direct sublayers, and other layers have no such list.
+    Unnecessary if Keras could list nested layers publicly.
     """
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 
 
 def own_variables(layer: keras.layers.Layer) -> list:
-    """Return a layer's variables without those of layers inside. Unnecessary as `flat_layers`."""
+    """Return a layer's variables without its sublayers' variables. Unnecessary as `flat_layers`."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def own_trainable_variables(layer: keras.layers.Layer) -> list:
-    """Return those of `own_variables` made to be trained, frozen or not. Unnecessary as they."""
+    """Return the layer's variables that were created as trainable, frozen or not.
+
+    Unnecessary as `flat_layers`.
+    """
     return list(layer._trainable_variables)
 
 
 def take_weights(layer: keras.layers.Layer) -> None:
-    """Let a layer that is built take weights, or be built once more, with them.
+    """Unlock a built layer, so that it can add weights or be built again.
 
-    A pipeline stage finds out after the build that it needs a copy of another stage's table;
-    adapters come to kernels that are there, as with Keras' own `enable_lora`. Unnecessary if Keras
-    let a built layer take weights when `built` is set to False.
+    A pipeline stage may discover after the build that it needs a copy of another stage's table.
+    Adapters are added to existing kernels, like Keras' `enable_lora`. Unnecessary if setting
+    `built` to False allowed new weights.
     """
     layer._tracker.unlock()
 
 
 def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
-    """Let a layer's own variable be its weight no more. Unnecessary with an opposite of `add_weight`."""
+    """Remove a variable from a layer's weights. Unnecessary with an opposite of `add_weight`."""
     layer._untrack_variable(variable)
 
 
 def replace_layer(owner: keras.layers.Layer, name: str, layer: keras.layers.Layer | None) -> None:
-    """Put another layer, or None, in the place of one that an owner has as an attribute.
+    """Replace the layer in an owner's attribute with another layer or `None`.
 
-    Keras keeps layers that were replaced, and their weights. Unnecessary if setting did not.
+    Keras keeps replaced layers and their weights. Unnecessary if setting the attribute removed
+    them.
     """
     old = getattr(owner, name)
     owner._tracker.unlock()
@@ -156,86 +161,91 @@ def replace_layer(owner: keras.layers.Layer, name: str, layer: keras.layers.Laye
 
 
 def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callable) -> None:
-    """Let one of a layer's own variables have a shape and no value, and not be its weight.
+    """Remove a variable from a layer's weights and drop its value, but keep its shape.
 
-    Another pipeline stage has it. Keras itself makes such variables in a `keras.StatelessScope`,
-    to be given values at the scope's end. Unnecessary if Keras had layers without values, as
-    PyTorch has by its meta device.
+    The value belongs to another pipeline stage. Keras creates variables without values only
+    temporarily, in a `keras.StatelessScope`. Unnecessary if Keras had layers without values, like
+    PyTorch's meta device.
 
     Args:
-        layer: the layer.
-        variable: one of `own_variables`.
-        read: a function of (shape, dtype) that is called where its value is read.
+        layer: The layer.
+        variable: A variable from `own_variables`.
+        read: Function `(shape, dtype) -> tensor` that replaces reads of the value.
     """
     layer._untrack_variable(variable)
-    waiting = global_state.get_global_attribute("uninitialized_variables", [])
-    waiting[:] = [other for other in waiting if other is not variable]
-    variable._value, variable._initializer = None, read
+    uninitialized = global_state.get_global_attribute("uninitialized_variables", [])
+    uninitialized[:] = [v for v in uninitialized if v is not variable]
+    variable._value = None
+    variable._initializer = read
 
 
 def dropped_value(variable: keras.Variable):
-    """Return what is read of a variable without a value, or None. Unnecessary as `drop_value`."""
+    """Return the replacement for reading a variable without a value, or `None`.
+
+    Unnecessary as `drop_value`.
+    """
     read = variable._initializer
     return None if read is None else read(variable._shape, variable._dtype)
 
 
 def compile_options(model: keras.Model) -> dict:
-    """Return the arguments of a model's last `compile`; empty if there was none.
+    """Return the arguments of a model's last `compile`, or an empty dict.
 
-    Unnecessary if `get_compile_config` returned the objects, not their configs.
+    Unnecessary if `get_compile_config` returned the objects instead of their configs.
     """
     return model._compile_config.config if model.compiled else {}
 
 
 def adds_losses(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer has added a loss since it was traced in a `keras.StatelessScope`.
+    """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
 
-    Unnecessary if the scope said whose losses it has collected.
+    Unnecessary if the scope recorded the layer of each loss.
     """
     return bool(layer._loss_ids)
 
 
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Return the mask that a Keras layer or loss has left with its result; None without one.
+    """Return the mask that a Keras layer attached to its result, or `None`.
 
-    Unnecessary if `keras.layers.Masking`'s protocol had a public function to read it.
+    Unnecessary if Keras had a public function to read the mask of `keras.layers.Masking`'s
+    protocol.
     """
     return getattr(tensor, "_keras_mask", None)
 
 
 def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """Return a tensor with a mask for the layer or loss that takes it. Unnecessary as `mask_of`."""
+    """Return the tensor with a mask for the next layer or loss. Unnecessary as `mask_of`."""
     tensor._keras_mask = mask
     return tensor
 
 
 def masks_of(tensors) -> dict[int, tf.Tensor]:
-    """Return the masks of nested tensors, a dict by the numbers of the tensors that have one.
+    """Return the masks of nested tensors as a dict by flat index, without tensors that have none.
 
-    A mask is an attribute, which is lost where tensors go into a function, come out of it, or are
-    sent. Unnecessary as `mask_of`.
+    Masks are attributes and get lost when tensors enter or leave a function or are sent.
+    Unnecessary as `mask_of`.
     """
     masks = {i: mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
     return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 def with_masks(tensors, masks: dict[int, tf.Tensor]):
-    """Return nested tensors with the masks that `masks_of` has found. Unnecessary as `mask_of`."""
+    """Return nested tensors with the masks from `masks_of`. Unnecessary as `mask_of`."""
     flat = tf.nest.flatten(tensors)
-    for number, mask in masks.items():
-        flat[number] = with_mask(tf.identity(flat[number]), mask)
+    for i, mask in masks.items():
+        flat[i] = with_mask(tf.identity(flat[i]), mask)
     return tf.nest.pack_sequence_as(tensors, flat)
 
 
 class CompileLoss(compile_utils.CompileLoss):
-    """Keras' way from the losses given to `compile` to the losses of the outputs.
+    """Keras' assignment of the losses in `compile` to the network's outputs.
 
-    Unnecessary if Keras said which loss is that of which output.
+    Unnecessary if Keras exposed the loss of each output.
 
     Args:
-        loss, loss_weights: as `keras.Model.compile` takes them.
-        output_names: list of the names of the outputs, or None.
-        term: a function of a loss and its name that returns what is computed instead of it.
+        loss, loss_weights: Arguments of `keras.Model.compile`.
+        output_names: List of the outputs' names, or `None`.
+        term: Function `(loss, name)` that returns the loss function to compute instead.
     """
 
     def __init__(self, loss, loss_weights, output_names, term):
@@ -243,12 +253,14 @@ class CompileLoss(compile_utils.CompileLoss):
         self._term = term
 
     def __setattr__(self, name, value):
-        super().__setattr__(name, _OfOne() if name == "_flat_losses" and value == [] else value)
+        super().__setattr__(
+            name, _ListOfLengthOne() if name == "_flat_losses" and value == [] else value
+        )
 
     def build(self, y_true, y_pred):
         super().build(y_true, y_pred)
         self._flat_losses = [
-            one._replace(loss=self._term(one.loss, one.name)) for one in self._flat_losses
+            loss._replace(loss=self._term(loss.loss, loss.name)) for loss in self._flat_losses
         ]
 
     @property
@@ -256,35 +268,35 @@ class CompileLoss(compile_utils.CompileLoss):
         return [None] * len(self._flat_losses or [None])
 
 
-class _OfOne(list):
-    """A list that says it has one element: of more Keras would make metrics, in any graph."""
+class _ListOfLengthOne(list):
+    """List that reports a length of one, because Keras would create metrics for several losses."""
 
     def __len__(self):
         return 1
 
 
-# `current_path` is that of the name scopes around, from which a weight's path follows before the
-# weight is made. Unnecessary if Keras gave an initializer the path of its variable.
+# `current_path` returns the path of the enclosing name scopes, so that a weight's path is known
+# before it is created. Unnecessary if Keras passed the variable's path to its initializer.
 
-# `compute_output_spec` gives the shapes and types of what a function of `keras.KerasTensor`s returns.
-# Unnecessary if Keras exported it, as it does the method of a layer.
+# `compute_output_spec` returns the shapes and dtypes of a function's results for
+# `keras.KerasTensor`s. Unnecessary if Keras exported it, like the method of a layer.
 
-# `in_symbolic_scope` says whether Keras asks for shapes alone; a sharded weight is then not made
-# whole. Unnecessary as `stateless_value`.
+# `in_symbolic_scope` returns whether Keras only infers shapes. A sharded weight is not gathered
+# then. Unnecessary as `stateless_value`.
 
-# `to_snake_case` is how Keras makes a layer's name of its class, which is undone for names
-# that are the same in every process. Unnecessary if Keras said which names it has made up.
+# `to_snake_case` derives a layer's default name from its class. The trainer detects default names
+# to make names equal in every process. Unnecessary if Keras marked default names.
 
-# `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
-# are trained with before Keras does. Unnecessary if Keras exported it.
+# `fit` splits arrays with `train_validation_split`. The trainer must know the training rows before
+# Keras splits them. Unnecessary if Keras exported it.
 train_validation_split = array_slicing.train_validation_split
 
 
 def with_class_weights(dataset: tf.data.Dataset, class_weight: dict) -> tf.data.Dataset:
-    """Return a dataset of (inputs, labels) with the sample weights that `fit(class_weight=...)` gives.
+    """Return a dataset of (inputs, labels) with the sample weights of `fit(class_weight=...)`.
 
-    Keras maps a dataset itself, which then forgets what cardinality it was told; unnecessary if it
-    took that of the dataset that it is given.
+    When Keras maps a dataset itself, it loses an asserted cardinality. Unnecessary if Keras kept
+    it.
     """
     weigh = tf_dataset_adapter.make_class_weight_map_fn(class_weight)
     return dataset.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
@@ -322,10 +334,10 @@ class EpochIterator(TFEpochIterator):
 
 
 class ShuffleOrder:
-    """The order in which Keras draws the rows of arrays and the batches of a `PyDataset`.
+    """Order of array rows and `PyDataset` batches that is equal on all ranks.
 
-    Keras uses the random numbers of the process. They differ between ranks, and with a global seed
-    of TensorFlow they repeat in every epoch. Unnecessary if Keras' `fit` took a seed.
+    Keras uses the random state of the process. It differs between ranks, and with a global seed of
+    TensorFlow it repeats in every epoch. Unnecessary if Keras' `fit` took a seed.
 
     Args:
         seed: Integer.
@@ -333,7 +345,8 @@ class ShuffleOrder:
     """
 
     def __init__(self, seed: int, epoch: int = 0):
-        self._seed, self._draws = seed, itertools.count(epoch)
+        self._seed = seed
+        self._draws = itertools.count(epoch)
 
     def shuffle(self, items):
         """Shuffle a list or an array in place, in another order in every call; return it."""
@@ -345,7 +358,7 @@ class ShuffleOrder:
         return meanwhile(py_dataset_adapter, random=self)
 
     def adapter(self, x, y, sample_weight, *options):
-        """Return Keras' adapter that draws rows in this order, or `x` if the data are no arrays.
+        """Return a Keras adapter with this order of rows, or `x` if the data are not arrays.
 
         Args:
             x, y, sample_weight: As in `keras.Model.fit`.
@@ -367,23 +380,23 @@ class ShuffleOrder:
 
 
 def told_as_it_is(call: Callable) -> Callable:
-    """Return a layer's `call` or `__call__` whose errors, where this library raises them, stay so.
+    """Decorate a layer's `call` or `__call__` so that Keras does not extend this library's errors.
 
-    Keras puts a line for each argument around an error in a call, but not around one that has that;
-    and a sentence before one in a network of which it asks the shapes only.
+    Keras appends a line per argument to errors in a call, unless the error is marked as extended.
+    For symbolic calls it also prepends a sentence. Errors from other modules are raised unchanged.
     """
 
     @functools.wraps(call)
-    def checked(*args, **kwargs):
+    def wrapped(*args, **kwargs):
         try:
             return call(*args, **kwargs)
         except (TypeError, ValueError) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not frame.f_globals.get("__name__", "").startswith("dtransformer."):
                 raise
-            told = _BEFORE.sub("", str(error)).partition("\x1b[0m")[0]
-            own = error if told == str(error) else type(error)(told)
-            own._keras_call_info_injected = True
-            raise own.with_traceback(error.__traceback__) from None
+            text = _KERAS_PREFIX.sub("", str(error)).partition("\x1b[0m")[0]
+            new_error = error if text == str(error) else type(error)(text)
+            new_error._keras_call_info_injected = True
+            raise new_error.with_traceback(error.__traceback__) from None
 
-    return checked
+    return wrapped

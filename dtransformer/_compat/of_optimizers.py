@@ -6,11 +6,13 @@ import keras
 
 
 def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable, object]]) -> None:
-    """Exclude the parts of the weights that a user has excluded from weight decay.
+    """Exclude parts of weights from weight decay if the user excluded the weights.
+
+    Unnecessary as `known_as`.
 
     Args:
-        optimizer: a Keras optimizer that is not built.
-        parts: list of (weight, what the optimizer updates of it). Unnecessary as `known_as`.
+        optimizer: Keras optimizer that is not built.
+        parts: List of `(weight, part)` tuples, where the optimizer updates `part`.
     """
     excluded = getattr(optimizer, "_exclude_from_weight_decay", set())
     for weight, part in parts:
@@ -21,30 +23,30 @@ def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable,
 def learning_rate_of(optimizer: keras.optimizers.Optimizer):
     """Return an optimizer's learning rate: a variable, a schedule or a function.
 
-    Its property calls the latter two. Unnecessary if Keras told which it is.
+    The public property evaluates schedules and functions. Unnecessary if Keras returned the object.
     """
     return optimizer._learning_rate
 
 
 @contextlib.contextmanager
 def meanwhile(owner: object, **attributes):
-    """Inside the `with` block attributes of an object are others, past Keras' tracking of them.
+    """Context manager that temporarily sets attributes of an object, without Keras' tracking.
 
-    Unnecessary if what Keras calls took as arguments what is set here.
+    Unnecessary if Keras' methods accepted these values as arguments.
     """
-    own = vars(owner)
-    kept = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    current = vars(owner)
+    saved = {name: current[name] for name in attributes if name in current}
+    current.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(kept)
+            del current[name]
+        current.update(saved)
 
 
 def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
-    """Return attributes with which an optimizer's learning rate is multiplied with a factor.
+    """Return attributes for `meanwhile` that multiply an optimizer's learning rate by `factor`.
 
     Unnecessary if Keras' optimizers had groups of weights.
     """
@@ -59,7 +61,7 @@ def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) ->
 
 
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
-    """Return a built optimizer's averages with `use_ema`; else [].
+    """Return a built optimizer's moving averages, or an empty list without `use_ema`.
 
     Unnecessary if they were public.
     """
@@ -69,45 +71,49 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
 def averaging_alone(
     optimizer: keras.optimizers.Optimizer, numbers: list[int], variables: list
 ) -> dict:
-    """Return attributes with which an optimizer with `use_ema` averages some variables alone.
+    """Return attributes for `meanwhile` that restrict `use_ema` to some of the variables.
 
-    Unnecessary if `apply` averaged what it is given, in place of all variables.
+    The dict is empty without `use_ema`. Unnecessary if `apply` averaged only the variables that it
+    receives.
 
     Args:
-        optimizer: a built Keras optimizer.
-        numbers: of the variables in the order that it was built with.
-        variables: what stands for them.
+        optimizer: Built Keras optimizer.
+        numbers: Indices of the variables in the order of the build.
+        variables: Objects that replace these variables.
     """
     averages = averages_of(optimizer)
     if not averages:
         return {}
-    own = [averages[i] for i in numbers]
-    return {"_trainable_variables": variables, "_model_variables_moving_average": own}
+    selected = [averages[i] for i in numbers]
+    return {"_trainable_variables": variables, "_model_variables_moving_average": selected}
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
-    """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
+    """Return whether an optimizer applies weight decay to a variable. Unnecessary as `known_as`."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
-    """Return whether an optimizer was built for a variable, of its shape. Unnecessary as `known_as`."""
-    number = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
-    known = optimizer._trainable_variables
-    return number is not None and tuple(known[number].shape) == tuple(variable.shape)
+    """Return whether an optimizer was built with a variable of this key and shape.
+
+    Unnecessary as `known_as`.
+    """
+    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    variables = optimizer._trainable_variables
+    return index is not None and tuple(variables[index].shape) == tuple(variable.shape)
 
 
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
-    """Return what an optimizer keeps, by the names of its attributes, such as "momentums".
+    """Return an optimizer's state variables by attribute name, such as "momentums".
 
-    Single variables, and lists with one, or None, for each variable that it updates; not the
-    lists of all. `optimizer.variables` does not say what is what. Unnecessary if optimizers
-    named their states as layers name their weights.
+    Values are single variables, or lists with a variable or `None` for each updated variable. Lists
+    of all variables are left out. `optimizer.variables` has no such structure. Unnecessary if
+    optimizers named their states like layers name their weights.
     """
     lists_of_all = ("_variables", "_trainable_variables", "_non_trainable_variables")
-    found = {}
+    states = {}
     for name, value in sorted(vars(optimizer).items()):
         variables = value if isinstance(value, list) else [value]
         if name not in lists_of_all and any(isinstance(v, keras.Variable) for v in variables):
-            found[name.strip("_")] = value
-    return found
+            states[name.strip("_")] = value
+    return states

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, DTensor's among them."""
+"""Private names of TensorFlow, including DTensor."""
 
 import collections
 import contextlib
@@ -20,27 +20,27 @@ from tensorflow.python.framework import error_interpolation
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 
-# Where Python is while TensorFlow runs a function, or waits for what one computes.
+# Python's frames are in these files while TensorFlow runs a function or waits for its result.
 _RUNS_FUNCTIONS = ("tensorflow/python/eager/", "tensorflow/python/framework/ops.py")
 _LIBRARIES = tuple(str(pathlib.Path(package.__file__).parent) for package in (tf, keras))
 
 
 def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
-    """Return a dataset that says it has a number of batches, and may end before.
+    """Return a dataset with a given cardinality that may still end earlier.
 
-    Keras counts an epoch by it; without it the first epoch's number would hold for all, and
-    `assert_cardinality` stops an epoch that begins in its midst. Unnecessary if Keras took the
-    number of steps from each epoch.
+    Keras counts an epoch's steps by it. Without it, the count of the first epoch would apply to
+    all. `assert_cardinality` fails for an epoch that resumes in the middle. Unnecessary if Keras
+    took the number of steps from each epoch.
     """
     dataset.cardinality = lambda: tf.constant(number, tf.int64)
     return dataset
 
 
 def expect_many_traces(function):
-    """Return a `tf.function` that may be traced often without a warning.
+    """Disable the retracing warning of a `tf.function` and return it.
 
-    Each name of a collective, and each shape on the mesh, is a trace that is meant. Unnecessary if
-    `tf.function` had an option for it.
+    Each name of a collective and each shape on the mesh needs a trace. Unnecessary if `tf.function`
+    had an option for this.
     """
     function._omit_frequent_tracing_warning = True
     return function
@@ -49,29 +49,29 @@ def expect_many_traces(function):
 def is_on_a_tape(tensors: list) -> bool:
     """Return whether a `tf.GradientTape` watches one of the tensors.
 
-    The ranks of a collective have to agree on it. Unnecessary if a tape said what it watches.
+    All ranks of a collective must agree on this. Unnecessary if a tape could report it.
     """
     return record.should_record_backprop(tensors)
 
 
 def is_compiled_by_xla() -> bool:
-    """Return whether what is traced here is compiled with XLA. Unnecessary if a graph said so."""
+    """Return whether XLA compiles the code being traced. Unnecessary if a graph reported it."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def called_by_shapes(function) -> Callable:
-    """Return a `tf.function` that is called in a fraction of the time once it is.
+    """Return a `tf.function` with much faster calls after the first one.
 
-    Arguments are not compared with what it was traced for, but for shapes and types. Unnecessary if
-    TensorFlow bound them without a look at each of them, and at each twice.
+    Calls select the trace by shapes and dtypes only. `tf.function` binds and compares every
+    argument twice. Unnecessary if TensorFlow were faster.
 
     Args:
-        function: a `tf.function` of a list of tensors, whose shapes and types are the same in every
-            call, and of other arguments: nested tensors and Nones. It may be traced often, as
-            `expect_many_traces` has it.
+        function: A `tf.function`. Its first argument is a list of tensors with the same shapes and
+            dtypes in every call. Other arguments are nested tensors and Nones. Retracing warnings
+            are disabled, see `expect_many_traces`.
     """
-    concrete = {}  # shapes and types of the others -> a function
-    expect_many_traces(function)  # of calls it sees the first ones alone
+    concrete = {}  # Concrete functions by the shapes and dtypes of the other arguments.
+    expect_many_traces(function)  # It receives only first calls, so every call is a trace.
 
     def call(same, *args):
         if tf.config.functions_run_eagerly():
@@ -81,19 +81,22 @@ def called_by_shapes(function) -> Callable:
             flat = [x for x in tf.nest.flatten([same, args]) if x is not None]
             return concrete[key]._call_flat(flat, concrete[key].captured_inputs)
         results = function(same, *args)
-        concrete[key] = function.get_concrete_function(same, *args)  # as just called
+        concrete[key] = function.get_concrete_function(same, *args)  # It was traced just now.
         return results
 
     return call
 
 
 def call_of_function(thread: int) -> tuple | None:
-    """Return what tells a thread's call of a TensorFlow function from others, and where it is.
+    """Return a key and the location of a thread's current call of a TensorFlow function.
 
-    None where it is in no such call. Unnecessary if a function could say that it waits.
+    The key differs between calls. Unnecessary if a function could report that it waits.
 
     Args:
-        thread: its number.
+        thread: Integer. Identifier of the thread.
+
+    Returns:
+        A `(key, location)` tuple, or `None` if the thread is not in such a call.
     """
     frame = sys._current_frames().get(thread)
     if frame is None or not any(part in frame.f_code.co_filename for part in _RUNS_FUNCTIONS):
@@ -108,71 +111,70 @@ def call_of_function(thread: int) -> tuple | None:
 
 
 def function_names() -> list:
-    """Return the names of all functions that TensorFlow has at present.
+    """Return the names of all existing TensorFlow functions.
 
-    Those that DTensor has lowered for the devices hold what it really sends. Unnecessary if
-    DTensor told its collectives.
+    The functions that DTensor lowered for the devices contain its actual collectives. Unnecessary
+    if DTensor reported them.
     """
     return context.context().list_function_names()
 
 
 def function_def(name: str):
-    """Return the `FunctionDef` of one of `function_names`.
+    """Return the `FunctionDef` of a function from `function_names`.
 
     Raises:
-        ValueError or tf.errors.NotFoundError: there is none any more.
+        ValueError or tf.errors.NotFoundError: If the function no longer exists.
     """
     return context.context().get_function_def(name)
 
 
 @contextlib.contextmanager
 def graphs_collected():
-    """Give a list that has, after the `with` block, the graphs of functions first run in it, optimized.
+    """Context manager that yields a list and fills it with optimized graphs on exit.
 
-    XLA's clusters are in these alone. Unnecessary if TensorFlow told what it has put into clusters.
+    These are the graphs of functions that first run inside. Only they contain XLA's clusters.
+    Unnecessary if TensorFlow reported its clusters.
     """
     graphs = []
     context.context().enable_graph_collection()
     try:
         yield graphs
         functions = context.context().export_run_metadata().function_graphs
-        graphs += [one.post_optimization_graph for one in functions]
+        graphs += [metadata.post_optimization_graph for metadata in functions]
     finally:
         context.context().disable_graph_collection()
 
 
 def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
-    """Return the graph of a function that a graph calls, with shapes; None if it is not known.
+    """Return the graph of a function that a graph calls, or `None` if it is unknown.
 
-    `as_graph_def` has the functions without the shapes of what they compute. Unnecessary if
-    it had them.
+    The functions in `as_graph_def` lack the shapes of their results. Unnecessary if they had them.
     """
     return getattr(graph._get_function(name), "graph", None)
 
 
 def with_gradient(compute: Callable, args: list[tf.Tensor]):
-    """Return what `tf.custom_gradient(compute)(*args)` does, in a graph.
+    """Return the result of `tf.custom_gradient(compute)(*args)` in a graph, with less memory.
 
-    There `tf.custom_gradient` makes an operation of which the arguments are results, too.
-    TensorFlow wants a gradient of each, zeros like it: a function whose gradient is taken outside
-    of it keeps all arguments until then. This one has the results alone. Unnecessary if
-    `tf.custom_gradient` made no zeros.
+    `tf.custom_gradient` creates an operation that also returns its arguments. TensorFlow computes
+    zeros for their gradients, so a function keeps all arguments until the backward pass. This
+    version returns only the results. Unnecessary if `tf.custom_gradient` made no zeros.
 
     Args:
-        compute: a function of the arguments that returns nested tensors, and a function of their
-            gradients that returns those of the arguments.
-        args: list of tensors.
+        compute: Function of the arguments that returns nested tensors and a function from their
+            gradients to the arguments' gradients.
+        args: List of tensors.
 
     Raises:
-        TypeError: it reads a variable that is trained: its gradient would be lost.
+        TypeError: If `compute` reads a trainable variable, because its gradient would be lost.
     """
     with record.VariableWatcher() as watcher:
         result, gradient = compute(*args)
     if watcher.watched_variables():
         names = ", ".join(variable.name for variable in watcher.watched_variables())
         raise TypeError(
-            f"a function with a gradient of its own reads {names}, whose gradient would be lost: "
-            "give it the value as an argument"
+            f"A function with a custom gradient reads the variables {names}, so their gradients "
+            "would be lost. Pass their values as arguments."
         )
     results = tf.nest.flatten(result)
     tensors = [*results, *args]
@@ -180,14 +182,15 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
     def backward(*upstream):
         return [*[None] * len(results), *tf.nest.flatten(gradient(*upstream))]
 
-    graph, of_operation = tf.compat.v1.get_default_graph(), lambda _, *dys: backward(*dys)
-    # Not by a registered name: all that is registered stays, with its graph.
+    graph = tf.compat.v1.get_default_graph()
+    of_operation = lambda _, *dys: backward(*dys)
+    # A registered gradient would never be freed, and neither would its graph.
     with graph._override_gradient_function({"PartitionedCall": of_operation}):
         with record.stop_recording():
             first = tf.raw_ops.PartitionedCall(
                 args=tensors,
                 Tout=[x.dtype for x in results],
-                f=_first_of(len(results), tuple((x.shape, x.dtype) for x in tensors)),
+                f=_first_arguments(len(results), tuple((x.shape, x.dtype) for x in tensors)),
             )
     for x, like in zip(first, results):
         x.set_shape(like.shape)
@@ -196,23 +199,24 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
 
 
 @functools.cache
-def _first_of(number, specs):
-    """Return TensorFlow's function that returns the first ones of its arguments."""
+def _first_arguments(number, specs):
+    """Return a concrete function that returns the first `number` of its arguments."""
     with tf.init_scope():
         function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
         return function.get_concrete_function(*(tf.TensorSpec(*spec) for spec in specs))
 
 
 def call_stablehlo(module: str, operands: list, results: list, target: str) -> list[tf.Tensor]:
-    """Return the results of a StableHLO module, in a function that XLA compiles.
+    """Return the results of a StableHLO module, inside a function that XLA compiles.
 
-    Unnecessary if TensorFlow took custom calls of XLA's, or had an operation of cuDNN's attention.
+    Unnecessary if TensorFlow supported XLA's custom calls, or had an operation for cuDNN's
+    attention.
 
     Args:
-        module: its text; the first argument of its main function is a platform's number.
-        operands: list of tensors, the others.
-        results: list of (shape, type) of each result.
-        target: name of the custom call in it.
+        module: Text of the module. The first argument of its main function is the platform index.
+        operands: List of tensors, the other arguments.
+        results: List of the results' `(shape, dtype)` tuples.
+        target: Name of the custom call in the module.
     """
     shapes, types = zip(*results)
     return xla.call_module(
@@ -222,25 +226,26 @@ def call_stablehlo(module: str, operands: list, results: list, target: str) -> l
         Tout=list(types),
         Sout=[list(shape) for shape in shapes],
         platforms=["CPU", "CUDA"],
-        disabled_checks=[f"custom_call:{target}"],  # that old programs can be run by new versions
+        # The check would reject custom calls without a stability guarantee.
+        disabled_checks=[f"custom_call:{target}"],
     )
 
 
 def barrier(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the same tensors, of which none is used before all are known, in what XLA compiles.
+    """Return the same tensors, available in compiled code only when all of them are computed.
 
-    It computes nothing across, nor takes what was computed from the tensors themselves. Unnecessary
-    if it respected control dependencies.
+    XLA moves no operation across the barrier and reuses no results that were computed from the
+    original tensors. Unnecessary if XLA respected control dependencies.
     """
     return xla.optimization_barrier(*tensors)
 
 
 def constants_are_copied() -> contextlib.AbstractContextManager:
-    """Inside the `with` block functions of gradients that are traced have constants of their own.
+    """Return a context manager that makes traced gradient functions copy their constants.
 
-    TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
-    of a transpose, and DTensor has to know them when it compiles. Unnecessary if DTensor knew
-    the constants that a function is given.
+    TensorFlow passes the forward pass's constants, such as a transpose's permutation, as arguments.
+    DTensor needs their values when it compiles. Unnecessary if DTensor knew the values of constant
+    arguments.
     """
 
     def copied(capture, graph, tensor, name=None, shape=None):
@@ -250,25 +255,29 @@ def constants_are_copied() -> contextlib.AbstractContextManager:
                     return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         return capture(graph, tensor, name, shape)
 
-    return _captures_by(copied)
+    return _patched_captures(copied)
 
 
 def captures_replaced(replace: Callable) -> contextlib.AbstractContextManager:
-    """Inside the `with` block what traced functions read of eager tensors is replace(tensor).
+    """Return a context manager that makes traced functions capture `replace(tensor)`.
 
-    DTensor wants all of them on the mesh, but for scalars. Unnecessary if it put them there.
+    Only eager tensors are replaced. DTensor requires captured tensors on the mesh, except scalars.
+    Unnecessary if it copied them.
     """
 
     def replaced(capture, graph, tensor, name=None, shape=None):
         tensor = tensor if tf.is_symbolic_tensor(tensor) else replace(tensor)
         return capture(graph, tensor, name, shape)
 
-    return _captures_by(replaced)
+    return _patched_captures(replaced)
 
 
 @contextlib.contextmanager
-def _captures_by(function):
-    """Inside the `with` block functions capture by another function, of their own way and arguments."""
+def _patched_captures(function):
+    """Context manager that replaces how graphs capture tensors.
+
+    `function` receives the original capture method and its arguments.
+    """
     capture = FuncGraph.capture
     FuncGraph.capture = lambda *args, **kwargs: function(capture, *args, **kwargs)
     try:
@@ -278,19 +287,21 @@ def _captures_by(function):
 
 
 def packer(layout) -> Callable:
-    """Return a function that packs a list of dense tensors as `dtensor.pack` does, eagerly.
+    """Return a fast eager function that packs a list of dense tensors like `dtensor.pack`.
 
-    A step packs every weight, and `dtensor.pack` looks the mesh up and writes the layout as text each
-    time, which takes four times as long as the rest. Unnecessary if it remembered them.
+    A step packs every weight. In each call `dtensor.pack` looks up the mesh and converts the layout
+    to text, which takes four times as long as the rest. Unnecessary if DTensor cached both.
 
     Args:
-        layout: a `dtensor.Layout`.
+        layout: A `dtensor.Layout`.
     """
-    text, is_sparse = layout.to_string(), False
+    text = layout.to_string()
+    is_sparse = False
     api._dtensor_device()._register_mesh(layout.mesh)
 
     def pack(tensors):
-        handle, device = context.context()._handle, api._dtensor_device()._device_info
+        handle = context.context()._handle
+        device = api._dtensor_device()._device_info
         try:
             return _pywrap_dtensor_device.Pack(handle, tensors, text, device, is_sparse)
         except core._NotOkStatusException as error:
@@ -299,14 +310,11 @@ def packer(layout) -> Callable:
     return pack
 
 
-# TensorFlow: its context, which DTensor starts anew, and its errors.
-
-
 def read_long_errors() -> None:
-    """Let TensorFlow read an error in a time that grows with its length, not with the square.
+    """Make TensorFlow parse error messages in linear instead of quadratic time.
 
-    DTensor's errors hold a whole function, which would take it many minutes. Unnecessary if its
-    pattern looked for what is before a tag where the last one ends alone.
+    DTensor's errors contain a full function, which would take many minutes. Unnecessary if the
+    pattern started each match at the end of the last one.
     """
     pattern = error_interpolation._INTERPOLATION_REGEX
     pattern = pattern.replace("(?P<sep>", r"(?P<sep>(?:\A|(?<=}}))", 1)
@@ -314,13 +322,13 @@ def read_long_errors() -> None:
 
 
 def forget_context() -> None:
-    """Drop what TensorFlow remembers of a context beyond its end: devices and functions.
+    """Clear TensorFlow's caches of devices and functions of a context that has ended.
 
-    Functions of the old context that are deleted later do so without a complaint. Unnecessary
-    if `initialize_accelerator_system(experimental_reset_context=True)` did so.
+    Functions of the old context can then be deleted later without errors. Unnecessary if
+    `initialize_accelerator_system(experimental_reset_context=True)` did this.
     """
     context._device_parsing_cache.clear()
-    _first_of.cache_clear()
+    _first_arguments.cache_clear()
     gc.collect()
     counts = atomic_function.RUNTIME_FUNCTION_REFS
     never_zero = lambda: 1 << 40
@@ -328,18 +336,18 @@ def forget_context() -> None:
 
 
 def end_context() -> None:
-    """End TensorFlow's context, and what was made in it; the next one may have other devices.
+    """End TensorFlow's context and everything in it, so that the next one may have other devices.
 
-    What was set of devices and threads stays until it is set anew. Unnecessary if devices could be
-    set after the first operation.
+    Settings of devices and threads persist until they are changed. Unnecessary if devices could be
+    configured after the first operation.
     """
     forget_context()
     context.context().ensure_uninitialized()
 
 
 def forget_dtensor_device() -> None:
-    """Drop DTensor's device, which outlives the context that it belongs to.
+    """Drop DTensor's device, which would outlive its context.
 
-    Unnecessary if `shutdown_accelerator_system` did so.
+    Unnecessary if `shutdown_accelerator_system` did this.
     """
     api._reset()

@@ -1,6 +1,6 @@
-"""The layers, one a file. Ordinary Keras layers where there is no mesh."""
+"""Transformer layers. Without a mesh they are ordinary Keras layers."""
 
-import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+import dtransformer.start  # noqa: F401 (imported first to silence start-up logs)
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_mask import AttentionMask
 from dtransformer.layers.base import Layer

@@ -1,8 +1,10 @@
-"""Activations: Keras' by their names, and those whose gradients keep less than TensorFlow's do.
+"""Activation functions whose gradients store fewer tensors than TensorFlow's.
 
-References: Hendrycks and Gimpel, 2016, "Gaussian error linear units (GELUs)", arXiv 1606.08415;
-Shazeer, 2020, "GLU variants improve Transformer", arXiv 2002.05202, for gates; OpenAI, 2025, gpt-oss
-model card, arXiv 2508.10925, for one that is clamped.
+References:
+
+- [Hendrycks and Gimpel, 2016](https://arxiv.org/abs/1606.08415), for GELU
+- [Shazeer, 2020](https://arxiv.org/abs/2002.05202), for gated activations
+- [OpenAI, 2025](https://arxiv.org/abs/2508.10925), for the clamped gate of gpt-oss
 """
 
 import math
@@ -14,107 +16,125 @@ import tensorflow as tf
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
 
-_LIMIT, _SLOPE = 7.0, 1.702  # of gpt-oss' gate
+# Clamp and sigmoid slope of gpt-oss' gate.
+_GATE_LIMIT = 7.0
+_GATE_SLOPE = 1.702
 
 
 @register
 def gelu(x: tf.Tensor) -> tf.Tensor:
-    """Return x · Φ(x), Φ the distribution function of a normal variable.
+    """Return x · Φ(x), where Φ is the standard normal distribution function.
 
-    The gradient keeps x alone, where TensorFlow's keeps five tensors like it.
+    The gradient stores only x. TensorFlow's stores five tensors of the same size.
     """
-    return _computed_again(_gelu, x)
+    return _recomputed(_gelu, x)
 
 
 @register
 def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
-    """The approximation of GELU by tanh that GPT-2 and BERT were trained with.
+    """Return the tanh approximation of GELU that GPT-2 and BERT were trained with.
 
-    Its gradient keeps x alone, too.
+    The gradient stores only x.
     """
-    return _computed_again(_gelu_tanh, x)
+    return _recomputed(_gelu_tanh, x)
 
 
 @register
 def relu2(x: tf.Tensor) -> tf.Tensor:
-    """Return max(x, 0)², squared ReLU (So et al., 2021, "Primer", arXiv 2109.08668, §3.1)."""
-    return _computed_again(lambda x: tf.square(tf.nn.relu(x)), x)
+    """Return max(x, 0)², the squared ReLU ([So et al., 2021](https://arxiv.org/abs/2109.08668))."""
+    return _recomputed(lambda x: tf.square(tf.nn.relu(x)), x)
 
 
 @register
 def clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Return (x' + 1) · g · σ(1.702 · g), of x' = x in ±7 and g = gate of at most 7: gpt-oss' gate.
+    """Return the gated activation of gpt-oss: (x + 1) · g · σ(1.702 · g), with x and g clamped.
 
-    Its gradient keeps the two alone.
+    x is clamped to [−7, 7] and the gate g to at most 7. The gradient stores only the two arguments.
     """
-    return _computed_again(_clamped_swiglu, gate, x)
+    return _recomputed(_clamped_swiglu, gate, x)
 
 
 def _clamped_swiglu(gate, x):
-    gate, x = tf.minimum(gate, _LIMIT), tf.clip_by_value(x, -_LIMIT, _LIMIT)
-    return (x + 1) * gate * tf.sigmoid(_SLOPE * gate)
+    gate = tf.minimum(gate, _GATE_LIMIT)
+    x = tf.clip_by_value(x, -_GATE_LIMIT, _GATE_LIMIT)
+    return (x + 1) * gate * tf.sigmoid(_GATE_SLOPE * gate)
 
 
 def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Return activation(gate) · x, elementwise, of tensors of one shape and type.
+    """Return activation(gate) · x, elementwise.
 
-    With an activation of this module, or `"silu"`, the gradient keeps these two alone: it computes
-    the activation once more, which is little beside the matrix products around it. An activation
-    that `needs_gate` computes the whole product.
+    For the activations of this module and SiLU, the gradient stores only `gate` and `x` and
+    computes the activation again, which costs little next to the matrix products. An activation
+    with `needs_gate` computes the entire product.
+
+    Args:
+        activation: Function of one tensor, or `clamped_swiglu`.
+        gate: Floating-point tensor.
+        x: Tensor of the gate's shape and type.
+
+    Returns:
+        A tensor of the same shape and type.
     """
     if needs_gate(activation):
         return activation(gate, x)
-    function = next((plain for own, plain in _PLAIN if own is activation), None)
+    function = next(
+        (forward for public, forward in _FORWARD_FUNCTIONS if public is activation), None
+    )
     if function is None:
         return activation(gate) * x
-    return _computed_again(lambda gate, x: function(gate) * x, gate, x)
+    return _recomputed(lambda gate, x: function(gate) * x, gate, x)
 
 
 def needs_gate(activation: Callable) -> bool:
-    """Return whether an activation is a function of a gate and what it multiplies."""
+    """Return whether an activation takes the gate and the gated tensor: `clamped_swiglu` only."""
     return activation is clamped_swiglu
 
 
 def _gelu(x):
-    return tf.cast(keras.activations.gelu(_wide(x), approximate=False), x.dtype)
+    return tf.cast(keras.activations.gelu(_widen(x), approximate=False), x.dtype)
 
 
 def _gelu_tanh(x):
-    wide = _wide(x)  # Keras' takes a power, which is slow, of its gradient, too
-    bent = tf.tanh(math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * tf.square(wide)))
-    return tf.cast(0.5 * wide * (1 + bent), x.dtype)
+    wide = _widen(x)  # Keras computes a power, which is slow, also in the gradient.
+    tanh = tf.tanh(math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * tf.square(wide)))
+    return tf.cast(0.5 * wide * (1 + tanh), x.dtype)
 
 
-def _wide(x):
-    """Return a tensor in float32 where its own type is of 16 bits: each operation would round."""
+def _widen(x):
+    """Return a 16-bit tensor in float32, since each operation in 16 bits would round."""
     return tf.cast(x, "float32") if x.dtype.size < 4 else x
 
 
-_PLAIN = ((gelu, _gelu), (gelu_tanh, _gelu_tanh), (keras.activations.silu, keras.activations.silu))
+_FORWARD_FUNCTIONS = (
+    (gelu, _gelu),
+    (gelu_tanh, _gelu_tanh),
+    (keras.activations.silu, keras.activations.silu),
+)
 
 
-def _computed_again(compute, *args):
-    """Return compute(*args), of which the gradient keeps the arguments alone.
+def _recomputed(compute, *args):
+    """Return compute(*args) with a gradient that stores only the arguments.
 
-    What is computed again waits for the result's gradient: else TensorFlow would take the first
-    results, and keep them. On a mesh, where DTensor respects a dependence on values only, it decides.
+    The second computation depends on the incoming gradient. Otherwise TensorFlow would reuse, and
+    store, the first results. Value dependencies are used because DTensor ignores control
+    dependencies.
     """
 
     @custom_gradient
     def activate(*args):
         def gradients(dy):
             with tf.control_dependencies([dy]), tf.GradientTape() as tape:
-                again = [computed_anew(arg, dy) for arg in args]
-                tape.watch(again)
-                y = compute(*again)
-            return tape.gradient(y, again, dy)
+                inputs = [computed_anew(arg, dy) for arg in args]
+                tape.watch(inputs)
+                y = compute(*inputs)
+            return tape.gradient(y, inputs, dy)
 
         return compute(*args), gradients
 
     return activate(*map(tf.convert_to_tensor, args))
 
 
-# Names that are not Keras', or whose gradient is not.
+# Names that Keras lacks, and Keras' names with a gradient that stores less.
 _ACTIVATIONS = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
@@ -124,24 +144,29 @@ _ACTIVATIONS = {
 
 
 def get_activation(identifier: str | dict | Callable) -> Callable:
-    """Return an activation by its Keras name, or one of this module; or the callable itself.
+    """Return an activation function.
+
+    Args:
+        identifier: Name of a function in this module or in `keras.activations`; a serialized Keras
+            object; the class of a layer; or a callable, which is returned as is.
 
     Raises:
-        ValueError: the name is unknown; lists what exists.
+        ValueError: If the name is unknown.
     """
-    if isinstance(identifier, dict):  # from a config
+    if isinstance(identifier, dict):  # The config of a layer stores an activation as a dictionary.
         identifier = keras.saving.deserialize_keras_object(identifier)
-    if isinstance(identifier, type):  # the class of a layer
+    if isinstance(identifier, type):  # A layer class becomes an instance.
         identifier = identifier()
     if callable(identifier):
         return identifier
     if identifier in _ACTIVATIONS:
         return _ACTIVATIONS[identifier]
-    names = sorted(
+    names = {
         name
         for name, value in vars(keras.activations).items()
         if callable(value) and name not in ("get", "serialize", "deserialize")
-    )
+    }
     if identifier not in names:
-        raise ValueError(f"hidden_act {identifier!r} is unknown; there are {', '.join(names)}")
+        known = ", ".join(sorted({*names, *_ACTIVATIONS}))
+        raise ValueError(f"`hidden_act={identifier!r}` is unknown. Choose one of {known}.")
     return keras.activations.get(identifier)

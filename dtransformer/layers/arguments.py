@@ -1,7 +1,8 @@
-"""Arguments of layers and models are what their type hints say, and in the ranges of their names.
+"""Validation of layer arguments by type hint and name, and layer settings in configs.
 
-Settings of a layer after it is made, rules, recompute, low-rank additions, origin and names of labels,
-are kept by configs, so that `from_config` and `.keras` files have them.
+Settings made after construction are part of the config, so `from_config` and `.keras` files restore
+them: sharding rules, recompute, low-rank adapters, the origin of the weights, generation options
+and label names.
 """
 
 import dataclasses
@@ -22,14 +23,14 @@ from dtransformer.parallel.config.config import (
 )
 from dtransformer.parallel.recompute.recompute import as_recompute_config
 
-_SIMPLE = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
+_TYPE_NAMES = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
 _COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 
 
 def given_arguments(names: dict) -> dict:
-    """Return the arguments of an `__init__`, for the config: of its `locals()` at its beginning.
+    """Return the arguments of an `__init__` from its `locals()`, for the layer's config.
 
-    `name` and others that Keras takes are left out.
+    Call it in the first line of `__init__`. `self`, `name` and `kwargs` are excluded.
     """
     return {
         key: value
@@ -39,60 +40,73 @@ def given_arguments(names: dict) -> dict:
 
 
 def checked(init: Callable) -> Callable:
-    """Return an `__init__` that checks the arguments whose hints are bool, int, float or str.
+    """Return an `__init__` that validates arguments annotated as bool, int, float, str or `None`.
 
-    A bool is no int, and what is no bool has no truth. `num_layers` is not less than 0, an
-    `epsilon` more than 0, and a `..._compute_type` is the name of a floating type.
+    A bool is not accepted as a number, nor a number as a bool. `num_layers` must be at least 0,
+    `epsilon` positive and finite, and `..._compute_type` the name of a floating-point type.
 
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: it is out of its range.
+    Args:
+        init: The `__init__` to wrap. Its signature is preserved.
+
+    Returns:
+        The wrapped function. It raises `TypeError` for a wrong type and `ValueError` for a value
+        out of range.
     """
     signature = inspect.signature(init)
-    kinds = {name: _kinds(p.annotation) for name, p in signature.parameters.items()}
-    kinds = {name: found for name, found in kinds.items() if found}
+    kinds = {name: _hint_types(p.annotation) for name, p in signature.parameters.items()}
+    kinds = {name: types for name, types in kinds.items() if types}
 
     @functools.wraps(init)
     def with_checks(self, *args, **kwargs):
-        given = signature.bind_partial(self, *args, **kwargs).arguments if kinds else {}
-        for name in given.keys() & kinds.keys():
-            check_argument(name, given[name], kinds[name])
+        bound = signature.bind_partial(self, *args, **kwargs).arguments if kinds else {}
+        for name in bound.keys() & kinds.keys():
+            check_argument(name, bound[name], kinds[name])
         return init(self, *args, **kwargs)
 
-    with_checks.__signature__ = signature  # which Keras reads, to serialize
+    with_checks.__signature__ = signature  # Keras reads the signature to serialize layers.
     return with_checks
 
 
 def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    """Check one argument; see `checked`."""
-    if not any(_is(value, kind) for kind in kinds):
-        wanted = " or ".join(_SIMPLE[kind] for kind in kinds)
-        raise TypeError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+    """Check the type and the range of one argument. See `checked`.
+
+    Args:
+        name: Name of the argument, which selects its range.
+        value: Its value.
+        kinds: Accepted types, out of bool, int, float, str and `NoneType`.
+
+    Raises:
+        TypeError: If the value has another type.
+        ValueError: If the value is out of range.
+    """
+    if not any(_is_instance(value, kind) for kind in kinds):
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+        raise TypeError(f"`{name}` must be {expected}, got {value!r} ({type(value).__name__}).")
     if name == "num_layers" and value < 0:
-        raise ValueError(f"{name} must not be less than 0, got {value}")
+        raise ValueError(f"`{name}` must be at least 0, got {value}.")
     if name == "epsilon" and value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a number of more than 0, got {value}")
+        raise ValueError(f"`{name}` must be a finite number above 0, got {value}.")
     if name.endswith("_compute_type") and value not in _COMPUTE_TYPES:
-        raise ValueError(f"{name} must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}")
+        raise ValueError(f"`{name}` must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}.")
 
 
 def check_floating(name: str, x: typing.Any) -> None:
-    """Check that a tensor of a layer's call has floats.
+    """Check that a tensor has a floating-point type.
 
     Raises:
-        TypeError: it has not; names the argument.
+        TypeError: If it has another type.
     """
     if not x.dtype.is_floating:
-        raise TypeError(f"{name} must be of a floating type, got {x.dtype.name}")
+        raise TypeError(f"`{name}` must have a floating-point type, got {x.dtype.name}.")
 
 
-def _kinds(annotation):
-    """Return the types that a hint allows, if all are simple; else ()."""
+def _hint_types(annotation):
+    """Return the types of a hint as a tuple, or () if any of them is not in `_TYPE_NAMES`."""
     kinds = typing.get_args(annotation) or (annotation,)
-    return kinds if all(kind in _SIMPLE for kind in kinds) else ()
+    return kinds if all(kind in _TYPE_NAMES for kind in kinds) else ()
 
 
-def _is(value, kind):
+def _is_instance(value, kind):
     if kind is float:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
     if kind is int:
@@ -101,11 +115,16 @@ def _is(value, kind):
 
 
 KEY = "settings"
-_of_factors = lambda asked: {name: dict(one) for name, one in asked.items()}
-# A setting in configs -> the attribute that has it, and functions that return it for a file, and of one.
+
+
+def _copy_adapters(adapters):
+    return {name: dict(options) for name, options in adapters.items()}
+
+
+# Key in a config -> attribute of the layer, conversion to the config, conversion from the config.
 _SETTINGS = {
-    "rules": ("_own_rules", dict, dict),
-    "low_rank": ("low_rank", _of_factors, _of_factors),
+    "rules": ("_sharding_rules", dict, dict),
+    "low_rank": ("low_rank", _copy_adapters, _copy_adapters),
     "origin": ("origin", list, tuple),
     "generation": ("generation_rules", dict, dict),
     "labels": ("label_names", list, tuple),
@@ -114,60 +133,77 @@ _SETTINGS = {
 
 
 def as_config(arguments: dict) -> dict:
-    """Return a layer's arguments as a config has them.
+    """Return a layer's arguments in a form that Keras can serialize.
 
-    An activation's class is a layer of it, and a `MoEConfig` a dict.
+    An activation class becomes the config of an instance, and a `MoEConfig` a dictionary.
     """
-    found, kind = dict(arguments), arguments.get("hidden_act")
-    if isinstance(kind, type):
-        found["hidden_act"] = keras.saving.serialize_keras_object(kind())
-    if isinstance(moe := found.get("moe_config"), MoEConfig):
-        found["moe_config"] = dataclasses.asdict(moe)
-    return found
+    config = dict(arguments)
+    activation = arguments.get("hidden_act")
+    if isinstance(activation, type):
+        config["hidden_act"] = keras.saving.serialize_keras_object(activation())
+    if isinstance(moe := config.get("moe_config"), MoEConfig):
+        config["moe_config"] = dataclasses.asdict(moe)
+    return config
 
 
 def settings_of(layer: keras.layers.Layer) -> dict:
-    """Return what was set on a layer and those inside of it, for its config; {} for nothing.
+    """Return the settings of a layer and its inner layers for the config.
+
+    Recompute is included only if it differs from the parallel config's default.
 
     Returns:
-        `{KEY: {number of the layer inside: {"rules": ..., "recompute": ..., "low_rank": ...}}}`.
+        `{KEY: {index of the inner layer, as a string: {"rules": ..., "recompute": ..., ...}}}`, or
+        `{}` if nothing was set.
     """
-    found, usual = {}, as_recompute_config(get_parallel_config().recompute)
-    for number, inner in enumerate(_compat.flat_layers(layer)):
-        own = {}
+    settings = {}
+    default = as_recompute_config(get_parallel_config().recompute)
+    for index, inner in enumerate(_compat.flat_layers(layer)):
+        layer_settings = {}
         recompute = getattr(inner, "recompute_config", None)
-        if recompute is not None and recompute != usual:
-            own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
-        for name, (attribute, to_file, _) in _SETTINGS.items():
+        if recompute is not None and recompute != default:
+            layer_settings["recompute"] = {
+                **dataclasses.asdict(recompute),
+                "select": list(recompute.select),
+            }
+        for name, (attribute, to_config, _) in _SETTINGS.items():
             if value := getattr(inner, attribute, None):
-                own[name] = to_file(value)
-        if own:
-            found[str(number)] = own
-    return {KEY: found} if found else {}
+                layer_settings[name] = to_config(value)
+        if layer_settings:
+            settings[str(index)] = layer_settings
+    return {KEY: settings} if settings else {}
 
 
 def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
-    """Set on a new layer what `settings_of` told of another of its class."""
+    """Apply settings from `settings_of` to a layer of the same structure.
+
+    Args:
+        layer: The new layer.
+        settings: The dictionary under `KEY` in the config, or `None`.
+    """
     layers = _compat.flat_layers(layer)
-    for number, own in (settings or {}).items():
-        inner = layers[int(number)]
-        if "recompute" in own:
-            fields = {**own["recompute"], "select": tuple(own["recompute"]["select"])}
+    for index, layer_settings in (settings or {}).items():
+        inner = layers[int(index)]
+        if "recompute" in layer_settings:
+            fields = {
+                **layer_settings["recompute"],
+                "select": tuple(layer_settings["recompute"]["select"]),
+            }
             inner.recompute(TransformerRecomputeConfig(**fields))
-        for name in own.keys() & _SETTINGS.keys():
-            attribute, _, of_file = _SETTINGS[name]
-            setattr(inner, attribute, of_file(own[name]))
+        for name in layer_settings.keys() & _SETTINGS.keys():
+            attribute, _, from_config = _SETTINGS[name]
+            setattr(inner, attribute, from_config(layer_settings[name]))
 
 
 class KeepsSettings:
-    """A mixin of Keras layers and models, whose `get_config` adds `settings_of` them."""
+    """Mixin of Keras layers and models that restores settings from a config."""
 
     @classmethod
     def from_config(cls, config: dict):
-        """Return the layer of a config; what was set on the one that it is of is set."""
+        """Return a layer with the config's arguments and settings."""
         config = dict(config)
         settings = config.pop(KEY, None)
-        if isinstance(config.get("lambda_func"), dict):  # from a file
+        # A `.keras` file stores a function as a dictionary.
+        if isinstance(config.get("lambda_func"), dict):
             place = keras.saving.deserialize_keras_object(config["lambda_func"])
             config["lambda_func"] = place
         layer = super().from_config(config)
@@ -176,14 +212,16 @@ class KeepsSettings:
 
 
 def as_moe_config(value: MoEConfig | dict) -> MoEConfig:
-    """Return a copy of a `MoEConfig`, or one of a dict of its fields.
+    """Return a copy of a `MoEConfig`, or build one from a dictionary of its fields.
 
     Raises:
-        TypeError: it is neither, or a field is unknown.
-        ValueError: a field has a value that is not allowed.
+        TypeError: If the value has another type or a field is unknown.
+        ValueError: If a field is out of range.
     """
     if isinstance(value, dict):
         return MoEConfig(**value)
     if not isinstance(value, MoEConfig):
-        raise TypeError(f"moe_config must be a MoEConfig, got {value!r} ({type(value).__name__})")
+        raise TypeError(
+            f"`moe_config` must be a MoEConfig, got {value!r} ({type(value).__name__})."
+        )
     return dataclasses.replace(value)

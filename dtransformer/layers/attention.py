@@ -1,4 +1,4 @@
-"""Multi-head attention, with a cache for decoding one token at a time."""
+"""Multi-head attention with a cache for decoding one token at a time."""
 
 import keras
 import tensorflow as tf
@@ -11,9 +11,9 @@ from dtransformer.layers.attention_inputs import (
     check_layout,
     check_mask,
 )
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
+from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
 from dtransformer.layers.base import StreamLayer, check_rate, register
-from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_position
+from dtransformer.layers.cached_attention import insert_position, next_positions, prefix_cache
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
@@ -29,74 +29,77 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @register
 class MultiHeadAttention(StreamLayer):
-    """Attend from queries to keys and values, in several heads.
+    """Multi-head attention from queries to keys and values.
 
-    The projections of queries, keys and values are column parallel (all of a head on
-    one device), the output's is row parallel, and its bias is added after the
-    reduction. Scores are scaled before the product, so that 16-bit types do not
-    overflow. A position that is masked has a probability of exactly 0, and a query
-    that may attend nowhere gets a context of 0.
+    The projections of queries, keys and values are column-parallel, so each head is computed on one
+    device. The output projection is row-parallel, and its bias is added after the reduction.
+    Queries are scaled before the product with keys, so 16-bit scores do not overflow. Masked
+    positions have probability exactly 0. A query with no visible key returns zeros, before the
+    output bias.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.2; Shoeybi et
-    al., 2019, "Megatron-LM", §3.
+    Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.2;
+    [Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3
 
     Args:
-        hidden_size: size h of queries, keys, values and the output.
-        num_heads: number n of heads; divides h.
-        hidden_dropout_rate: dropout of the output, in [0, 1).
-        attention_dropout_rate: dropout of the probabilities, in [0, 1).
-        softmax_compute_type: type that the softmax is computed in.
-        kernel_initializer: a Keras initializer, or its name.
-        num_kv_heads: number m of heads of keys and values; divides n, which it is by default.
-            n / m heads of queries share one (Ainslie et al., 2023, arXiv 2305.13245).
-        head_dim: number d of features of a head; h / n by default.
-        use_bias: whether projections have a bias.
-        qkv_bias: whether those of queries, keys and values do; `use_bias` by default.
-        rotary_base: turns queries and keys by rotary positions of this base; None for no
-            positions. See `rotary_frequencies`.
-        rotary_fraction: share of a head's features that turn.
-        rotary_scaling: how the angles are scaled for longer texts; None for not.
-        causal: whether a query may attend to no later position; with a cache none does.
-        window: how far a query may attend; None for everywhere. See `is_near`.
-        alibi: whether scores have the bias of ALiBi; see `position_bias.alibi`.
-        relative_max_distance: of the table of positions of a call; see `relative_bias`.
-        query_scale: what queries are multiplied with; 1 / √d by default. First values of their
-            kernel make up for it, so that the first scores do not depend on it.
-        soft_cap: scores x become c·tanh(x / c); None for not. See `attention`.
-        qk_norm: the norm of each head's queries and keys before they turn, a name of `make_norm`;
-            None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
-            of all heads together.
-        qk_norm_epsilon: what these add to the variance; their own default where it is None.
-        qk_norm_after_rotary: whether they come after the turning, as HunYuan's.
-        sinks: whether each head has a score that is learnt, besides those of its keys; see
-            `attention`.
-        implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
+        hidden_size: Integer. Size h of queries, keys, values and the output.
+        num_heads: Integer. Number n of query heads.
+        hidden_dropout_rate: Float in [0, 1). Dropout of the output. Defaults to `0.1`.
+        attention_dropout_rate: Float in [0, 1). Dropout of probabilities. Defaults to `0.1`.
+        softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+        num_kv_heads: Integer. Number m of key and value heads, a divisor of n. n / m query heads
+            share one ([Ainslie et al., 2023](https://arxiv.org/abs/2305.13245)). Defaults to n.
+        head_dim: Integer. Features d per head. Defaults to h / n.
+        use_bias: Boolean, whether projections have a bias. Defaults to `True`.
+        qkv_bias: Boolean, whether the projections of queries, keys and values have a bias. Defaults
+            to `use_bias`.
+        rotary_base: Float. Base of the rotary position embedding, see `rotary_frequencies`.
+            Defaults to `None`, which disables it.
+        rotary_fraction: Float. Fraction of the features to rotate. Defaults to `1.0`.
+        rotary_scaling: Dictionary. Extension of the rotary embedding to longer sequences, see
+            `rotary_frequencies`. Defaults to `None`.
+        causal: Boolean, whether to hide later positions. With a cache they are always hidden.
+            Defaults to `False`.
+        window: Integer. Sliding-window size, see `is_near`. `None` disables it (default).
+        alibi: Boolean, whether to add the ALiBi bias to scores. Defaults to `False`.
+        relative_max_distance: Integer. Largest distance that T5's relative positions distinguish,
+            see `relative_bias`. Defaults to `128`.
+        query_scale: Float. Factor of the queries. The kernel initializer compensates for it, so
+            initial scores do not depend on it. Defaults to 1 / √d.
+        soft_cap: Float c. Replaces a score x by c·tanh(x / c). `None` disables it (default).
+        qk_norm: Name of a norm, see `make_norm`. Normalizes each head of queries and keys before
+            the rotary embedding ([Henry et al., 2020](https://arxiv.org/abs/2010.04245)).
+            `"rms_norm_all_heads"` normalizes over all heads. `None` disables it (default).
+        qk_norm_epsilon: Float. Epsilon of these norms. Defaults to the norm's default.
+        qk_norm_after_rotary: Boolean, whether these norms follow the rotary embedding, as in
+            HunYuan. Defaults to `False`.
+        sinks: Boolean, whether heads learn an attention sink, see `attention`. Defaults to `False`.
+        implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`, see `attention`.
+            Defaults to `"auto"`.
 
     Call arguments:
-        query: tensor [b, s, h].
-        key: tensor [b, t, h].
-        value: tensor [b, t, h].
-        attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
-            [b, n, s, t]; 1 where a query may attend. Or `Segments`.
-        cache: what earlier calls computed. From `init_cache`, for attention of a
-            sequence to itself: the keys and values of the new position, s being 1, are put
-            in at `cache["index"]`, and queries attend to positions up to their own.
-            From `project_memory`, for attention to a memory: `key` and `value` are
-            not read and may be None; the query may have k rows for each of the memory's.
-            An empty dict, for the beginning of a sequence: it is attended to as without a
-            cache, and its keys and values are in the cache for the next call, `"prefix_key"`
-            and `"prefix_value"` [b, m, p, d]. Together with what `init_cache` gives, the
-            positions of all k sequences of a source come after its p ones.
-        prefix_mask: bool tensor [b, p], what may be seen of the prefix; None for all.
-        position_table: tensor [r, n], the table of T5's relative positions; None for none.
-        training: whether dropout applies.
+        query: Tensor of shape `[b, s, h]`.
+        key, value: Tensors of shape `[b, t, h]`.
+        attention_mask: Boolean or 0/1 tensor of shape `[b, t]`, `[b, s, t]`, `[b, 1, t]` or
+            `[b, n, s, t]`, 1 where a query may attend; or `Segments`. Defaults to the Keras mask of
+            `key`.
+        cache: Dictionary with the keys and values of earlier calls. With a cache from `init_cache`
+            the layer is self-attention: it inserts one new position (s = 1) at `cache["index"]` and
+            hides later positions. With a cache from `project_memory`, `key` and `value` may be
+            `None`, and the query may have k rows per memory row. An empty dictionary starts a
+            sequence: the call attends as without a cache and returns a cache with `"prefix_key"`
+            and `"prefix_value"` of shape `[b, m, p, d]`. Merged with the cache of `init_cache`,
+            these p positions come before the positions of all k hypotheses.
+        prefix_mask: Boolean tensor of shape `[b, p]`, True for visible prefix positions.
+        position_table: Tensor of shape `[r, n]`, the table of T5's relative positions.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        The query's; with a cache, a pair of this and the cache for the next call.
+        `[b, s, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
 
     Raises:
-        ValueError: num_heads does not divide hidden_size where there is no head_dim,
-            num_kv_heads does not divide num_heads, or the config cannot divide them.
+        ValueError: If the head sizes do not divide each other or the parallel config cannot shard
+            them.
 
     Example:
 
@@ -137,27 +140,31 @@ class MultiHeadAttention(StreamLayer):
         self.hidden_size = check_int("hidden_size", hidden_size)
         self.num_heads = check_int("num_heads", num_heads)
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
+            raise ValueError(f"`num_heads={num_heads}` must divide `hidden_size={hidden_size}`.")
         self.head_dim = check_int("head_dim", head_dim or hidden_size // num_heads)
         self.value_dim = self.head_dim
         self.num_kv_heads = check_int("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+            raise ValueError(f"`num_kv_heads={num_kv_heads}` must divide `num_heads={num_heads}`.")
         self.use_bias = use_bias
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
-        self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
+        self.rotary_base = rotary_base
+        self.rotary_fraction = rotary_fraction
         self.rotary_scaling = rotary_scaling
         self.set_rotary(self.head_dim)
-        self.causal, self.alibi = causal, alibi
+        self.causal = causal
+        self.alibi = alibi
         self.window = None if window is None else check_int("window", window)
         self.relative_max_distance = check_int("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
-        self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
+        self.qk_norm = qk_norm
+        self.qk_norm_epsilon = qk_norm_epsilon
+        self.sinks = sinks
         self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
-            raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
+            raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}.")
         self.implementation = implementation
         check_layout(hidden_size, num_heads, self.num_kv_heads, implementation)
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
@@ -177,7 +184,7 @@ class MultiHeadAttention(StreamLayer):
             )
 
     def set_rotary(self, num_features: int) -> None:
-        """Compute the angles of rotary positions, if there are any, of so many features of a head."""
+        """Compute the rotary angles for `num_features` features per head, if enabled."""
         if self.rotary_base is not None:
             rotary = self.rotary_base, self.rotary_fraction, self.rotary_scaling
             self._frequencies = rotary_frequencies(num_features, *rotary)
@@ -239,7 +246,7 @@ class MultiHeadAttention(StreamLayer):
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is None:
-            attention_mask = own_or_keras_mask(attention_mask, key)
+            attention_mask = mask_or_keras_mask(attention_mask, key)
         check_inputs(self.hidden_size, query, key, value)
         decodes = bool(cache)
         if not decodes:
@@ -247,26 +254,28 @@ class MultiHeadAttention(StreamLayer):
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             masks = attention_mask, prefix_mask
-            turned = lambda q, k: self._turned(q, k, cache, masks)
-            order = (self._normalized, turned)[:: -1 if self.qk_norm_after_rotary else 1]
-            for step in order:
-                q, k = step(q, k)
+            if not self.qk_norm_after_rotary:
+                q, k = self._normalize_heads(q, k)
+            q, k = self._apply_rotary(q, k, cache, masks)
+            if self.qk_norm_after_rotary:
+                q, k = self._normalize_heads(q, k)
             if decodes:
                 bias = self._bias(position_table)
-                cache, *seen = with_new_position(cache, k, v, *masks, self.window, bias)
+                cache, *attended = insert_position(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
-                cache = of_prefix(k, v, self.window)
+                cache = prefix_cache(k, v, self.window)
         else:
             (q,) = self._project({"query": query})
-            seen = [cache["key"]], [cache["value"]], attention_mask, None
+            attended = [cache["key"]], [cache["value"]], attention_mask, None
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         q = elementwise.scale(q, tf.cast(scale, q.dtype)) if scale != 1 else q
         if decodes:
-            q = kv_cache.side_by_side(q, static_or_dynamic_shape(seen[0][0])[0])
-            context = self._attend(q, *seen)
+            q = kv_cache.side_by_side(q, static_or_dynamic_shape(attended[0][0])[0])
+            context = self._attend(q, *attended)
         else:
-            context = self._attend_at_once(q, k, v, attention_mask, position_table, training)
-        # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
+            context = self._attend_without_cache(q, k, v, attention_mask, position_table, training)
+        # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [batch, length,
+        # embed]
         if decodes:
             context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
         else:
@@ -278,40 +287,41 @@ class MultiHeadAttention(StreamLayer):
         return output if cache is None else (output, cache)
 
     def _project(self, inputs):
-        """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.
+        """Return the queries, keys and values in `inputs`, each `[b, heads, length, head_dim]`.
 
-        Those of the same input are one product, and share one reduction of its gradient.
+        Projections of the same tensor are one product and share one gradient reduction.
         """
-        names_of = {}
+        names_by_input = {}
         for name, x in inputs.items():
-            names_of.setdefault(id(x), []).append(name)
+            names_by_input.setdefault(id(x), []).append(name)
         heads = {}
-        for names in names_of.values():
+        for names in names_by_input.values():
             kernels = [getattr(self, f"{name}_kernel") for name in names]
             biases = [getattr(self, f"{name}_bias") for name in names]
             heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
-    def _turned(self, q, k, cache, masks):
-        """Turn queries and keys of a sequence's next positions by the angles of these."""
+    def _apply_rotary(self, q, k, cache, masks):
+        """Apply the rotary embedding to queries and keys at the next positions of a sequence."""
         if self.rotary_base is None:
             return q, k
-        grows = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
-        in_texts = bool(grows) or self.qk_norm_after_rotary  # more counts than their distance
+        beta = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
+        # The result then depends on absolute positions.
+        in_texts = bool(beta) or self.qk_norm_after_rotary
         positions = next_positions(q, cache, *masks, in_texts)
         q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
-        if grows:
+        if beta:
             factor = query_factor(positions, self.rotary_scaling)
             q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
         return q, k
 
-    def _normalized(self, q, k):
+    def _normalize_heads(self, q, k):
         if self.query_norm is None:
             return q, k
         return self.query_norm(q), self.key_norm(k)
 
-    def _attend_at_once(self, q, k, v, mask, table, training):
-        """Attend without a cache: from all queries to all keys."""
+    def _attend_without_cache(self, q, k, v, mask, table, training):
+        """Attend from all queries to all keys, without a cache."""
         options = {
             "causal": self.causal,
             "window": self.window,
@@ -323,11 +333,12 @@ class MultiHeadAttention(StreamLayer):
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
         if self.recomputes and training:
-            others = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
-            others |= {"mask": mask, "bias": self.alibi or table is not None, **options}
-            if implementation_for(self.implementation, q, k, **others) == "reference":
+            choice = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
+            choice |= {"mask": mask, "bias": self.alibi or table is not None, **options}
+            if implementation_for(self.implementation, q, k, **choice) == "reference":
                 weights = [self.sink_scores] if self.sinks else []
-                return recomputed(attend, tensors, weights)  # the others keep no scores
+                # Other implementations store no scores.
+                return recomputed(attend, tensors, weights)
         return attend(*tensors)
 
     def _attend(self, q, keys, values, mask, bias, **options):
@@ -345,7 +356,6 @@ class MultiHeadAttention(StreamLayer):
         )
 
     def _bias(self, table=None) -> PositionBias | None:
-        """Return what positions add to scores."""
         if table is not None:
             return relative_bias(table, self.relative_max_distance, self.causal)
         return alibi(self.num_heads) if self.alibi else None
@@ -353,34 +363,37 @@ class MultiHeadAttention(StreamLayer):
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
     ) -> dict[str, tf.Tensor]:
-        """Return an empty cache for attention of a sequence to itself.
+        """Return an empty cache for self-attention.
+
+        With a window, the cache holds at most a window of positions per hypothesis.
 
         Args:
-            batch_size: number b of sources.
-            max_length: number of positions the cache can hold.
-            num_hypotheses: number k of sequences of each source, which follow each other in the
-                queries [b·k, s, h]. Each attends to those entries of its source that the mask
-                [b, k, max_length·k] allows: entry p·k + c is position p of the sequence c.
+            batch_size: Integer. Number b of sources.
+            max_length: Integer. Maximum number of positions.
+            num_hypotheses: Integer. Number k of sequences per source, in consecutive rows of the
+                queries `[b·k, s, h]`. Each sequence attends to the entries of its source that the
+                mask `[b, k, max_length·k]` allows. Entry p·k + c is position p of sequence c.
+                Defaults to `1`.
 
         Returns:
-            A dict of `"key"` and `"value"` [b, m, max_length·k, d], of a window's length at most,
-            and `"index"`, the number of positions that there were (int32 scalar).
+            A dictionary with `"key"` and `"value"` of shape `[b, m, max_length·k, d]`, and
+            `"index"`, an int32 scalar: the number of positions inserted so far.
         """
         if self.window is not None:
-            least = min if isinstance(max_length, int) else tf.minimum
-            max_length = least(max_length, self.window)
+            minimum = min if isinstance(max_length, int) else tf.minimum
+            max_length = minimum(max_length, self.window)
         shape = [batch_size, self.num_kv_heads, max_length * num_hypotheses, self.head_dim]
         key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
         return {"key": key, "value": value, "index": tf.constant(0)}
 
     def project_memory(self, memory: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return the cache for attention to a memory that stays the same.
+        """Return a cache with the keys and values of a fixed memory, for cross-attention.
 
         Args:
-            memory: tensor [b, t, h].
+            memory: Tensor of shape `[b, t, h]`.
 
         Returns:
-            A dict of `"key"` and `"value"` [b, m, t, d].
+            A dictionary with `"key"` and `"value"` of shape `[b, m, t, d]`.
         """
         memory = tf.cast(memory, self.compute_dtype)
         k, v = self._project({"key": memory, "value": memory})

@@ -1,4 +1,4 @@
-"""Inputs of attention: what is refused, as it would be broadcast or fail later."""
+"""Shape and type checks of attention inputs, which would otherwise broadcast or fail later."""
 
 import tensorflow as tf
 
@@ -10,22 +10,24 @@ from dtransformer.parallel.context_parallel.plan import check_heads
 
 
 def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementation: str) -> None:
-    """Check that the config can divide an attention.
+    """Check that the parallel config can shard an attention layer.
 
     Raises:
-        ValueError: it cannot; names all the numbers.
+        ValueError: If `model_parallel` or the context-parallel mode does not divide the sizes, or
+            `implementation` is `"reference"` under context parallelism.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_size": hidden_size}
     check_divisible(**sizes)
     config = get_parallel_config()
-    shards, own = config.context_parallel, num_heads // config.model_parallel
+    shards = config.context_parallel
+    local_heads = num_heads // config.model_parallel
     if shards > 1 and implementation == "reference":
         raise ValueError(
-            f"implementation='reference' does not work with context_parallel={shards}, under which "
-            "attention is computed by blocks: set implementation='auto'"
+            "`implementation='reference'` does not support sharded sequences "
+            f"(`context_parallel={shards}`). Use `implementation='auto'`."
         )
     if config.context_parallel_mode == "ulysses":
-        check_heads(own, num_kv_heads // config.model_parallel, shards)
+        check_heads(local_heads, num_kv_heads // config.model_parallel, shards)
 
 
 def check_inputs(
@@ -35,11 +37,18 @@ def check_inputs(
     value: tf.Tensor | None,
     length: int | None = None,
 ) -> None:
-    """Check the inputs of attention, which may all have to be of one length.
+    """Check the types and shapes of queries, keys and values.
+
+    Args:
+        hidden_size: Integer. Size h of the last dimension.
+        query: Tensor of shape `[b, s, h]`.
+        key, value: Tensors of shape `[b, t, h]`, or `None`.
+        length: Integer. Required sequence length of all inputs. Defaults to `None`: any length, but
+            keys and values must have the same.
 
     Raises:
-        TypeError: one is not of a floating type.
-        ValueError: one is not [b, s, h]; names it.
+        TypeError: If an input is not floating-point.
+        ValueError: If an input has another shape.
     """
     batch = query.shape[:1]
     for name, x in {"query": query, "key": key, "value": value}.items():
@@ -48,8 +57,8 @@ def check_inputs(
         expected = [*batch, length, hidden_size]
         if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
             raise ValueError(
-                f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, a length "
-                f"and hidden_size={hidden_size}"
+                f"`{name}` has shape {list(x.shape)}, expected {expected}: batch, length and "
+                f"`hidden_size={hidden_size}`."
             )
         check_floating(name, x)
         if name == "key":
@@ -59,34 +68,34 @@ def check_inputs(
 def check_mask(
     mask: tf.Tensor | Segments | None, query: tf.Tensor, length: int | None, num_heads: int
 ) -> None:
-    """Check a mask of attention.
+    """Check the shape of an attention mask.
 
     Args:
-        mask: the mask.
-        query: tensor [b, s, h].
-        length: number t of keys.
-        num_heads: number n of heads.
+        mask: Tensor or `Segments`, see `attention`, or `None`.
+        query: Tensor of shape `[b, s, h]`.
+        length: Number t of keys.
+        num_heads: Number n of heads.
 
     Raises:
-        ValueError: it would be broadcast over other sequences.
+        ValueError: If the shape does not match. A mask is never broadcast over the batch.
     """
     if mask is None:
         return
-    batch, own = query.shape[:2]
+    batch, num_queries = query.shape[:2]
     if isinstance(mask, Segments):
-        fits = mask.queries.shape.is_compatible_with([batch, own])
+        fits = mask.queries.shape.is_compatible_with([batch, num_queries])
         if fits and mask.keys.shape.is_compatible_with([batch, length]):
             return
         raise ValueError(
-            f"the segments have the shapes {list(mask.queries.shape)} and {list(mask.keys.shape)}, "
-            f"expected [{batch}, {own}] of queries and [{batch}, {length}] of keys"
+            f"`Segments` has shapes {list(mask.queries.shape)} and {list(mask.keys.shape)}, "
+            f"expected [{batch}, {num_queries}] for queries and [{batch}, {length}] for keys."
         )
-    forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, own)]}
+    forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, num_queries)]}
     forms[4] = [[batch, n, *form[1:]] for n in (1, num_heads) for form in forms[3]]
     allowed = forms.get(mask.shape.rank, ())
     if not any(mask.shape.is_compatible_with(form) for form in allowed):
         raise ValueError(
-            f"the attention mask has the shape {list(mask.shape)}, expected "
-            f"[{batch}, {length}], [{batch}, {own}, {length}] or [{batch}, {num_heads}, "
-            f"{own}, {length}] for queries of the shape {list(query.shape)}"
+            f"The attention mask has shape {list(mask.shape)}, expected "
+            f"[{batch}, {length}], [{batch}, {num_queries}, {length}] or [{batch}, {num_heads}, "
+            f"{num_queries}, {length}] for queries of shape {list(query.shape)}."
         )

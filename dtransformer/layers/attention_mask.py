@@ -1,4 +1,4 @@
-"""Masks of attention: what each position may attend to."""
+"""Attention masks."""
 
 import typing
 
@@ -12,17 +12,19 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Segments(typing.NamedTuple):
-    """A mask by the sequences that positions are of: each may attend to its own.
+    """Mask of packed sequences: a position may attend only to positions of its sequence.
 
-    It takes the place of a mask [b, s, t] where lengths are great, and is made one block at a time.
+    Use it instead of a mask `[b, s, t]` for long sequences. Attention expands it one block at a
+    time.
 
     Args:
-        queries: tensor [b, s], the number of the sequence of each query, from 1, and 0 for
-            padding; or bool, where there is a token.
-        keys: tensor [b, t], as the queries.
-        prefix: bool tensor [b, t], the keys that all queries of their sequence may attend to,
-            though attention be causal; None for none. That of a prefix language model (Raffel et
-            al., 2020, arXiv 1910.10683, §3.2.1) is the beginning of each sequence.
+        queries: Integer tensor of shape `[b, s]`, the segment id of each query, from 1, or 0 for
+            padding. A boolean tensor marks the tokens of a single sequence.
+        keys: Tensor of shape `[b, t]` like `queries`.
+        prefix: Boolean tensor of shape `[b, t]`. All queries of a sequence may attend to its prefix
+            keys, even with causal attention, as in a prefix language model
+            ([Raffel et al., 2020](https://arxiv.org/abs/1910.10683), section 3.2.1). Defaults to
+            `None`, no prefix.
     """
 
     queries: tf.Tensor
@@ -30,19 +32,21 @@ class Segments(typing.NamedTuple):
     prefix: tf.Tensor | None = None
 
     def block(self, queries: slice, keys: slice) -> "Segments":
-        """Return what some queries and keys are of."""
+        """Return the part of the mask for a slice of queries and a slice of keys."""
         prefix = None if self.prefix is None else self.prefix[:, keys]
         return Segments(self.queries[:, queries], self.keys[:, keys], prefix)
 
 
 def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-    """Return which keys are of the queries' segment: bool [..., s, t].
+    """Return a bool mask `[..., s, t]`, True where query and key have the same segment id.
+
+    Padding (0) matches nothing.
 
     Args:
-        queries: tensor [..., s], the number of each position's segment, 0 for padding.
-        keys: tensor [..., t], as the queries.
+        queries: Integer tensor of shape `[..., s]`, segment ids, or a boolean tensor.
+        keys: Tensor of shape `[..., t]` like `queries`.
     """
-    # Not by an index: where queries are sharded, DTensor fails.
+    # Indexing with `None` fails in DTensor if the queries are sharded.
     queries, keys = tf.expand_dims(queries, -1), tf.expand_dims(keys, -2)
     if keys.dtype.is_bool:
         return queries & keys
@@ -51,13 +55,13 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     return (queries == keys) & (keys != 0)
 
 
-def own_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
-    """Return the mask that a layer was given, or the one that Keras has left on a tensor."""
+def mask_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
+    """Return `mask`, or the Keras mask of `x` if `mask` is `None`."""
     return _compat.mask_of(x) if mask is None else mask
 
 
 def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
-    """Return a mask as bool [b, n or 1, s or 1, t]."""
+    """Return a mask as a bool tensor of shape `[b, n or 1, s or 1, t]`."""
     if isinstance(mask, Segments):
         mask = same_segment(mask.queries, mask.keys)
     mask = tf.cast(mask, "bool")
@@ -66,10 +70,17 @@ def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
     return mask[:, None, :, :] if len(mask.shape) == 3 else mask
 
 
-def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
-    """Return which positions of a sequence that attends to itself are tokens: bool [b, s].
+def token_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
+    """Return a bool mask of the tokens, derived from a self-attention mask.
 
-    Padding is what nothing may attend to; in a mask [b, s, s], what may attend to nothing.
+    In a mask `[b, s]` or `[b, 1, s]`, a token is a visible key. In a mask `[b, s, s]`, a token is a
+    query that sees at least one key.
+
+    Args:
+        mask: Self-attention mask, see `attention`, or `None`.
+
+    Returns:
+        A bool tensor of shape `[b, s]`, or `None` without a mask.
     """
     if mask is None:
         return None
@@ -86,17 +97,18 @@ def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
 def is_near(
     queries: tf.Tensor, keys: tf.Tensor, causal: bool, window: int | None
 ) -> tf.Tensor | None:
-    """Return which keys are within reach of queries by their positions, bool [..., s, t].
+    """Return a bool mask of the keys that queries can reach at their positions.
 
     Args:
-        queries: int tensor [..., s], their positions.
-        keys: int tensor [t].
-        causal: whether a query may attend to no later position.
-        window: a query may attend to positions that are less than this before its own, or, where
-            it is not causal, after it; None for all (Beltagy et al., 2020, arXiv 2004.05150, §3.1).
+        queries: Integer tensor of shape `[..., s]`, positions of the queries.
+        keys: Integer tensor of shape `[t]`, positions of the keys.
+        causal: Boolean, whether to hide later positions.
+        window: Integer w. A query at position i sees keys j with i − w < j and, without causality,
+            j < i + w ([Beltagy et al., 2020](https://arxiv.org/abs/2004.05150), section 3.1).
+            `None` disables it.
 
     Returns:
-        A tensor; None where all are.
+        A bool tensor of shape `[..., s, t]`, or `None` if all keys are in reach.
     """
     queries, keys = tf.cast(queries, INDEX_TYPE), tf.cast(keys, INDEX_TYPE)
     queries, keys = tf.expand_dims(queries, -1), keys[None, :]
@@ -110,11 +122,17 @@ def is_near(
 
 
 def allowed(mask: tf.Tensor | Segments | None, near: tf.Tensor | None) -> tf.Tensor | None:
-    """Return where queries may attend, bool [b or 1, n or 1, s or 1, t]; None for everywhere.
+    """Combine a mask with the keys in reach.
+
+    Prefix keys in `Segments` are always in reach.
 
     Args:
-        mask: a mask, see `attention`; None for everywhere.
-        near: bool [s, t], what is within reach; see `is_near`.
+        mask: Mask as in `attention`, or `None`.
+        near: Bool tensor of shape `[s, t]` from `is_near`, or `None`.
+
+    Returns:
+        A bool tensor of shape `[b or 1, n or 1, s or 1, t]`, True where a query may attend, or
+        `None` if nothing is masked.
     """
     if near is not None:
         near = near[None, None]
@@ -127,19 +145,20 @@ def allowed(mask: tf.Tensor | Segments | None, near: tf.Tensor | None) -> tf.Ten
 
 @register
 class AttentionMask(Layer):
-    """Turn an input mask into a causal attention mask.
+    """Convert an input mask into a causal attention mask.
 
     Args:
-        window: how many positions each may attend to, its own and those before it; None for all
-            (Beltagy et al., 2020, arXiv 2004.05150, §3.1).
+        window: Integer. Number of visible positions: the query's and those before it
+            ([Beltagy et al., 2020](https://arxiv.org/abs/2004.05150), section 3.1). `None` shows
+            all earlier positions (default).
 
     Call arguments:
-        input_mask: tensor [b, s] of 0 and 1; 1 where there is a token. Or, where several
-            sequences are packed into one, the number of its sequence, from 1.
+        input_mask: Tensor of shape `[b, s]`, 1 for tokens and 0 for padding; or the segment ids,
+            from 1, of packed sequences.
 
     Output shape:
-        [b, s, s]: 1 where position i may attend to position j ≤ i and both are
-        tokens, of the same sequence; that is the lower triangle of m·mᵀ where there is one.
+        `[b, s, s]`, in the compute type: 1 where position i may attend to position j ≤ i, and both
+        are tokens of the same sequence.
 
     Example:
 

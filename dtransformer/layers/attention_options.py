@@ -1,4 +1,4 @@
-"""Options of attention: what it is told besides queries, keys and values, for every implementation."""
+"""Options of an attention, shared by all implementations."""
 
 import dataclasses
 
@@ -6,18 +6,19 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, is_near
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.elementwise import soft_capped
-from dtransformer.layers.online_softmax import block_context, by_heads, scores_of
+from dtransformer.layers.elementwise import apply_soft_cap
+from dtransformer.layers.online_softmax import attention_scores, block_context, per_head
 from dtransformer.layers.position_bias import PositionBias
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """The options of one attention.
+    """Options of one attention.
 
     Args:
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks: see
-            `attention_core.attention`; a bias may be said to be there.
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks: See
+            `attention_core.attention`. To choose an implementation, `bias` may be a boolean:
+            whether there is a bias.
     """
 
     mask: tf.Tensor | Segments | None = None
@@ -31,40 +32,49 @@ class AttentionOptions:
 
     @property
     def compute_type(self) -> str:
-        """The type of sums over blocks of keys: float32 at least."""
+        """Type of sums over blocks of keys: float64 for a float64 softmax, otherwise float32."""
         return "float64" if self.softmax_compute_type == "float64" else "float32"
 
     @property
     def reach(self) -> tuple[bool, int | None]:
-        """Causal and window, see `is_near`, by which no query attends beyond.
+        """The `(causal, window)` limits of all queries, or `(False, None)` if there is a prefix.
 
-        Where there is a prefix, queries may attend to all of it.
+        See `is_near`.
         """
         has_prefix = isinstance(self.mask, Segments) and self.mask.prefix is not None
         return (False, None) if has_prefix else (self.causal, self.window)
 
     @property
     def differentiated(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The sinks, a list of one tensor [1, n, 1, 1] or none, and the tensors of the bias."""
-        sinks = [] if self.sinks is None else [tf.cast(by_heads(self.sinks), self.compute_type)]
+        """Tensors with gradients: a `(sinks, bias tensors)` tuple of lists.
+
+        Sinks are one tensor of shape `[1, n, 1, 1]`, or an empty list.
+        """
+        sinks = [] if self.sinks is None else [tf.cast(per_head(self.sinks), self.compute_type)]
         return sinks, [] if self.bias is None else self.bias.tensors
 
     def near(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor | None:
-        """Return which keys are within reach of queries by their positions; see `is_near`."""
+        """Return a bool mask of the keys in reach of queries at these positions. See `is_near`."""
         return is_near(queries, keys, self.causal, self.window)
 
     def scores(self, q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
-        """Return the scores of queries and keys in the compute type, before they are masked."""
-        scores = tf.cast(scores_of(q, k), self.compute_type)
-        return scores if self.soft_cap is None else soft_capped(scores, self.soft_cap)
+        """Return unmasked scores in the compute type, after the soft cap."""
+        scores = tf.cast(attention_scores(q, k), self.compute_type)
+        return scores if self.soft_cap is None else apply_soft_cap(scores, self.soft_cap)
 
     def kept(self, known: tf.Tensor, part: int, sizes: list[int]) -> list[tf.Tensor | None]:
-        """Return dropout's masks of blocks of keys of some sizes, not drawn before `known` is."""
+        """Return one dropout mask per block of keys, or `None` for each block without dropout.
+
+        Args:
+            known: Tensor of shape `[..., s, d]` that must be computed before the masks are drawn.
+            part: Integer. Index of the mask.
+            sizes: List of integers. Number of keys of each block.
+        """
         if self.dropout is None or not sizes:
             return [None] * len(sizes)
         kept = self.dropout.kept(known, part, width=sum(sizes), known=known)
         return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=-1)
 
     def context(self, probabilities: tf.Tensor, v: tf.Tensor, kept: tf.Tensor | None) -> tf.Tensor:
-        """Return what a block adds to the context; see `block_context`."""
+        """Return the contribution of a block of keys to the context. See `block_context`."""
         return block_context(probabilities, v, kept, self.dropout, self.compute_type)

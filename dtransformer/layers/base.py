@@ -1,4 +1,4 @@
-"""The base of every layer: weights with logical axes and reproducible values."""
+"""Base classes of all layers: weights with logical axes and reproducible initial values."""
 
 import functools
 import inspect
@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
-from dtransformer.layers.initializers import seeded
-from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
+from dtransformer.layers.initializers import with_derived_seed
+from dtransformer.layers.low_rank import TakesLowRank, build_with_adapters
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -21,23 +21,25 @@ register = keras.saving.register_keras_serializable("dtransformer")
 
 
 class Layer(KeepsSettings, TakesLowRank):
-    """A Keras layer whose weights name their dimensions.
+    """Base class of Keras layers whose weights have logical axes.
 
-    `add_weight` takes the logical name of every dimension, from which the rules of
-    `dtransformer.parallel.mesh.axis_rules` derive how it is sharded; `shard` replaces rows of
-    them for this layer alone. A random initializer without a seed of its own gets one that
-    depends on the job's seed and on the weight's path only.
+    `add_weight` takes the logical axis of every dimension. The rules of
+    `dtransformer.parallel.mesh.axis_rules` map logical axes to mesh axes; `shard` overrides them
+    for a single layer. An unseeded random initializer receives a seed that depends only on the
+    job's seed and the weight's path.
+
+    The backward pass computes the layer again if `recomputes` is `True`. See `parallel.recompute`.
     """
 
-    _own_rules = {}
-    # Whether the backward pass computes the layer again: see `parallel.recompute`.
+    _sharding_rules = {}
+    # See `parallel.recompute`.
     recomputes = False
-    # The pipeline stage that has the layer, or the model chunk where stages have several; -1 for
-    # the last. None where each stage may compute it.
+    # Index of the layer's pipeline stage or, with several model chunks per stage, of its chunk. -1
+    # is the last. `None` allows every stage to compute the layer.
     pipeline_stage = None
-    # Which of its results are weights: the number of the result and the attribute.
+    # Maps the index of an output to the attribute of the weight that it returns.
     results_that_are_weights = types.MappingProxyType({})
-    # Other model chunks that need these weights, which `share_weights` finds out.
+    # Other model chunks that use these weights; set by `share_weights`.
     copied_to = frozenset()
 
     build = parallelize.build_method(keras.layers.Layer.build)
@@ -45,33 +47,35 @@ class Layer(KeepsSettings, TakesLowRank):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         if not keras.backend.is_float_dtype(self.compute_dtype):
-            raise ValueError(f"dtype must be of a floating type, got {self.compute_dtype!r}")
+            raise ValueError(f"`dtype` must be a floating-point type, got {self.compute_dtype!r}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
-            cls.build = parallelize.build_method(built_with_factors(cls.build))
+            cls.build = parallelize.build_method(build_with_adapters(cls.build))
         if "call" in vars(cls):
             cls.call = _compat.told_as_it_is(parallelize.call_method(cls.call))
 
     def takes(self, num_features: int) -> None:
-        """Let inputs with another last dimension be refused, by Keras, before they are used."""
+        """Let Keras reject inputs whose last dimension is not `num_features`."""
         self.input_spec = keras.layers.InputSpec(axes={-1: num_features})
 
     def shard(self, **rules: str | None) -> "Layer":
-        """Shard this layer, and the layers inside of it, by rules of its own.
+        """Override the sharding rules of this layer and of the layers inside it.
+
+        Call it before the layer is built.
 
         Args:
-            **rules: logical name of a dimension = the mesh axis that shards it, `"data"`,
-                `"context"`, `"model"` or None.
+            **rules: Logical axis and the mesh axis that shards it: `"data"`, `"context"`,
+                `"model"`, or `None` to replicate it.
 
         Returns:
-            The layer.
+            The layer itself.
 
         Raises:
-            ValueError: a name is unknown, or the layer has its weights already.
+            ValueError: If an axis is unknown or the layer already has weights.
 
         Example:
 
@@ -82,24 +86,24 @@ class Layer(KeepsSettings, TakesLowRank):
             check_axes((name,), 1, f"the rule {name}={axis!r}")
             allowed = (*validators.MESH_AXES, None)
             if axis not in allowed:
-                raise ValueError(f"the rule {name}={axis!r} must be one of {allowed}")
+                raise ValueError(f"The mesh axis in `{name}={axis!r}` must be one of {allowed}.")
         for layer in _compat.flat_layers(self):
             if layer.weights:
-                raise ValueError(f"{layer.path} has its weights already: call shard before build")
+                raise ValueError(f"{layer.path} already has weights. Call `shard` before `build`.")
             if isinstance(layer, Layer):
-                layer._own_rules = {**layer._own_rules, **rules}
+                layer._sharding_rules = {**layer._sharding_rules, **rules}
         return self
 
     def __call__(self, *args, **kwargs):
         if "mask" in kwargs and "mask" not in (names := inspect.signature(self.call).parameters):
             mask = kwargs.pop("mask")
-            first, *others = args or [kwargs.pop(next(iter(names)))]
+            first, *other_args = args or [kwargs.pop(next(iter(names)))]
             if mask is not None:
                 first = Masked(dtype=self.dtype_policy)(first, mask=mask)
-            args = first, *others
-        if not self._own_rules:
+            args = first, *other_args
+        if not self._sharding_rules:
             return super().__call__(*args, **kwargs)
-        with override_rules(self._own_rules):
+        with override_rules(self._sharding_rules):
             return super().__call__(*args, **kwargs)
 
     def add_weight(
@@ -122,29 +126,29 @@ class Layer(KeepsSettings, TakesLowRank):
         """Add a weight.
 
         Args:
-            shape: tuple of ints.
-            initializer: a Keras initializer, or its name.
-            axes: tuple with the logical name, or None, of every dimension.
-            name: str, unique in the layer.
-            dtype, trainable, autocast, regularizer, constraint: as in Keras' `add_weight`.
-            aggregation, overwrite_with_gradient: as there.
-            num_inputs: of a kernel that `parallel.tensor_parallel` multiplies with, the number of
-                leading dimensions that are summed over; None for other weights.
-            true_shape: shape without padding, which checkpoints hold; by default `shape`.
+            shape: Tuple of integers.
+            initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+            axes: Tuple with the logical axis of every dimension. `None` replicates a dimension.
+            name: String, unique within the layer.
+            dtype, trainable, autocast, regularizer, constraint, aggregation,
+                overwrite_with_gradient: See `keras.layers.Layer.add_weight`.
+            num_inputs: Integer. Number of leading dimensions that a product sums over, for kernels
+                of `parallel.tensor_parallel`. Defaults to `None`, for all other weights.
+            true_shape: Shape without padding, which checkpoints store. Defaults to `shape`.
 
         Returns:
             A `keras.Variable` with the attribute `logical_axes`.
 
         Raises:
-            ValueError: `axes` does not fit `shape`, holds an unknown name, or shards a
-                dimension that is not divisible.
+            ValueError: If `axes` does not match `shape`, contains an unknown axis, or shards a
+                dimension whose size is not divisible.
         """
         check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
-        with keras.name_scope(self.name, caller=self), override_rules(self._own_rules):
+        with keras.name_scope(self.name, caller=self), override_rules(self._sharding_rules):
             path = f"{_compat.current_path()}/{name}"
             weight = make_variable(
-                seeded(keras.initializers.get(initializer), path),
+                with_derived_seed(keras.initializers.get(initializer), path),
                 shape=shape,
                 axes=axes,
                 path=path,
@@ -168,35 +172,40 @@ class Layer(KeepsSettings, TakesLowRank):
         return weight
 
     def get_config(self) -> dict:
-        """Return the arguments of the constructors, and what was set on the layer.
+        """Return the constructor arguments and the settings made after construction.
 
-        Arguments are attributes of the same names, or in `arguments`, a dict of them.
+        An argument is read from the attribute of its name and from the dictionary `arguments`, if
+        the layer has one.
         """
-        own = {
-            name: getattr(self, name) for name in _arguments_of(type(self)) if hasattr(self, name)
+        arguments = {
+            name: getattr(self, name)
+            for name in _constructor_arguments(type(self))
+            if hasattr(self, name)
         }
-        own |= getattr(self, "arguments", {})
-        return {**super().get_config(), **as_config(own), **settings_of(self)}
+        arguments |= getattr(self, "arguments", {})
+        return {**super().get_config(), **as_config(arguments), **settings_of(self)}
 
     def save_own_variables(self, store: dict) -> None:
-        for number, variable in enumerate(
+        for index, variable in enumerate(
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
-            store[str(number)] = variable.numpy()
+            store[str(index)] = variable.numpy()
 
 
 @functools.cache
-def _arguments_of(kind):
-    """Return the names of the arguments of a class of layers, and of those it is derived from."""
-    own = [
-        vars(x)["__init__"] for x in kind.__mro__ if issubclass(x, Layer) and "__init__" in vars(x)
+def _constructor_arguments(layer_class):
+    """Return the sorted constructor arguments of a layer class and its base classes."""
+    inits = [
+        vars(x)["__init__"]
+        for x in layer_class.__mro__
+        if issubclass(x, Layer) and "__init__" in vars(x)
     ]
-    names = {name for init in own for name in inspect.signature(init).parameters}
+    names = {name for init in inits for name in inspect.signature(init).parameters}
     return sorted(names - {"self", "args", "kwargs", "name", "dtype", "trainable"})
 
 
 class StreamLayer(Layer):
-    """A layer whose result has the shape of its first input; a mask of Keras' goes on with it."""
+    """Base class of layers that preserve the shape and the Keras mask of their first input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -208,7 +217,7 @@ class StreamLayer(Layer):
 
 @register
 class Masked(keras.layers.Layer):
-    """Give a tensor a mask as Keras' own, for the layer that takes it."""
+    """Attach a Keras mask to a tensor."""
 
     supports_masking = True
 
@@ -217,20 +226,27 @@ class Masked(keras.layers.Layer):
 
 
 def check_rate(name: str, rate: float) -> float:
-    """Check a dropout rate: a number in [0, 1)."""
+    """Return a dropout rate as a float.
+
+    Raises:
+        ValueError: If the rate is not a number in [0, 1).
+    """
     is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if not is_number or not 0 <= rate < 1:
-        raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
+        raise ValueError(f"`{name}` must be a number in [0, 1), got {rate!r}.")
     return float(rate)
 
 
 def check_divisible(**sizes: int):
-    """Check that model_parallel divides each size.
+    """Check that each size is divisible by `model_parallel`.
+
+    Args:
+        **sizes: Integers, by the names that the message shows.
 
     Raises:
-        ValueError: it does not divide one of them; names all the numbers.
+        ValueError: If a size is not divisible.
     """
     model_parallel = get_parallel_config().model_parallel
     if any(size % model_parallel for size in sizes.values()):
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"model_parallel={model_parallel} must divide each of {given}")
+        listing = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"`model_parallel={model_parallel}` must divide each of {listing}.")

@@ -1,4 +1,4 @@
-"""Base of the blocks of a network, their stack, and its spread over stages."""
+"""Base classes of Transformer blocks and of stacks of blocks, and placement on pipeline stages."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.recompute.recompute import as_recompute_config
 from dtransformer.parallel.tracing.shared_blocks import SharedBlocks
 
-# What `TransformerRecomputeConfig.select` can name.
+# Layer types by the names in `TransformerRecomputeConfig.select`.
 _SUBLAYERS = {
     "attention": MultiHeadAttention,
     "feed_forward": FeedForward,
@@ -38,12 +38,12 @@ _SUBLAYERS = {
 
 
 class TransformerBlock(StreamLayer):
-    """A layer that is one of a stack of equal ones.
+    """Base class of the blocks in a `BlockStack`.
 
     Attributes:
-        comm_fusion: the bucket that the block's gradients are reduced in, or None.
-        recompute_config: what the backward pass computes again, from `recompute`.
-        shared: the `SharedBlocks` of its stack; None where it is in none.
+        comm_fusion: Index of the bucket that reduces the block's gradients, or `None`.
+        recompute_config: The `TransformerRecomputeConfig` set by `recompute`.
+        shared: The `SharedBlocks` of the stack, or `None` outside of a stack.
     """
 
     def __init__(self, **kwargs):
@@ -53,31 +53,31 @@ class TransformerBlock(StreamLayer):
         self.recompute_config = TransformerRecomputeConfig()
 
     def use_experts(self, has_experts: bool = True) -> None:
-        """Choose whether the block has a `MoE` in place of its feed-forward layer.
+        """Choose between a mixture of experts and a feed-forward layer.
 
-        A `lambda_func` calls it; otherwise `moe_every` says.
+        Call it in a `lambda_func`, before the block is built. Otherwise `moe_every` decides.
 
         Args:
-            has_experts: False for a feed-forward layer.
+            has_experts: Boolean, whether to use a `MoE`. Defaults to `True`.
 
         Raises:
-            ValueError: there is no `moe_config` of several experts.
+            ValueError: If the block has no `moe_config` with several experts.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no feed-forward layer to replace")
+        raise NotImplementedError(f"{type(self).__name__} has no feed-forward layer to replace.")
 
     def complete(self) -> None:
-        """Make what is left to make once the block has its place."""
+        """Create sublayers that depend on the placement of the block."""
 
     def set_comm_fusion(self, bucket: int) -> None:
-        """Reduce the block's gradients in a bucket, together with its others."""
+        """Reduce the block's gradients in the bucket with this index."""
         self.comm_fusion = bucket
 
     def recompute(self, config: bool | TransformerRecomputeConfig = True) -> None:
-        """Choose what the backward pass computes again instead of keeping it.
+        """Choose the activations that the backward pass computes again instead of storing them.
 
         Args:
-            config: True for the whole block, False for nothing, or a
-                `TransformerRecomputeConfig`.
+            config: `True` for the entire block, `False` for none, or a
+                `TransformerRecomputeConfig`. Defaults to `True`.
         """
         config = self.recompute_config = as_recompute_config(config)
         self.recomputes = config.recompute
@@ -88,28 +88,33 @@ class TransformerBlock(StreamLayer):
     def run_block(
         self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
     ) -> tf.Tensor:
-        """Return function(*inputs, *masks), as a block computes it; see `parallelize.run_block`."""
+        """Call `function(*inputs, *masks)` with the block's recompute and sharing options.
+
+        See `parallelize.run_block`.
+        """
         check_floating("inputs", inputs[0])
         return parallelize.run_block(self, function, inputs, masks, training)
 
 
 class BlockStack(StreamLayer):
-    """A stack of blocks of the class `layer_class`.
+    """Stack of blocks of the class `layer_class`.
 
-    A norm at the end follows blocks that do not normalize the sum.
+    The stack ends with a norm unless its blocks already normalize their sums (post-norm).
 
     Args:
-        num_layers: number of blocks.
-        hidden_size, num_heads, ffn_hidden_size: as the blocks'.
-        lambda_func: places each block; `spread_evenly` by default.
-        offset: number of blocks of the network before this stack.
-        network_layers: number of blocks of the network.
-        relative_ranges: number of ranges of T5's relative positions, whose table the blocks share;
-            None for no such positions. See `relative_bias`.
-        moe_every: with a `moe_config` of several experts, which blocks have them: every so many,
-            the last of them; a `lambda_func` may choose others by `use_experts`.
-        block_pattern: what differs from block to block; see `block_forms`. None for nothing.
-        **layer_arguments: other arguments of the blocks.
+        num_layers: Integer. Number of blocks.
+        hidden_size, num_heads, ffn_hidden_size: See the block class.
+        lambda_func: Function that places each block on a pipeline stage. Called as
+            `lambda_func(network=, layer_id=, offset=, parallel_config=, layers=)`. Defaults to
+            `spread_evenly`.
+        offset: Integer. Number of blocks in the network before this stack. Defaults to `0`.
+        network_layers: Integer. Number of blocks in the network. Defaults to `offset + num_layers`.
+        relative_ranges: Integer. Number of ranges in T5's table of relative positions, which all
+            blocks share, see `relative_bias`. Defaults to `None`, no table.
+        moe_every: Integer n. With several experts in `moe_config`, every n-th block is a mixture of
+            experts, unless `lambda_func` calls `use_experts`. Defaults to `1`.
+        block_pattern: Options that differ between blocks, see `block_forms`. Defaults to `None`.
+        **layer_arguments: Other arguments of the blocks.
     """
 
     layer_class = None
@@ -128,16 +133,16 @@ class BlockStack(StreamLayer):
         block_pattern: Pattern | None = None,
         **layer_arguments,
     ):
-        given = given_arguments(locals())
-        own = {
+        init_arguments = given_arguments(locals())
+        keras_arguments = {
             key: layer_arguments.pop(key)
             for key in ("name", "dtype", "trainable")
             if key in layer_arguments
         }
-        super().__init__(**own)
+        super().__init__(**keras_arguments)
         check_int("moe_every", moe_every)
-        left_out = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
-        self.arguments = {name: x for name, x in given.items() if name not in left_out}
+        excluded = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
+        self.arguments = {name: x for name, x in init_arguments.items() if name not in excluded}
         self.arguments |= layer_arguments
         self.blocks = [
             self.layer_class(
@@ -145,18 +150,18 @@ class BlockStack(StreamLayer):
                 num_heads,
                 ffn_hidden_size,
                 dtype=self.dtype_policy,
-                name=f"block_{number}",
-                **self._of_block(layer_arguments, number),
+                name=f"block_{index}",
+                **self._block_arguments(layer_arguments, index),
             )
-            for number in range(num_layers)
+            for index in range(num_layers)
         ]
         shared = SharedBlocks(num_layers)
-        for number, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             block.shared = shared
             block.recompute(get_parallel_config().recompute)
-            has_some = has_experts(self.arguments, number)
-            if "experts" in arguments_of_block(self.arguments, number) or not has_some:
-                block.use_experts(has_some)
+            uses_experts = has_experts(self.arguments, index)
+            if "experts" in arguments_of_block(self.arguments, index) or not uses_experts:
+                block.use_experts(uses_experts)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         for block in self.blocks:
             block.complete()
@@ -178,11 +183,11 @@ class BlockStack(StreamLayer):
             )
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
-    def _of_block(self, layer_arguments, number):
-        """Return the arguments of a block that all have, or that the pattern gives it."""
+    def _block_arguments(self, layer_arguments, index):
+        """Return the arguments of block `number`, with the options of its pattern."""
         pattern = check_pattern(self.arguments["block_pattern"])
-        own = pattern[number % len(pattern)]
-        return {**layer_arguments, **{x: own[x] for x in own if x != "experts"}}
+        options = pattern[index % len(pattern)]
+        return {**layer_arguments, **{x: options[x] for x in options if x != "experts"}}
 
     def build(self, input_shape: tuple, *args) -> None:
         for layer in [self.position_table, *self.blocks, self.final_norm]:
@@ -192,53 +197,68 @@ class BlockStack(StreamLayer):
     def run_blocks(
         self, inputs: tf.Tensor, others: list, cache: list[dict] | None, **options
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        """Return what the blocks, one after the other, make of inputs; and their new caches.
+        """Apply all blocks and the final norm.
 
         Args:
-            inputs: of the first block.
-            others: the arguments of each block's call after its inputs.
-            cache: of each block; None where there is none, nor is one returned.
-            **options: other arguments, by their names.
+            inputs: Input of the first block.
+            others: List of further positional arguments for each block.
+            cache: List with the cache of each block, or `None`.
+            **options: Keyword arguments for each block.
+
+        Returns:
+            The output, or an `(output, caches)` tuple if there is a cache.
         """
         if self.position_table is not None:
             options["position_table"] = self.position_table(inputs)
         new_cache = []
-        for number, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             if cache is None:
                 inputs = block(inputs, *others, **options)
             else:
-                inputs, extended = block(inputs, *others, cache=cache[number], **options)
-                new_cache.append(extended)
+                inputs, block_cache = block(inputs, *others, cache=cache[index], **options)
+                new_cache.append(block_cache)
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
 
     def init_cache(
         self, source: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
     ) -> list[dict]:
-        """Return the cache of every block; arguments as of `TransformerEncoderLayer.init_cache`."""
+        """Return a list with an empty cache for every block.
+
+        See `TransformerEncoderLayer.init_cache` for the arguments.
+        """
         return [block.init_cache(source, max_length, num_hypotheses) for block in self.blocks]
 
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
-    """Let `lambda_func` place every block, and check where it put them.
+    """Place every block with `lambda_func` and check the result.
+
+    Args:
+        blocks: List of `TransformerBlock`.
+        lambda_func: See `BlockStack`.
+        offset: Integer. Number of blocks in the network before these. Defaults to `0`.
+        network_layers: Integer. Number of blocks in the network. Defaults to the number up to the
+            last of `blocks`.
 
     Raises:
-        ValueError: there are more stages than blocks, a stage is out of range, or
-            stages go backwards.
+        ValueError: If there are more model chunks than blocks, a stage is out of range, or stages
+            decrease along the network.
     """
     config = get_parallel_config()
     layers = network_layers or offset + len(blocks)
     num_chunks = config.placement.num_chunks
     if num_chunks > layers:
-        chunks = f" · pipeline_chunks={config.pipeline_chunks}" * (config.pipeline_chunks > 1)
+        chunks = ""
+        if config.pipeline_chunks > 1:
+            chunks = f" with `pipeline_chunks={config.pipeline_chunks}`"
         raise ValueError(
-            f"pipeline_stage={config.pipeline_stage}{chunks} is more than the network's {layers} "
-            "blocks: each needs one"
+            f"`pipeline_stage={config.pipeline_stage}`{chunks} needs at least {num_chunks} blocks, "
+            f"but the network has {layers}. Use fewer stages or chunks."
         )
-    for number, block in enumerate(blocks):
-        block.pipeline_stage = 0  # where lambda_func does not say
+    for index, block in enumerate(blocks):
+        block.pipeline_stage = 0  # Default for a `lambda_func` that sets no stage.
         lambda_func(
-            network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
+            network=block, layer_id=index, offset=offset, parallel_config=config, layers=layers
         )
     check_stages(blocks, num_chunks)
 
@@ -250,57 +270,58 @@ def spread_evenly(
     parallel_config: TransformerOpParallelConfig,
     layers: int,
 ) -> None:
-    """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
+    """Spread blocks evenly over pipeline stages or model chunks: the default `lambda_func`.
 
-    Several chunks of a single stage are there to be compiled soon; see `shared_chunks`.
+    Also spreads the blocks over the gradient buckets. On a single stage with more than two chunks,
+    chunk sizes minimize the compile time instead, see `shared_chunks`.
 
     Args:
-        network: the block.
-        layer_id: its number in its stack.
-        offset: number of blocks of the network before the stack.
-        parallel_config: the `TransformerOpParallelConfig`.
-        layers: number of blocks of the whole network.
+        network: The block.
+        layer_id: Integer. Index of the block in its stack.
+        offset: Integer. Number of blocks in the network before the stack.
+        parallel_config: The `TransformerOpParallelConfig`.
+        layers: Integer. Number of blocks in the network.
     """
-    number = layer_id + offset
+    position = layer_id + offset
     chunks = parallel_config.placement.num_chunks
     groups = parallel_config.gradient_aggregation_group
     if parallel_config.pipeline_stage == 1 and layers >= chunks > 2:
-        first, inner = _compiled_soonest(layers, chunks)
-        network.pipeline_stage = min(max(number - first + inner, 0) // inner, chunks - 1)
+        first, inner = _chunk_sizes(layers, chunks)
+        network.pipeline_stage = min(max(position - first + inner, 0) // inner, chunks - 1)
     else:
-        network.pipeline_stage = min(number // max(layers // chunks, 1), chunks - 1)
-    network.set_comm_fusion(number // max(layers // groups, 1) + 1)
+        network.pipeline_stage = min(position // max(layers // chunks, 1), chunks - 1)
+    network.set_comm_fusion(position // max(layers // groups, 1) + 1)
 
 
-def _compiled_soonest(layers, chunks):
-    """Return how many blocks the first chunk and each inner one get, of more than two chunks.
+def _chunk_sizes(layers, chunks):
+    """Return the numbers of blocks of the first chunk and of an inner chunk.
 
-    The inner ones are compiled once, the first and the last for themselves, each in a time that
-    grows with the square of its blocks: a² + b² + inner² is the smallest for these.
+    Inner chunks are compiled once, the first and the last separately. Compile time grows with the
+    square of a chunk's blocks, so the sizes minimize first² + last² + inner².
     """
-    number = chunks - 2
-    inner = min(round(layers * number / (2 + number**2)), (layers - 2) // number)
+    num_inner = chunks - 2
+    inner = min(round(layers * num_inner / (2 + num_inner**2)), (layers - 2) // num_inner)
     inner = max(inner, 1)
-    return (layers - inner * number) // 2, inner
+    return (layers - inner * num_inner) // 2, inner
 
 
 def check_stages(blocks, num_stages):
-    """Check that stages are in range and never go backwards along the network.
+    """Check that stages are in range and never decrease along the network.
 
     Raises:
-        ValueError: names the block and its stage.
+        ValueError: If they do. The message names the block and its stage.
     """
     previous = 0
-    for number, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         stage = block.pipeline_stage
         if not 0 <= stage < num_stages:
             raise ValueError(
-                f"block {number} ({block.name}) is put on stage {stage}, but there are "
-                f"{num_stages} stages"
+                f"Block {index} ({block.name}) is on stage {stage}, but the stages are 0 to "
+                f"{num_stages - 1}."
             )
         if stage < previous:
             raise ValueError(
-                f"block {number} ({block.name}) is put on stage {stage}, after a block on stage "
-                f"{previous}: stages may not go backwards along the network"
+                f"Block {index} ({block.name}) is on stage {stage}, after a block on stage "
+                f"{previous}. Stages must not decrease along the network."
             )
         previous = stage

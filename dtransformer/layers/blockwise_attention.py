@@ -1,11 +1,19 @@
-"""Attention by blocks, whose memory grows with the length, of sequences that may be sharded.
+"""Attention by blocks, with memory linear in the sequence length.
 
-Scores of a block of queries and keys are there at once, with an online softmax: Rabe and Staats, 2021,
-arXiv 2112.05682; Dao et al., 2022, "FlashAttention", arXiv 2205.14135. Blocks of which nothing is seen
-are not computed. The backward pass keeps queries, keys, values, the context and a number a query, and
-computes scores again. Where sequences are sharded, each device has the queries of its shard, while
-keys and values come in one round or several: Liu et al., 2023, "Ring attention", arXiv 2310.01889, §3.
-Shapes: c shards, of which a device has one; s queries of a shard.
+Scores are computed for one block of queries and keys at a time with an online softmax. Blocks
+without a visible key are skipped. The backward pass stores queries, keys, values, the context and
+one float per query, and computes scores again.
+
+With sharded sequences each device has the queries of its shard, and keys and values arrive in one
+or more rounds.
+
+Letters in shapes: c shards, one per device; s queries of a shard.
+
+References:
+
+- [Rabe and Staats, 2021](https://arxiv.org/abs/2112.05682)
+- [Dao et al., 2022](https://arxiv.org/abs/2205.14135) (FlashAttention)
+- [Liu et al., 2023](https://arxiv.org/abs/2310.01889) (Ring attention), section 3
 """
 
 import dataclasses
@@ -17,9 +25,9 @@ from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
     block_gradients,
+    mask_scores,
+    pad_positions,
     sink_gradients,
-    where_seen,
-    within,
 )
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
@@ -27,7 +35,8 @@ from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
-# Queries and keys of a block: where a device has all positions, and where it has a shard of them.
+# Maximum numbers of queries and keys per block, if a device has all positions and if it has a
+# shard.
 ALL_POSITIONS, SOME_POSITIONS = (512, 2048), (256, 1024)
 _AXES = "length_shards", "batch", "heads", None, None
 
@@ -39,20 +48,26 @@ def blockwise_attention(
     v: tf.Tensor,
     options: AttentionOptions,
 ) -> tf.Tensor:
-    """Return the context of queries; see `attention`. Sums are of float32 at least.
+    """Return the attention outputs of queries, computed by blocks. See `attention`.
+
+    Sums over blocks are at least float32.
 
     Args:
-        exchange: from `context_exchange`; or a `LocalExchange`, where sequences are not sharded.
-        q, k, v: tensors [b, n, s, d] and [b, m, t, d], which may be sharded along s and t.
-        options: those of the attention.
+        exchange: Result of `context_exchange`, or a `LocalExchange` if sequences are not sharded.
+        q: Tensor of shape `[b, n, s, d]`, which may be sharded along s.
+        k, v: Tensors of shape `[b, m, t, d]`, which may be sharded along t.
+        options: An `AttentionOptions`.
+
+    Returns:
+        A tensor of shape `[b, n, s, d]`.
     """
     sinks, tensors = options.differentiated
-    blocks = _Blocks(exchange, _mask_of(exchange, options.mask), options)
-    sinks = [blocks.of_heads(own) for own in sinks]
+    blocks = _Blocks(exchange, _shard_mask(exchange, options.mask), options)
+    sinks = [blocks.shard_sinks(sink) for sink in sinks]
 
     @custom_gradient
-    def attend(q, k, v, *others):
-        sinks, tensors = others[:number], others[number:]
+    def attend(q, k, v, *rest):
+        sinks, tensors = rest[:num_sinks], rest[num_sinks:]
         context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
@@ -61,84 +76,93 @@ def blockwise_attention(
 
         return context, gradient
 
-    number = len(sinks)
+    num_sinks = len(sinks)
     q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
     return exchange.context(attend(q, k, v, *sinks, *tensors))
 
 
 def _forward(blocks, q, k, v, sinks, tensors):
-    """Return the context [c, b, n, s, d], and the logarithms of the sums of exponentials."""
-    softmaxes, done = [OnlineSoftmax(*sinks) for _ in blocks.rows], None
-    for number, part in enumerate(blocks.plan.round_parts):
-        # One round, and one block of queries, after the other: else all could be there at once.
+    """Return the context `[c, b, n, s, d]` and the log-sum-exp of the scores `[c, b, n, s, 1]`."""
+    softmaxes = [OnlineSoftmax(*sinks) for _ in blocks.rows]
+    done = None
+    for round_id, part in enumerate(blocks.plan.round_parts):
+        # Serialize rounds and blocks; otherwise TensorFlow may keep all of them in memory.
         round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
-        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[number])):
-            own = blocks.after(_row_of(q, blocks.rows[row]), done) if columns else None
-            kept = blocks.kept(own, number, row)
-            for column, own_kept in zip(columns, kept, strict=True):
-                own_k, own_v = (x[..., column.start : column.end, :] for x in (round_k, round_v))
+        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[round_id])):
+            block_q = blocks.after(_take_rows(q, blocks.rows[row]), done) if columns else None
+            kept = blocks.kept(block_q, round_id, row)
+            for column, block_mask in zip(columns, kept, strict=True):
+                block_k, block_v = (
+                    x[..., column.start : column.end, :] for x in (round_k, round_v)
+                )
                 softmax.add(
-                    blocks.scores(own, own_k, tensors, row, column),
-                    lambda p, v=own_v, kept=own_kept: blocks.context(p, v, kept),
+                    blocks.scores(block_q, block_k, tensors, row, column),
+                    lambda p, v=block_v, kept=block_mask: blocks.context(p, v, kept),
                 )
                 done = softmax.context
     results = [softmax.results() for softmax in softmaxes]
-    contexts, log_sums = (tf.concat(each, axis=-2) for each in zip(*results))
+    contexts, log_sums = (tf.concat(parts, axis=-2) for parts in zip(*results))
     return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
 
 
 def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
-    """Return the gradients of q, k, v, the sinks and the tensors."""
+    """Return the gradients of q, k, v, the sinks and the bias tensors, as one tuple."""
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
-    of_q, of_tensors, of_memory = [None] * len(blocks.rows), [], []
-    done = means  # not with the forward pass: gathered keys and values would be kept since then
-    for number, part in enumerate(blocks.plan.round_parts):
+    dq_blocks = [None] * len(blocks.rows)
+    tensor_sums = []
+    memory_sums = []
+    # Do not gather in the forward pass; it would keep the gathered keys and values until now.
+    done = means
+    for round_id, part in enumerate(blocks.plan.round_parts):
         round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
-        of_k, of_v = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
-        for row, columns in enumerate(blocks.columns[number]):
+        dk_sum, dv_sum = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
+        for row, columns in enumerate(blocks.columns[round_id]):
             if not columns:
                 continue
-            own = [_row_of(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
-            own_q, own_dy, own_sums, own_means = own
-            # TensorFlow would keep all that is added up.
-            own_q, own_dy = blocks.after(own_q, of_k), blocks.after(own_dy, of_v)
-            for column, own_kept in zip(columns, blocks.kept(own_q, number, row), strict=True):
+            block_inputs = [_take_rows(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
+            block_q, block_dy, block_log_sums, block_means = block_inputs
+            # Without this dependency TensorFlow would keep every summand.
+            block_q = blocks.after(block_q, dk_sum)
+            block_dy = blocks.after(block_dy, dv_sum)
+            for column, block_mask in zip(
+                columns, blocks.kept(block_q, round_id, row), strict=True
+            ):
                 start, end = column.start, column.end
-                (dq, dk, *others), dv = block_gradients(
+                (dq, dk, *dtensors), dv = block_gradients(
                     lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
-                    lambda p, v, kept=own_kept: blocks.context(p, v, kept),
-                    [own_q, round_k[..., start:end, :], *tensors],
+                    lambda p, v, kept=block_mask: blocks.context(p, v, kept),
+                    [block_q, round_k[..., start:end, :], *tensors],
                     round_v[..., start:end, :],
-                    own_dy,
-                    own_sums,
-                    own_means,
+                    block_dy,
+                    block_log_sums,
+                    block_means,
                 )
                 dq, dk, dv = (tf.cast(x, blocks.compute_type) for x in (dq, dk, dv))
-                of_q[row] = dq if of_q[row] is None else of_q[row] + dq
-                of_k += within(of_k.shape[3], dk, start, end)
-                of_v += within(of_v.shape[3], dv, start, end)
-                of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
-        of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
-        done = of_memory[-1][0]
-    of_k, of_v = (tf.cast(tf.concat(each, axis=-2), k.dtype) for each in zip(*of_memory))
-    of_q = [
-        tf.zeros_like(_row_of(q, row), blocks.compute_type) if dq is None else dq
-        for row, dq in zip(blocks.rows, of_q)
+                dq_blocks[row] = dq if dq_blocks[row] is None else dq_blocks[row] + dq
+                dk_sum += pad_positions(dk_sum.shape[3], dk, start, end)
+                dv_sum += pad_positions(dv_sum.shape[3], dv, start, end)
+                tensor_sums = [x + y for x, y in zip(tensor_sums, dtensors)] or dtensors
+        memory_sums.append(blocks.exchange.scatter_sum(dk_sum, dv_sum))
+        done = memory_sums[-1][0]
+    dk_sum, dv_sum = (tf.cast(tf.concat(parts, axis=-2), k.dtype) for parts in zip(*memory_sums))
+    dq_blocks = [
+        tf.zeros_like(_take_rows(q, row), blocks.compute_type) if dq is None else dq
+        for row, dq in zip(blocks.rows, dq_blocks)
     ]
-    of_q = tf.cast(tf.concat(of_q, axis=-2), q.dtype)
-    of_sinks = sink_gradients(sinks, log_sums, means)
-    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_sinks, *of_tensors
+    dq_blocks = tf.cast(tf.concat(dq_blocks, axis=-2), q.dtype)
+    dsinks = sink_gradients(sinks, log_sums, means)
+    return *(constrain(x, _AXES) for x in (dq_blocks, dk_sum, dv_sum)), *dsinks, *tensor_sums
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mask:
-    """What of a mask is for which queries and keys.
+    """Attention mask in the layout of the shards, expanded block by block.
 
     Args:
-        pairs: bool tensor [c or 1, b, n or 1, s or 1, t], or None.
-        queries: tensor [c or 1, b, 1, s], the segments of queries, or None.
-        keys: tensor [b, 1, t], those of keys.
-        prefix: bool tensor [b, 1, 1, t], keys that are within reach of all queries, or None.
+        pairs: Bool tensor of shape `[c or 1, b, n or 1, s or 1, t]`, or `None`.
+        queries: Tensor of shape `[c or 1, b, 1, s]`, the segment ids of queries, or `None`.
+        keys: Tensor of shape `[b, 1, t]`, the segment ids of keys, or `None`.
+        prefix: Bool tensor of shape `[b, 1, 1, t]`, keys that are always in reach, or `None`.
     """
 
     pairs: tf.Tensor | None = None
@@ -147,24 +171,25 @@ class _Mask:
     prefix: tf.Tensor | None = None
 
     def block(self, row, position, size):
-        """Return what a block of queries sees of keys, bool [c or 1, b, n or 1, s or 1, t].
+        """Return the mask of a block, bool `[c or 1, b, n or 1, s or 1, size]`.
 
         Args:
-            row: the queries' places.
-            position, size: the first key's position, and the number of keys.
+            row: Range of the queries in their shard.
+            position: Position of the first key.
+            size: Number of keys.
         """
         keys = slice(position, position + size)
         if self.pairs is None:
             return same_segment(self.queries[..., row[0] : row[1]], self.keys[..., keys])
-        pairs = self.pairs if self.pairs.shape[3] == 1 else _row_of(self.pairs, row)
+        pairs = self.pairs if self.pairs.shape[3] == 1 else _take_rows(self.pairs, row)
         return pairs[..., keys]
 
     def with_prefix(self, near, position, size):
-        """Return which keys are within reach, [c or 1, b or 1, 1, s, t], with those of the prefix."""
+        """Return the keys in reach of a block, bool, plus the prefix."""
         return near if self.prefix is None else near | self.prefix[..., position : position + size]
 
 
-def _mask_of(exchange, mask):
+def _shard_mask(exchange, mask):
     if mask is None:
         return None
     if isinstance(mask, Segments):
@@ -178,74 +203,87 @@ def _mask_of(exchange, mask):
 
 
 class _Blocks:
-    """What is computed for one block of queries and keys, by the arguments of `blockwise_attention`."""
+    """Scores and outputs of one block of queries and keys."""
 
     def __init__(self, exchange, mask, options):
-        self.exchange, self.plan, self._mask, self._options = exchange, exchange.plan, mask, options
-        self.compute_type, self.context = options.compute_type, options.context
+        self.exchange = exchange
+        self.plan = exchange.plan
+        self._mask = mask
+        self._options = options
+        self.compute_type = options.compute_type
+        self.context = options.context
         sizes = ALL_POSITIONS if self.plan.has_all_positions else SOME_POSITIONS
         self.rows = self.plan.rows(sizes[0])
         by_position = not (options.bias is None and mask is None)
-        # Of each round and block of queries.
+        # Indexed by round, then by block of queries.
         self.columns = self.plan.seen(*options.reach, sizes, by_position)
 
     def after(self, x, done):
-        """Return x once something is known, if anything has to be."""
+        """Return x with a dependency on `done`, unless `done` is `None`."""
         return x if done is None else self.exchange.after(x, done)
 
-    def of_heads(self, sinks):
-        """Return sinks [1, n, 1, 1] as the shards have heads: [c or 1, 1, n, 1, 1]."""
+    def shard_sinks(self, sinks):
+        """Convert sinks `[1, n, 1, 1]` to the layout of the shards, `[c or 1, 1, n, 1, 1]`."""
         return (
             self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)
         )
 
     def scores(self, q, k, tensors, row: int, column: Columns):
-        """Return the scores [c, b, n, s, t] of a block, -inf where a query may not attend."""
-        scores, options, seen = self._options.scores(q, k), self._options, None
+        """Return the scores `[c, b, n, s, t]` of a block, -inf for masked keys."""
+        scores = self._options.scores(q, k)
+        options = self._options
+        visible = None
         rows, size = self.rows[row], column.end - column.start
         if options.bias is not None:
             scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
         if self._mask is not None:
-            seen = self._mask.block(rows, column.position, size)
+            visible = self._mask.block(rows, column.position, size)
         if not self.plan.are_all_near(rows, column, options.causal, options.window):
-            near = self._near(rows, column.position, size)
+            near = self._in_reach(rows, column.position, size)
             if self._mask is not None:
                 near = self._mask.with_prefix(near, column.position, size)
-            seen = near if seen is None else seen & near
-        return where_seen(scores, seen)
+            visible = near if visible is None else visible & near
+        return mask_scores(scores, visible)
 
-    def _near(self, row: Range, position: int, size: int):
-        """Return which keys are within reach of queries by their positions, [c or 1, 1, 1, s, t]."""
-        first, number = self.plan.positions(0)[row[0]], row[1] - row[0]
+    def _in_reach(self, row: Range, position: int, size: int):
+        """Return the keys in reach of a block's queries, bool `[c or 1, 1, 1, s, t]`."""
+        first, num_queries = self.plan.positions(0)[row[0]], row[1] - row[0]
         if self.plan.has_all_positions:
-            queries = first + tf.reshape(tf.range(number, dtype=INDEX_TYPE), [1, 1, 1, number])
+            queries = first + tf.reshape(
+                tf.range(num_queries, dtype=INDEX_TYPE), [1, 1, 1, num_queries]
+            )
         else:
-            c, is_striped = self.plan.shards, self.plan.is_striped
-            apart = 1 if is_striped else self.plan.num_own_queries
-            starts = first + apart * tf.range(c, dtype=INDEX_TYPE)
+            c = self.plan.shards
+            is_striped = self.plan.is_striped
+            stride = 1 if is_striped else self.plan.num_own_queries
+            starts = first + stride * tf.range(c, dtype=INDEX_TYPE)
             starts = constrain(
                 tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
             )
-            queries = starts + (c if is_striped else 1) * tf.range(number, dtype=INDEX_TYPE)
+            queries = starts + (c if is_striped else 1) * tf.range(num_queries, dtype=INDEX_TYPE)
         return self._options.near(queries, position + tf.range(size))
 
     def _bias_of(self, tensors, row, position, size):
-        """Return the bias of a block, [c or 1, 1, n, s, t]."""
-        number = row[1] - row[0]
-        of_row = lambda first: self._options.bias.block(tensors, first, number, position, size)
+        """Return the bias of a block, `[c or 1, 1, n, s, t]`."""
+        num_queries = row[1] - row[0]
+
+        def row_bias(first):
+            return self._options.bias.block(tensors, first, num_queries, position, size)
+
         if self.plan.has_all_positions:
-            return self.exchange.heads(tf.expand_dims(of_row(row[0]), 0))
+            return self.exchange.heads(tf.expand_dims(row_bias(row[0]), 0))
         firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
-        values = tf.stack([tf.expand_dims(of_row(first), 0) for first in firsts])
-        # Its gradient is laid out alike: that of a shard's part alone DTensor cannot put together.
+        values = tf.stack([tf.expand_dims(row_bias(first), 0) for first in firsts])
+        # The first constraint replicates the gradient. DTensor cannot concatenate gradients of
+        # single shards.
         values = constrain(values, (None, None, "heads", None, None))
         return constrain(values, ("length_shards", None, "heads", None, None))
 
-    def kept(self, own, number, row):
-        """Return dropout's masks of the columns of a block of queries in a round."""
-        sizes = [column.end - column.start for column in self.columns[number][row]]
-        return self._options.kept(own, number * len(self.rows) + row, sizes)
+    def kept(self, queries, round_id, row):
+        """Return the dropout mask of each block of keys, for a round and a block of queries."""
+        sizes = [column.end - column.start for column in self.columns[round_id][row]]
+        return self._options.kept(queries, round_id * len(self.rows) + row, sizes)
 
 
-def _row_of(x, row):
+def _take_rows(x, row):
     return x[..., row[0] : row[1], :]

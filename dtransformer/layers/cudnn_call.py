@@ -1,19 +1,21 @@
-"""Calls of cuDNN's fused attention, as StableHLO text: pure, no TensorFlow.
+"""Calls of cuDNN's fused attention as StableHLO text, generated without TensorFlow.
 
-The names, operands, layouts and the config of the calls are XLA's; JAX lowers its
-`dot_product_attention(implementation="cudnn")` to the same ones, which tests compare. Letters: b
-sequences, s queries, t keys, n heads of queries, m heads of keys and values, d features of a head.
+Names, operands, layouts and the config are defined by XLA. JAX lowers
+`dot_product_attention(implementation="cudnn")` to the same calls, and a test compares them. Letters
+in shapes: b sequences, s queries, t keys, n query heads, m key and value heads, d features per
+head.
 """
 
 import dataclasses
 import json
 
-# Of a type of elements: its names in StableHLO, in the config, and what hides a score. Less than
-# that cuDNN cannot subtract from itself.
+# Type -> its name in StableHLO, its name in the config, and the score of masked keys. cuDNN cannot
+# subtract lower scores from themselves.
 _TYPES = {"bfloat16": ("bf16", "BF16", -(2.0**41)), "float16": ("f16", "F16", -(2.0**15))}
-_LARGEST_HEAD = 128
-# Products of the forward and the backward pass: contracted dimension of each operand, and the two
-# that both have, the batch and the heads, by which XLA tells where they are.
+_MAX_HEAD_DIM = 128
+# Matrix products of the forward and the backward pass: the contracted dimension of the left and the
+# right operand, then the batch dimensions (batch and heads) of each. XLA reads the layout from
+# them.
 _FORWARD = {"bmm1": ("33", "02", "02"), "bmm2": ("31", "01", "02")}
 _BACKWARD = {
     "bmm1_grad_gemm1": ("21", "01", "02"),
@@ -21,22 +23,23 @@ _BACKWARD = {
     "bmm2_grad_gemm1": ("21", "01", "02"),
     "bmm2_grad_gemm2": ("33", "02", "02"),
 }
-# What the config says of a layout besides the order.
+# Other fields of a layout in the config.
 _POINTERS = "index", "pointer"
 _SIZES = "element_size_in_bits", "memory_space", "dynamic_shape_metadata_prefix_bytes"
 
 
 @dataclasses.dataclass(frozen=True)
 class CudnnCall:
-    """One kind of call: all that its text depends on.
+    """One variant of the call, with everything that its text depends on.
 
     Args:
-        queries: (b, s, n, d), the shape of queries.
-        keys: (b, t, m, d), that of keys and of values.
-        dtype: name of the type of all of them.
-        causal: whether a query may attend to no later position; s is t then.
-        window: how many positions a query attends to, its own and those before it; None for all.
-        bias: the shape (b, n or 1, s, t) of what is added to scores; None for nothing.
+        queries: Tuple `(b, s, n, d)`, the shape of queries.
+        keys: Tuple `(b, t, m, d)`, the shape of keys and values.
+        dtype: Name of the type of all operands.
+        causal: Boolean, whether to hide later positions. Requires s = t. Defaults to `False`.
+        window: Integer. Number of visible positions: the query's and those before it. `None` shows
+            all (default).
+        bias: Tuple `(b, n or 1, s, t)`, the shape of the bias, or `None` (default).
     """
 
     queries: tuple[int, ...]
@@ -48,34 +51,38 @@ class CudnnCall:
 
     @property
     def log_sums(self) -> tuple[int, ...]:
-        """The shape (b, n, s) of the logarithms of sums of exponentials, which are float32."""
+        """Shape `(b, n, s)` of the float32 log-sum-exp of the scores."""
         b, s, n, _ = self.queries
         return b, n, s
 
     @property
-    def hidden_score(self) -> float:
-        """What is added to a score to hide it."""
+    def masked_score(self) -> float:
+        """Value added to a score to mask it."""
         return _TYPES.get(self.dtype, _TYPES["bfloat16"])[2]
 
     def forward(self) -> str:
-        """Return the module of (q, k, v[, bias]) -> (context, log_sums)."""
+        """Return the StableHLO module of `(q, k, v[, bias]) -> (context, log_sums)`."""
         operands = [*self._inputs(), *self._biases()]
         return self._module("", _FORWARD, operands, [self.queries], [(*self.log_sums,)])
 
     def backward(self) -> str:
-        """Return the module of (q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv)."""
-        own = self._type(self.queries)
+        """Return the module of `(q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv)`."""
+        query_type = self._type(self.queries)
         sums = _tensor(self.log_sums, "f32")
-        operands = [*self._inputs(), sums, own, *self._biases(), own]
+        operands = [*self._inputs(), sums, query_type, *self._biases(), query_type]
         return self._module("Backward", _BACKWARD, operands, [self.queries, *[self.keys] * 2], [])
 
     def name(self, backward: bool = False) -> str:
-        """Return the name by which XLA knows the call."""
+        """Return XLA's name of the call."""
         bias = "" if self.bias is None else "ScaleBias"
         return f"__cudnn$fmha{bias}Softmax{'Backward' if backward else ''}"
 
     def config(self, products: dict) -> dict:
-        """Return what XLA reads besides the operands."""
+        """Return the backend config that XLA reads, as a dictionary.
+
+        Args:
+            products: `_FORWARD` or `_BACKWARD`.
+        """
         (b, s, n, _), t = self.queries, self.keys[1]
         unknown = {"dim_level_types": [], "dim_unique": [], "dim_ordered": [], "tiles": []}
         unknown |= {f"{name}_primitive_type": "PRIMITIVE_TYPE_INVALID" for name in _POINTERS}
@@ -103,13 +110,24 @@ class CudnnCall:
         return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
     def _module(self, suffix, products, operands, results, sums):
-        """Return a module whose results are [b, length, heads, d], then float32 sums."""
-        # cuDNN's are [b, heads, length, d] by name, and [b, length, heads, d] in memory.
+        """Return a module that returns tensors `[b, length, heads, d]`, then float32 sums.
+
+        Args:
+            suffix: `"Backward"` for the backward call, otherwise empty.
+            products: Argument of `config`.
+            operands: List of the operands' StableHLO types.
+            results: List of shapes `(b, length, heads, d)`.
+            sums: List of shapes of the float32 results.
+        """
+        # cuDNN declares results as [b, heads, length, d], stored in the order [b, length, heads,
+        # d].
         swapped = [self._type((b, heads, length, d)) for b, length, heads, d in results]
-        given = [_tensor(shape, "f32") for shape in sums]
-        types = [*swapped, *given, "tensor<0xui8>"]  # the last is cuDNN's memory for itself
-        layouts = [_layout("3120")] * len(swapped) + [_layout("210")] * len(given) + [_layout("0")]
-        own = [self._type(shape) for shape in results] + given
+        sum_types = [_tensor(shape, "f32") for shape in sums]
+        types = [*swapped, *sum_types, "tensor<0xui8>"]  # The last result is cuDNN's workspace.
+        layouts = (
+            [_layout("3120")] * len(swapped) + [_layout("210")] * len(sum_types) + [_layout("0")]
+        )
+        result_types = [self._type(shape) for shape in results] + sum_types
         names = ", ".join(f"%x{i}" for i in range(len(operands)))
         arguments = ", ".join(f"%x{i}: {kind}" for i, kind in enumerate(operands))
         config = json.dumps(self.config(products)).replace('"', "\\22")
@@ -121,17 +139,17 @@ class CudnnCall:
             f"({', '.join(operands)}) -> ({', '.join(types)})"
         )
         lines = [call]
-        for i, (before, after) in enumerate(zip(swapped, own)):
+        for i, (before, after) in enumerate(zip(swapped, result_types)):
             lines.append(
                 f"%y{i} = stablehlo.transpose %r#{i}, dims = [0, 2, 1, 3] : ({before}) -> {after}"
             )
         returned = [f"%y{i}" for i in range(len(swapped))]
-        returned += [f"%r#{len(swapped) + i}" for i in range(len(given))]
-        lines.append(f"return {', '.join(returned)} : {', '.join(own)}")
-        # The first argument is the number of the platform that it is compiled for.
+        returned += [f"%r#{len(swapped) + i}" for i in range(len(sum_types))]
+        lines.append(f"return {', '.join(returned)} : {', '.join(result_types)}")
+        # The first argument is the index of the platform that the module is compiled for.
         return (
             f"module @attention {{ func.func public @main(%platform: tensor<i32>, {arguments}) -> "
-            f"({', '.join(own)}) {{\n" + "\n".join(lines) + "\n} }"
+            f"({', '.join(result_types)}) {{\n" + "\n".join(lines) + "\n} }"
         )
 
     def _inputs(self):
@@ -144,15 +162,15 @@ class CudnnCall:
         return _tensor(shape, _TYPES[self.dtype][0])
 
 
-def why_not(call: CudnnCall) -> str | None:
-    """Return why cuDNN cannot compute a call, or None where it can."""
+def unsupported_reason(call: CudnnCall) -> str | None:
+    """Return the reason why cuDNN does not support a call, or `None` if it does."""
     d, s, t = call.queries[3], call.queries[1], call.keys[1]
     if call.dtype not in _TYPES:
         return f"tensors are {call.dtype}, not {' or '.join(_TYPES)}"
-    if d % 8 or d > _LARGEST_HEAD:
-        return f"heads have {d} features, not a multiple of 8 up to {_LARGEST_HEAD}"
+    if d % 8 or d > _MAX_HEAD_DIM:
+        return f"heads have {d} features, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     if call.bias is not None and (s % 2 or t % 2):
-        return f"{s} queries and {t} keys with a mask are not even numbers"
+        return f"lengths must be even with a mask, got {s} queries and {t} keys"
     return None
 
 
@@ -161,7 +179,7 @@ def _tensor(shape, element):
 
 
 def _layout(order):
-    """Return a layout, the dimensions from the one whose elements are next to each other."""
+    """Return a layout attribute: the dimensions, starting with the fastest-varying."""
     if len(order) == 1:
         return "dense<0> : tensor<1xindex>"
     return f"dense<[{', '.join(order)}]> : tensor<{len(order)}xindex>"

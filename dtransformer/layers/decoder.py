@@ -1,8 +1,8 @@
-"""The Transformer's decoder: its layer and the stack."""
+"""Transformer decoder: a block and a stack of blocks."""
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
+from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
@@ -11,43 +11,47 @@ from dtransformer.parallel.zero.gather import unsharding_ahead
 
 @register
 class TransformerDecoderLayer(TransformerEncoderLayer):
-    """Attention of a sequence to itself, to a memory, then a feed-forward layer.
+    """Transformer decoder block: self-attention, cross-attention, then a feed-forward layer.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.1.
+    Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.1
 
     Args:
-        hidden_size: size h of the input, the memory and the output.
-        num_heads: number of attention heads.
-        ffn_hidden_size: inner size of the feed-forward layer.
-        attention_dropout_rate: dropout of attention probabilities, in [0, 1).
-        hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
-        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
-        post_layernorm_residual: whether to normalize after the residual.
-        layernorm_compute_type: type that norms are computed in.
-        softmax_compute_type: type that the softmax is computed in.
-        **kwargs: as `TransformerEncoderLayer`'s.
+        hidden_size: Integer. Size h of the input, the memory and the output.
+        num_heads: Integer. Number of attention heads.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layer.
+        attention_dropout_rate: Float in [0, 1). Dropout of attention probabilities. Defaults to
+            `0.1`.
+        hidden_dropout_rate: Float in [0, 1). Dropout of each sublayer's output. Defaults to `0.1`.
+        hidden_act: Name of an activation, a callable, or a Keras layer class. Defaults to `"gelu"`.
+        post_layernorm_residual: Boolean, whether to normalize the sum. Defaults to `False`.
+        layernorm_compute_type: Type that norms compute in. Defaults to `"float32"`.
+        softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
+        **kwargs: See `TransformerEncoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, t, h].
-        decoder_mask: what each position may attend to in the sequence: [b, t, t] of
-            0 and 1, or `Segments`; None for everything. Causal masks come from `AttentionMask`,
-            where the layer is not `causal`.
-        encoder_output: the memory, tensor [b, s, h]; not read where
-            there is a cache.
-        memory_mask: what each position may attend to in the memory: [b, s],
-            [b, 1, s] or [b, t, s] of 0 and 1, or `Segments`; None for everything.
-        cache: what earlier calls computed, from `init_cache`.
-        position_table: as `TransformerEncoderLayer`'s.
-        training: whether dropout applies.
+        inputs: Tensor of shape `[b, t, h]`.
+        decoder_mask: Boolean or 0/1 tensor of shape `[b, t, t]`, 1 where a position may attend to
+            another; or `Segments`. Unless the layer is `causal`, use a mask from `AttentionMask`.
+            Defaults to the Keras mask of `inputs`.
+        encoder_output: Memory tensor of shape `[b, s, h]`. Ignored with a cache.
+        memory_mask: Boolean or 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, t, s]`, 1 for
+            visible positions of the memory; or `Segments`. Defaults to the Keras mask of
+            `encoder_output`.
+        cache: Dictionary from `init_cache`.
+        position_table: See `TransformerEncoderLayer`.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        The inputs'; with a cache, a pair of this and the cache for the next call.
+        `[b, t, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
+
+    Raises:
+        ValueError: If `encoder_output` is missing, or `norm_placement` is a parallel one.
     """
 
     def add_sublayers(self) -> None:
         if self.placement.is_parallel:
             raise ValueError(
-                f"norm_placement={self.arguments['norm_placement']!r} is not of blocks with a memory"
+                f"Decoder blocks do not support norm_placement={self.arguments['norm_placement']!r}."
             )
         self.add_norms("self_attention", self.arguments["attention_norm"])
         self.self_attention = self.make_attention("self_attention")
@@ -71,14 +75,14 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             with unsharding_ahead([inputs]):
                 return self._compute(inputs, encoder_output, position_table, *masks, cache)
         if encoder_output is None:
-            raise ValueError("encoder_output is missing: a decoder attends to a memory [b, s, h]")
-        decoder_mask = own_or_keras_mask(decoder_mask, inputs)
-        memory_mask = own_or_keras_mask(memory_mask, encoder_output)
+            raise ValueError("`encoder_output` is missing. Pass the memory, a [b, s, h] tensor.")
+        decoder_mask = mask_or_keras_mask(decoder_mask, inputs)
+        memory_mask = mask_or_keras_mask(memory_mask, encoder_output)
 
-        def compute(x, memory, *others):
-            *tables, own_mask, mask_of_memory = others
+        def compute(x, memory, *rest):
+            *tables, self_mask, cross_mask = rest
             table = tables[0] if tables else None
-            return self._compute(x, memory, table, own_mask, mask_of_memory, training=training)
+            return self._compute(x, memory, table, self_mask, cross_mask, training=training)
 
         tensors = [inputs, encoder_output]
         tensors += [] if position_table is None else [position_table]
@@ -118,26 +122,26 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
 
 @register
 class TransformerDecoder(BlockStack):
-    """A stack of `TransformerDecoderLayer`s.
+    """Stack of `TransformerDecoderLayer` blocks.
 
     Args:
-        num_layers: number of blocks.
-        hidden_size, num_heads, ffn_hidden_size: as the layer's.
-        lambda_func: places each block; by default they are spread evenly over the
-            pipeline's stages. Called as `lambda_func(network=, layer_id=, offset=,
-            parallel_config=, layers=)`.
-        offset: number of blocks of the network before this stack.
-        network_layers: number of blocks of the network.
-        **layer_arguments: other arguments of `TransformerDecoderLayer`.
+        num_layers: Integer. Number of blocks.
+        hidden_size, num_heads, ffn_hidden_size: See `TransformerDecoderLayer`.
+        lambda_func: Function that places each block on a pipeline stage. Called as
+            `lambda_func(network=, layer_id=, offset=, parallel_config=, layers=)`. Defaults to
+            `spread_evenly`.
+        offset: Integer. Number of blocks in the network before this stack. Defaults to `0`.
+        network_layers: Integer. Number of blocks in the network. Defaults to `offset + num_layers`.
+        **layer_arguments: Other arguments of `BlockStack` and `TransformerDecoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, t, h].
-        decoder_mask, encoder_output, memory_mask: as the layer's.
-        cache: what earlier calls computed, from `init_cache`.
-        training: whether dropout applies.
+        inputs: Tensor of shape `[b, t, h]`.
+        decoder_mask, encoder_output, memory_mask: See `TransformerDecoderLayer`.
+        cache: List with the cache of each block, from `init_cache`.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        The inputs'; with a cache, a pair of this and the cache for the next call.
+        `[b, t, h]`. With a cache, an `(output, caches)` tuple with the caches for the next call.
     """
 
     layer_class = TransformerDecoderLayer

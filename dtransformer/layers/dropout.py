@@ -1,4 +1,4 @@
-"""Dropout without state: masks are a function of a seed, the layer and the rank."""
+"""Stateless dropout: masks are a function of a seed, the layer and the rank."""
 
 import dataclasses
 
@@ -17,20 +17,23 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @register
 class Dropout(DrawsMasks, StreamLayer):
-    """Set a random part of the inputs to zero and scale the others up.
+    """Set a random fraction of the inputs to zero and scale up the rest.
 
-    Inside `dropout_seed` the mask depends on that seed and on the layer's path
-    only; outside of it, it is drawn from TensorFlow's global generator.
+    Inside `dropout_seed` the mask depends only on that seed and on the layer's path. Outside of it,
+    the seed is drawn from TensorFlow's global generator.
 
-    Reference: Srivastava et al., 2014, "Dropout: a simple way to prevent neural
-    networks from overfitting".
+    Reference: Srivastava et al., 2014, "Dropout: a simple way to prevent neural networks from
+    overfitting"
 
     Args:
-        rate: the share that is set to zero, in [0, 1).
+        rate: Float in [0, 1). Fraction of elements to drop.
 
     Call arguments:
-        inputs: tensor of any shape.
-        training: whether to drop anything at all.
+        inputs: Tensor of any shape.
+        training: Boolean, whether to apply dropout. Defaults to `False`.
+
+    Output shape:
+        Same as the inputs.
 
     Example:
 
@@ -47,7 +50,7 @@ class Dropout(DrawsMasks, StreamLayer):
         return inputs if masks is None else masks.drop(inputs, masks.kept(inputs))
 
     def masks(self, training: bool) -> "DropoutMasks | None":
-        """Return how to drop elements of inputs that come in parts; None for nothing to drop."""
+        """Return the masks for inputs that are computed in parts, or `None` without dropout."""
         if not training or self.rate == 0:
             return None
         return DropoutMasks(self.rate, current_dropout_seed(), layer_number(self))
@@ -55,12 +58,12 @@ class Dropout(DrawsMasks, StreamLayer):
 
 @dataclasses.dataclass(frozen=True)
 class DropoutMasks:
-    """The masks of a layer's parts, which may be drawn again.
+    """Dropout masks of the parts of a layer's input. Equal arguments give equal masks.
 
     Args:
-        rate: the share that is set to zero.
-        seed: int tensor [2].
-        number: the layer's number.
+        rate: Float. Fraction of elements to drop.
+        seed: Integer tensor of shape `[2]`.
+        number: Integer that identifies the layer.
     """
 
     rate: float
@@ -70,14 +73,14 @@ class DropoutMasks:
     def kept(
         self, x: tf.Tensor, part: int = 0, width: int | None = None, known: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """Return which elements of a part are kept, a bool tensor.
+        """Return a boolean mask of the elements to keep.
 
         Args:
-            x: tensor of the part's shape.
-            part: its number.
-            width: the part's last dimension; that of x by default.
-            known: a tensor that is known before the mask is drawn; None for none: a mask may be
-                drawn, and kept, long before it is used.
+            x: Tensor of the part's shape.
+            part: Integer. Index of the part. Defaults to `0`.
+            width: Integer. Last dimension of the mask. Defaults to the last dimension of `x`.
+            known: Tensor that must be computed before the mask. Without it TensorFlow may draw the
+                mask, and store it, long before its use. Defaults to `None`.
         """
         seed = self.seed if known is None else seed_after(self.seed, known)
         shape = static_or_dynamic_shape(x)
@@ -86,13 +89,19 @@ class DropoutMasks:
         return kept_elements(shape, self.rate, seed, self.number, part)
 
     def drop(self, x: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
-        """Return x without what is not kept, the rest scaled up."""
+        """Return x with dropped elements set to 0 and the others scaled by 1 / (1 − rate).
+
+        Args:
+            x: Floating-point tensor.
+            is_kept: Mask from `kept`.
+        """
 
         @custom_gradient
         def drop(x):
             scale = tf.cast(1 / (1 - self.rate), x.dtype)
 
-            def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
+            # A selection stores one byte per element for the backward pass, a product one float.
+            def mask(x):
                 return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
 
             return mask(x), mask

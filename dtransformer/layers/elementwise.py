@@ -1,8 +1,9 @@
-"""Elementwise operations whose gradients read the least.
+"""Elementwise operations whose gradients store as little as possible.
 
-TensorFlow's gradients read the shapes of what was computed with where they are open, and compute
-gradients of factors, which nobody asks for: a function whose gradient is taken outside of it keeps
-all that. Where shapes are not known to be as is said here, the operations are TensorFlow's.
+TensorFlow's gradients read the shapes of operands with unknown dimensions and compute gradients of
+constant factors. A function whose gradient is computed outside of it would store all of these
+tensors. If the shapes are not known to meet the requirements below, the functions fall back to
+TensorFlow's operations.
 """
 
 import tensorflow as tf
@@ -11,8 +12,8 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return the sum of tensors of one shape."""
-    if not _are_alike(x.shape, y.shape):
+    """Return x + y for tensors of the same shape."""
+    if not _same_shape(x.shape, y.shape):
         return x + y
 
     @custom_gradient
@@ -22,9 +23,9 @@ def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     return total(x, y)
 
 
-def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return x [b, ...] and y [...], which is added to each of b."""
-    if not _are_alike(x.shape[1:], y.shape):
+def add_to_rows(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Return x + y, where x is `[b, ...]` and y is `[...]` and is added to each of the b rows."""
+    if not _same_shape(x.shape[1:], y.shape):
         return x + y
 
     @custom_gradient
@@ -35,7 +36,7 @@ def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def scale(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Return x times a factor that has no gradient, and that broadcasts to the shape of x."""
+    """Return x · factor, where `factor` broadcasts to the shape of x and has no gradient."""
     if not _broadcasts(factor, x):
         return x * factor
 
@@ -46,46 +47,53 @@ def scale(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return times(x)
 
 
-def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
-    """Return x where a mask is true, and a number elsewhere.
+def select(mask: tf.Tensor, x: tf.Tensor, otherwise: float) -> tf.Tensor:
+    """Return x where a mask is true, and a constant elsewhere.
 
     Args:
-        mask: bool tensor or array that broadcasts to the shape of x.
-        x: tensor.
-        other: the number.
+        mask: Boolean tensor or array that broadcasts to the shape of x.
+        x: Tensor.
+        other: Float. The value elsewhere.
     """
-    number = lambda value: tf.constant(value, x.dtype)
+
+    def constant(value):
+        return tf.constant(value, x.dtype)
+
     if not _broadcasts(mask, x):
-        return tf.where(mask, x, number(other))
+        return tf.where(mask, x, constant(otherwise))
 
     @custom_gradient
     def chosen(x):
-        return tf.where(mask, x, number(other)), lambda dy: tf.where(mask, dy, number(0))
+        return tf.where(mask, x, constant(otherwise)), lambda dy: tf.where(mask, dy, constant(0))
 
     return chosen(x)
 
 
-def soft_capped(x: tf.Tensor, cap: float) -> tf.Tensor:
-    """Return c·tanh(x / c): numbers x that stay below a cap c (Gemma Team, 2024, 2408.00118, §2)."""
+def apply_soft_cap(x: tf.Tensor, cap: float) -> tf.Tensor:
+    """Return c·tanh(x / c), which keeps x between −c and c.
+
+    Reference: [Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2
+    """
     return cap * tf.tanh(x / cap)
 
 
 def check_soft_cap(cap: float | None) -> float | None:
-    """Return a cap; None for none.
+    """Return the cap unchanged. `None` disables it.
 
     Raises:
-        ValueError: it is not more than 0.
+        ValueError: If the cap is not above 0.
     """
     if cap is not None and not cap > 0:
-        raise ValueError(f"soft_cap must be more than 0, got {cap}")
+        raise ValueError(f"`soft_cap` must be above 0, got {cap}.")
     return cap
 
 
-def _are_alike(shape, other):
+def _same_shape(shape, other):
     return shape.rank is not None and shape == other
 
 
 def _broadcasts(y, x):
-    """Return whether y is known to broadcast to the shape of x; open dimensions are alike."""
-    shape = tf.broadcast_static_shape(tf.TensorShape(y.shape), x.shape)  # a mask may be an array
-    return _are_alike(shape, x.shape)
+    """Return whether y is known to broadcast to x. Unknown dimensions are treated as equal."""
+    # A mask may be a NumPy array.
+    shape = tf.broadcast_static_shape(tf.TensorShape(y.shape), x.shape)
+    return _same_shape(shape, x.shape)

@@ -1,4 +1,4 @@
-"""The embedding of a vocabulary, and the head that gives logits."""
+"""Vocabulary embedding, and the head that returns logits."""
 
 import types
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 from dtransformer.errors import check_int
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, register
-from dtransformer.layers.elementwise import check_soft_cap, soft_capped
+from dtransformer.layers.elementwise import apply_soft_cap, check_soft_cap
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import (
@@ -22,17 +22,17 @@ from dtransformer.parallel.tensor_parallel.linear import column_parallel
 
 
 class _VocabLayer(Layer):
-    """A layer with one weight that has a row or a column for each vocabulary entry.
+    """Base class of layers whose weights have a row or a column per vocabulary entry.
 
-    The weight is padded to a multiple of model_parallel; files hold the true size,
-    so that they fit every layout.
+    Weights are padded to a multiple of `model_parallel`. Files store them without padding, so they
+    can be loaded under every layout.
     """
 
     vocab_axis = 0
     _load_error = None
 
-    def _vocab_weight(self, shape, initializer, axes, name, **options):
-        """Add a weight whose dimension `vocab_axis` is the padded vocabulary's."""
+    def _add_vocab_weight(self, shape, initializer, axes, name, **options):
+        """Add a weight with the dimension `vocab_axis` padded to `padded_vocab_size`."""
         padded = list(shape)
         padded[self._axis_of(shape)] = padded_vocab_size(self.vocab_size)
         initializer = (
@@ -50,30 +50,36 @@ class _VocabLayer(Layer):
 
     def load_own_variables(self, store):
         if not store.keys() and self._load_error is not None:
-            raise self._load_error  # Keras tries a layer that failed again, where it finds nothing
+            # Keras calls again after an error, with an empty store. Raise the original error.
+            raise self._load_error
         padded = {}
         for key, variable in zip(store.keys(), self._trainable_variables, strict=True):
             rows = np.asarray(store[key])
             axis = self._axis_of(rows.shape)
             if variable.true_shape[axis] == self.vocab_size != rows.shape[axis]:
                 self._load_error = ValueError(
-                    f"{variable.path} has vocab_size={self.vocab_size}, but the file holds "
-                    f"{rows.shape[axis]} entries: load it into a model of the same vocabulary"
+                    f"{variable.path} has `vocab_size={self.vocab_size}`, but the file has "
+                    f"{rows.shape[axis]} entries. Load it into a model with this vocabulary size."
                 )
                 raise self._load_error
-            missing = [max(own - n, 0) for own, n in zip(variable.shape, rows.shape)]
-            padded[key] = np.pad(rows, [(0, number) for number in missing])
+            missing = [
+                max(size - file_size, 0) for size, file_size in zip(variable.shape, rows.shape)
+            ]
+            padded[key] = np.pad(rows, [(0, count) for count in missing])
         super().load_own_variables(padded)
         self._load_error = None
 
     def _axis_of(self, shape):
-        """Return the vocabulary's dimension of a weight; a bias has that one only."""
+        """Return the vocabulary dimension of a shape. A bias has only one dimension."""
         return min(self.vocab_axis, len(shape) - 1)
 
 
 @register
 class PaddedInitializer(WrappedInitializer):
-    """Draw the true weight, and zeros around it, whatever the padding is."""
+    """Initialize a weight without padding, then pad it with zeros.
+
+    The values therefore do not depend on the layout.
+    """
 
     def __init__(self, initializer, true_shape):
         super().__init__(initializer)
@@ -89,22 +95,22 @@ class PaddedInitializer(WrappedInitializer):
 
 @register
 class VocabEmbedding(_VocabLayer):
-    """Look ids up in a table of embeddings.
+    """Embedding of token ids.
 
-    With `vocab_emb_dp=True` in the parallel config the table is replicated, otherwise
-    it is sharded by rows over the model axis.
+    The table is replicated with `vocab_emb_dp=True` in the parallel config. Otherwise its rows are
+    sharded over the model axis.
 
     Args:
-        vocab_size: number V of entries.
-        embedding_size: size h of an embedding.
-        initializer: a Keras initializer, or its name.
+        vocab_size: Integer. Number V of entries.
+        embedding_size: Integer. Size h of an embedding.
+        initializer: Keras initializer or its name. Defaults to `"normal"`.
 
     Input shape:
-        [b, s] of ints in [0, V)
+        `[b, s]`, integers in [0, V)
 
     Output shape:
-        A pair: embeddings [b, s, h], and the table [V', h], where V' is V padded
-        to a multiple of model_parallel, for a head that shares it.
+        A tuple: embeddings `[b, s, h]`, and the table `[V', h]` for a tied head. V' is V padded to
+            a multiple of `model_parallel`.
 
     Example:
 
@@ -129,7 +135,7 @@ class VocabEmbedding(_VocabLayer):
         self.initializer = initializer
 
     def build(self, input_shape: tuple | None = None) -> None:
-        self.table = self._vocab_weight(
+        self.table = self._add_vocab_weight(
             (self.vocab_size, self.embedding_size),
             self.initializer,
             ("vocab_rows", "embed"),
@@ -137,12 +143,12 @@ class VocabEmbedding(_VocabLayer):
         )
 
     def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # The look-up comes before the cast to 16 bits: its gradient stays a few rows.
-        rows = look_up(self.table.value, self._not_of_padding(tf.cast(ids, "int32")))
+        # Look up before casting to 16 bits, so the gradient remains sparse rows.
+        rows = look_up(self.table.value, self._shift_padding_ids(tf.cast(ids, "int32")))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
-    def _not_of_padding(self, ids):
-        """Return the ids, where those of padded rows are beyond them: in no row."""
+    def _shift_padding_ids(self, ids):
+        """Move ids of padded rows beyond the table, so they match no row."""
         padding = self.table.shape[0] - self.vocab_size
         return tf.where(ids < self.vocab_size, ids, ids + padding) if padding else ids
 
@@ -157,29 +163,33 @@ class VocabEmbedding(_VocabLayer):
 
 @register
 class VocabHead(_VocabLayer):
-    """Give every vocabulary entry a logit.
+    """Dense layer that returns a logit for every vocabulary entry.
 
     Args:
-        vocab_size: number V of entries.
-        use_bias: whether to add a bias.
-        tied: whether the kernel is an embedding's table, given in the call, instead
-            of a weight of its own.
-        kernel_initializer: a Keras initializer, or its name.
-        scale: what logits are multiplied with.
-        soft_cap: logits x become c·tanh(x / c) after that (Gemma Team, 2024, arXiv 2408.00118,
-            §2); None for not.
-        keeps_padding: whether logits stay padded to a multiple of model_parallel, and so
-            sharded, where it does not divide V; `CrossEntropyLoss(vocab_size=V)` takes them.
-            By default they have V entries, for which padded ones are made whole first.
+        vocab_size: Integer. Number V of entries.
+        use_bias: Boolean, whether to add a bias. Defaults to `False`.
+        tied: Boolean, whether the kernel is an embedding table passed to the call. Defaults to
+            `False`.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+        keeps_padding: Boolean, whether to return padded logits `[b, s, V']`, which stay sharded.
+            `CrossEntropyLoss(vocab_size=V)` accepts them. With `False`, logits are unsharded first
+            if `model_parallel` does not divide V. Defaults to `False`.
+        scale: Float. Factor of the logits. Defaults to `1.0`.
+        soft_cap: Float c. Replaces a scaled logit x by c·tanh(x / c)
+            ([Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2). `None` disables it
+            (default).
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        table: tensor [V', h], where tied.
+        inputs: Tensor of shape `[b, s, h]`.
+        table: Tensor of shape `[V', h]`, required if `tied`.
 
     Output shape:
-        [b, s, V]; where padding is kept [b, s, V'], V padded to a multiple of
-        model_parallel. Padded logits are the type's lowest number: they never win and
-        their probability is 0.
+        `[b, s, V]`, or `[b, s, V']` with `keeps_padding`. V' is V padded to a multiple of
+        `model_parallel`. Padded logits are the lowest number of their type, so their probability is
+        0.
+
+    Raises:
+        ValueError: If the head is tied and `table` is missing or has another hidden size.
     """
 
     vocab_axis = 1
@@ -201,7 +211,8 @@ class VocabHead(_VocabLayer):
         self.vocab_size = check_int("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
-        self.scale, self.soft_cap = scale, check_soft_cap(soft_cap)
+        self.scale = scale
+        self.soft_cap = check_soft_cap(soft_cap)
         self.kernel_initializer = kernel_initializer
         self.keeps_padding = keeps_padding
 
@@ -209,24 +220,24 @@ class VocabHead(_VocabLayer):
         self.takes(inputs_shape[-1])
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
-            self.kernel = self._vocab_weight(
+            self.kernel = self._add_vocab_weight(
                 shape, self.kernel_initializer, ("embed", "vocab"), "kernel", num_inputs=1
             )
         if self.use_bias:
-            self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
+            self.bias = self._add_vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
 
     def __call__(self, inputs, table=None, **kwargs):
-        # Where it is not tied it depends on no table: a pipeline copies what is depended on.
+        # Do not pass an unused table. A pipeline copies all inputs between stages.
         return super().__call__(inputs, *([table] if self.tied else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
         if self.tied and (table is None or table.shape[-1] != inputs.shape[-1]):
-            given = "no table" if table is None else f"a table of the shape {list(table.shape)}"
+            received = "no table" if table is None else f"a table of shape {list(table.shape)}"
             raise ValueError(
-                f"a tied head got {given}, expected an embedding's [V', {inputs.shape[-1]}], as "
-                f"inputs have the shape {list(inputs.shape)}"
+                f"A tied head received {received}, expected an embedding table of shape "
+                f"[V', {inputs.shape[-1]}] for inputs of shape {list(inputs.shape)}."
             )
         if self.tied:
             logits = tied_logits(inputs, table)
@@ -237,7 +248,7 @@ class VocabHead(_VocabLayer):
         if self.scale != 1:
             logits *= tf.cast(self.scale, logits.dtype)
         if self.soft_cap is not None:
-            logits = soft_capped(logits, self.soft_cap)
+            logits = apply_soft_cap(logits, self.soft_cap)
         logits = mask_padding(logits, self.vocab_size)
         if self.keeps_padding or logits.shape[-1] == self.vocab_size:
             return logits

@@ -1,5 +1,6 @@
-"""The feed-forward layer of a Transformer block."""
+"""Feed-forward layer of a Transformer block."""
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -19,29 +20,35 @@ from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_pa
 class FeedForward(StreamLayer):
     """Two dense layers with an activation between them.
 
-    The mapping is column parallel and the projection row parallel; the
-    projection's bias is added after the reduction.
+    The first dense layer (mapping) is column-parallel, the second (projection) is row-parallel, and
+    its bias is added after the reduction.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.3; Shoeybi et
-    al., 2019, "Megatron-LM", §3; Shazeer, 2020, "GLU variants improve Transformer", arXiv
-    2002.05202, for the gated form.
+    References:
+
+    - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.3
+    - [Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053) (Megatron-LM), section 3
+    - [Shazeer, 2020](https://arxiv.org/abs/2002.05202), for the gated form
 
     Args:
-        hidden_size: size h of the input and the output.
-        ffn_hidden_size: size f between the two.
-        dropout_rate: dropout of the output, in [0, 1).
-        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
-        expert_num: number of experts: 1, of several `MoE` is made.
-        kernel_initializer: a Keras initializer, or its name.
-        gated: whether the mapping is multiplied with the activation of a second one, the gate,
-            instead of being activated itself; with `hidden_act="silu"` that is SwiGLU.
-        use_bias: whether the dense layers have a bias.
+        hidden_size: Integer. Size h of the input and the output.
+        ffn_hidden_size: Integer. Size f of the inner activations.
+        dropout_rate: Float in [0, 1). Dropout of the output. Defaults to `0.1`.
+        hidden_act: Name of an activation, a callable, or a Keras layer class. Defaults to `"gelu"`.
+        expert_num: Integer. Must be 1; use `MoE` for several experts. Defaults to `1`.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+        gated: Boolean, whether the mapping is multiplied by the activation of a second dense layer
+            (gate). With `hidden_act="silu"` this is SwiGLU. Defaults to `False`.
+        use_bias: Boolean, whether the dense layers have a bias. Defaults to `True`.
 
     Input shape:
-        [b, s, h]
+        `[b, s, h]`
 
     Output shape:
-        [b, s, h]
+        `[b, s, h]`
+
+    Raises:
+        ValueError: If `hidden_act` needs a gate and `gated` is `False`, `expert_num` is not 1, or
+            `model_parallel` does not divide a size.
 
     Example:
 
@@ -66,21 +73,32 @@ class FeedForward(StreamLayer):
         self.takes(hidden_size)
         self.ffn_hidden_size = check_int("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
-        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        self.hidden_act = hidden_act
+        self.activation = get_activation(hidden_act)
         if needs_gate(self.activation) and not gated:
-            raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
+            raise ValueError(f"`hidden_act={hidden_act!r}` requires `gated=True`.")
         if check_int("expert_num", expert_num) != 1:
             raise ValueError(
-                f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
+                f"`expert_num={expert_num}` must be 1. Use `layers.MoE` for several experts."
             )
-        self.expert_num, self.kernel_initializer = expert_num, kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
+        self.expert_num = expert_num
+        self.kernel_initializer = kernel_initializer
+        self.gated = gated
+        self.use_bias = use_bias
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
     def add_dense(self, initializer: keras.initializers.Initializer | str, *experts: int) -> None:
-        """Add the kernels and biases, with a leading dimension of the experts if they are given."""
-        h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
+        """Add the kernels and biases.
+
+        Args:
+            initializer: Keras initializer or its name.
+            *experts: Number of experts, which becomes the first dimension of all weights. Omit it
+                for a single layer.
+        """
+        h = self.hidden_size
+        f = self.ffn_hidden_size
+        expert_axes = ("expert",) * len(experts)
         dense = {"mapping": (h, f, "embed", "mlp")}
         if self.gated:
             dense["gate"] = dense["mapping"]
@@ -89,13 +107,13 @@ class FeedForward(StreamLayer):
             kernel = self.add_weight(
                 (*experts, size, new_size),
                 initializer,
-                axes=(*of_experts, axis, new_axis),
+                axes=(*expert_axes, axis, new_axis),
                 name=f"{name}_kernel",
                 num_inputs=None if experts else 1,
             )
             setattr(self, f"{name}_kernel", kernel)
             if self.use_bias:
-                axes = (*of_experts, new_axis)
+                axes = (*expert_axes, new_axis)
                 bias = self.add_weight(
                     (*experts, new_size), "zeros", axes=axes, name=f"{name}_bias"
                 )
@@ -107,7 +125,7 @@ class FeedForward(StreamLayer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         check_floating("inputs", inputs)
-        compute = lambda x: self._compute(x, training)
+        compute = functools.partial(self._compute, training=training)
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables)
         return compute(inputs)

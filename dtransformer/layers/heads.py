@@ -1,4 +1,4 @@
-"""Task heads: labels of sequences and of tokens from the last block's results; BERT's masked tokens."""
+"""Heads for sequence and token classification, embeddings and masked language modeling."""
 
 from collections.abc import Callable
 
@@ -19,29 +19,32 @@ POOLINGS = ("first", "mean", "last")
 
 
 def check_pooling(pooling: str) -> str:
-    """Return the name of a pooling.
+    """Return the name of a pooling unchanged.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: If it is not in `POOLINGS`.
     """
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        raise ValueError(f"`pooling` must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
     return pooling
 
 
-def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
-    """Return one vector of each sequence, [b, h]; zeros where a mask has no position.
+def pool(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
+    """Reduce each sequence to one vector.
 
     Args:
-        inputs: tensor [b, s, h].
-        mask: bool tensor [b, s], where there is a token; None where there is one everywhere.
-        pooling: `"first"` and `"last"` of the positions with a token, or their `"mean"`.
+        inputs: Tensor of shape `[b, s, h]`.
+        mask: Bool tensor of shape `[b, s]`, True for tokens, or `None` if all positions are tokens.
+        pooling: `"first"` or `"last"` to select a token, or `"mean"` over all tokens.
+
+    Returns:
+        A tensor of shape `[b, h]`, zeros for a sequence without tokens.
 
     Example:
 
     >>> x = tf.reshape(tf.range(6.0), (1, 3, 2))
     >>> mask = tf.constant([[False, True, True]])
-    >>> [pooled(x, mask, name).numpy().tolist() for name in POOLINGS]
+    >>> [pool(x, mask, name).numpy().tolist() for name in POOLINGS]
     [[[2.0, 3.0]], [[3.0, 4.0]], [[4.0, 5.0]]]
     """
     check_pooling(pooling)
@@ -63,17 +66,17 @@ def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor
 
 
 class LabelHead(Layer):
-    """Give logits of labels: a dense layer and a norm where asked for, dropout, logits.
+    """Base class of classification heads: optional dense layer and norm, dropout, logits.
 
     Args:
-        num_labels: number of logits; 1 for a number, such as a reward.
-        hidden_act: activation of a dense layer of the inputs' size before the logits; None for no
-            such layer.
-        use_bias: whether the logits have a bias.
-        dropout_rate: dropout of what the logits are made of, in [0, 1).
-        hidden_bias: whether the dense layer has a bias.
-        norm: the norm after the dense layer's activation, a name as of `make_norm`; None for none.
-        norm_epsilon: what it adds to the variance.
+        num_labels: Integer. Number of logits. Use 1 for a score, such as a reward.
+        hidden_act: Activation of a dense layer of the inputs' size before the logits. `None` omits
+            the dense layer (default).
+        use_bias: Boolean, whether logits have a bias. Defaults to `True`.
+        dropout_rate: Float in [0, 1). Dropout before the logits. Defaults to `0.0`.
+        hidden_bias: Boolean, whether the dense layer has a bias. Defaults to `True`.
+        norm: Name of a norm after the dense layer, see `make_norm`. Defaults to `None`, no norm.
+        norm_epsilon: Float. Epsilon of the norm. Defaults to `1e-5`.
     """
 
     pipeline_stage = -1
@@ -91,17 +94,23 @@ class LabelHead(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.num_labels, self.use_bias = check_int("num_labels", num_labels), use_bias
-        self.hidden_act, self.hidden_bias, self.dropout_rate = hidden_act, hidden_bias, dropout_rate
-        self.norm, self.norm_epsilon = norm, norm_epsilon
-        own = {"parallel": None, "dtype": self.dtype_policy}
+        self.num_labels = check_int("num_labels", num_labels)
+        self.use_bias = use_bias
+        self.hidden_act = hidden_act
+        self.hidden_bias = hidden_bias
+        self.dropout_rate = dropout_rate
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
+        dense_options = {"parallel": None, "dtype": self.dtype_policy}
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
-        self.classifier = Linear(num_labels, use_bias, name="classifier", **own)
+        self.classifier = Linear(num_labels, use_bias, name="classifier", **dense_options)
         self.pooler = self.pooler_norm = None
         if norm is not None:
-            self.pooler_norm = make_norm(norm, norm_epsilon, dtype=own["dtype"], name="norm")
-        if hidden_act is not None:  # of the inputs' size, which build knows
-            self.pooler = Linear(1, hidden_bias, name="pooler", **own)
+            self.pooler_norm = make_norm(
+                norm, norm_epsilon, dtype=dense_options["dtype"], name="norm"
+            )
+        if hidden_act is not None:  # `build` sets the size to the inputs' size.
+            self.pooler = Linear(1, hidden_bias, name="pooler", **dense_options)
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         h = inputs_shape[-1]
@@ -114,7 +123,7 @@ class LabelHead(Layer):
         self.classifier.build((None, h))
 
     def logits(self, x: tf.Tensor, training: bool) -> tf.Tensor:
-        """Return the logits [..., num_labels] of vectors [..., h]."""
+        """Return the logits `[..., num_labels]` of vectors `[..., h]`."""
         if self.pooler is not None:
             x = get_activation(self.hidden_act)(self.pooler(x))
         if self.pooler_norm is not None:
@@ -124,28 +133,29 @@ class LabelHead(Layer):
 
 @register
 class SequenceHead(LabelHead):
-    """Give each sequence the logits of its labels: pooling, then as of `LabelHead`.
+    """Sequence classification head: pooling, then the layers of `LabelHead`.
 
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §4, which is `pooling="first",
-    hidden_act="tanh"`; decoders take `pooling="last", use_bias=False`.
+    Encoders usually have `pooling="first", hidden_act="tanh"`
+    ([Devlin et al., 2019](https://arxiv.org/abs/1810.04805), section 4), decoders
+    `pooling="last", use_bias=False`.
 
     Args:
-        num_labels: number of logits; 1 for a number, such as a reward.
-        pooling: `"first"`, `"mean"` or `"last"` of the positions that a mask has.
-        pad_id: id of tokens that a network with this head leaves out of pooling, though its blocks
-            attend to them: where padding is the end token, too. None for none.
-        **kwargs: other arguments of `LabelHead`.
+        num_labels: Integer. Number of logits. Use 1 for a score, such as a reward.
+        pooling: `"first"`, `"mean"` or `"last"`, see `pool`. Defaults to `"first"`.
+        pad_id: Integer. Token id that the network excludes from pooling although its blocks attend
+            to it, if padding is also the end token. Defaults to `None`.
+        **kwargs: Other arguments of `LabelHead`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        mask: bool tensor [b, s], where there is a token; None for everywhere.
-        training: whether dropout applies.
+        inputs: Tensor of shape `[b, s, h]`.
+        mask: Bool tensor of shape `[b, s]`, True for tokens. Defaults to all positions.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        [b, num_labels]
+        `[b, num_labels]`
 
     Raises:
-        ValueError: the pooling or a size is none.
+        ValueError: If `pooling` is unknown or a size is below 1.
 
     Example:
 
@@ -157,16 +167,17 @@ class SequenceHead(LabelHead):
         self, num_labels: int, pooling: str = "first", pad_id: int | None = None, **kwargs
     ):
         super().__init__(num_labels, **kwargs)
-        self.pooling, self.pad_id = check_pooling(pooling), pad_id
+        self.pooling = check_pooling(pooling)
+        self.pad_id = pad_id
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
         # [b, s, h] -> [b, h]
-        return self.logits(pooled(inputs, mask, self.pooling), training)
+        return self.logits(pool(inputs, mask, self.pooling), training)
 
     def compute_mask(self, *args) -> None:
-        return None  # of a label there is none
+        return None  # The output has no sequence dimension.
 
     def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
         return inputs_shape[0], self.num_labels
@@ -174,21 +185,21 @@ class SequenceHead(LabelHead):
 
 @register
 class TokenHead(LabelHead):
-    """Give each token the logits of its labels, as of `LabelHead`.
+    """Token classification head with the layers of `LabelHead`.
 
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §5.3.
+    Reference: [Devlin et al., 2019](https://arxiv.org/abs/1810.04805), section 5.3
 
     Args:
-        num_labels: number of logits.
-        **kwargs: other arguments of `LabelHead`.
+        num_labels: Integer. Number of logits.
+        **kwargs: Other arguments of `LabelHead`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        mask: taken, as of `SequenceHead`, and not needed.
-        training: whether dropout applies.
+        inputs: Tensor of shape `[b, s, h]`.
+        mask: Ignored. It makes calls compatible with `SequenceHead`.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        [b, s, num_labels]
+        `[b, s, num_labels]`
 
     Example:
 
@@ -207,17 +218,19 @@ class TokenHead(LabelHead):
 
 @register
 class PoolingHead(Layer):
-    """Give each sequence a vector: what it is pooled to, divided by its norm.
+    """Embedding head: pool each sequence to a vector and normalize its length to 1.
 
     Args:
-        pooling: as of `SequenceHead`.
-        normalize: whether vectors have length 1.
+        pooling: `"first"`, `"mean"` or `"last"`, see `pool`. Defaults to `"mean"`.
+        normalize: Boolean, whether to normalize vectors. Defaults to `True`.
 
     Call arguments:
-        inputs, mask, training: as of `SequenceHead`.
+        inputs: Tensor of shape `[b, s, h]`.
+        mask: Bool tensor of shape `[b, s]`, True for tokens. Defaults to all positions.
+        training: Ignored.
 
     Output shape:
-        [b, h], float32.
+        `[b, h]`, float32
 
     Example:
 
@@ -230,7 +243,8 @@ class PoolingHead(Layer):
     def __init__(self, pooling: str = "mean", normalize: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.pooling, self.normalize = check_pooling(pooling), normalize
+        self.pooling = check_pooling(pooling)
+        self.normalize = normalize
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         self.num_labels = inputs_shape[-1]
@@ -238,13 +252,13 @@ class PoolingHead(Layer):
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
-        x = tf.cast(pooled(inputs, mask, self.pooling), "float32")
+        x = tf.cast(pool(inputs, mask, self.pooling), "float32")
         if not self.normalize:
             return x
         return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)
 
     def compute_mask(self, *args) -> None:
-        return None  # of a vector there is none
+        return None  # The output has no sequence dimension.
 
     def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
         return inputs_shape[0], inputs_shape[-1]
@@ -252,25 +266,27 @@ class PoolingHead(Layer):
 
 @register
 class MaskedLMHead(Layer):
-    """A dense layer, an activation and a norm, then a logit for every vocabulary entry.
+    """Masked language modeling head of BERT: dense layer, activation, norm, vocabulary logits.
 
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, as published in its code.
+    Reference: [Devlin et al., 2019](https://arxiv.org/abs/1810.04805) and its published code
 
     Args:
-        vocab_size: number V of entries.
-        hidden_size: size h of the inputs.
-        hidden_act: a Keras activation's name, or a callable.
-        norm_epsilon: what the norm adds to the variance.
-        norm: the norm's name; see `make_norm`.
-        dense_bias: whether the dense layer has a bias.
-        use_bias, tied: as `VocabHead`'s.
+        vocab_size: Integer. Number V of entries.
+        hidden_size: Integer. Size h of the inputs.
+        hidden_act: Name of an activation or a callable. Defaults to `"gelu"`.
+        norm_epsilon: Float. Epsilon of the norm. Defaults to `1e-5`.
+        use_bias: Boolean, whether logits have a bias. Defaults to `True`.
+        tied: Boolean, whether the kernel is an embedding table passed to the call. Defaults to
+            `True`.
+        norm: Name of the norm, see `make_norm`. Defaults to `"layer_norm"`.
+        dense_bias: Boolean, whether the dense layer has a bias. Defaults to `True`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        table: tensor [V', h], where tied.
+        inputs: Tensor of shape `[b, s, h]`.
+        table: Tensor of shape `[V', h]`, required if `tied`.
 
     Output shape:
-        [b, s, V'], V padded to a multiple of model_parallel; see `VocabHead`.
+        `[b, s, V']`, where V' is V padded to a multiple of `model_parallel`. See `VocabHead`.
     """
 
     pipeline_stage = -1
@@ -287,11 +303,11 @@ class MaskedLMHead(Layer):
         dense_bias: bool = True,
         **kwargs,
     ):
-        given = given_arguments(locals())
+        init_arguments = given_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
         check_int("hidden_size", hidden_size)
-        self.arguments = given
+        self.arguments = init_arguments
         self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(
@@ -312,7 +328,7 @@ class MaskedLMHead(Layer):
             layer.build(inputs_shape)
 
     def __call__(self, inputs, table=None, **kwargs):
-        # As of `VocabHead`: where it is not tied it depends on no table.
+        # Do not pass an unused table. A pipeline copies all inputs between stages.
         return super().__call__(inputs, *([table] if self.arguments["tied"] else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Initializers: random values that depend on the job's seed and the weight's path only."""
+"""Initializers whose random values depend only on the job's seed and the weight's path."""
 
 import keras
 import numpy as np
@@ -8,13 +8,13 @@ from dtransformer.parallel.runtime import seeds
 
 
 class WrappedInitializer(keras.initializers.Initializer):
-    """An initializer that shapes what another one draws."""
+    """Base class of initializers that reshape, stack or pad the values of another initializer."""
 
     def __init__(self, initializer):
         self.initializer = keras.initializers.get(initializer)
 
     def around(self, initializer):
-        """Return the same around another initializer."""
+        """Return a copy of this initializer that wraps `initializer` instead."""
         return type(self)(**{**self.get_config(), "initializer": initializer})
 
     def get_config(self):
@@ -23,20 +23,22 @@ class WrappedInitializer(keras.initializers.Initializer):
 
 @keras.saving.register_keras_serializable("dtransformer")
 class FlattenedInitializer(WrappedInitializer):
-    """Draw a weight of several dimensions as the matrix that it multiplies as.
+    """Initialize a weight of several dimensions as the matrix that it represents.
 
-    Keras takes a weight of three dimensions for a convolution's; the attention
-    kernels [h,n,d] and [n,d,h] are matrices of h × n·d.
+    Keras treats a weight of three dimensions as a convolution kernel when it computes fan-in and
+    fan-out. The attention kernels `[h, n, d]` and `[n, d, h]` are matrices of h × n·d and n·d × h.
 
     Args:
-        initializer: a Keras initializer, or its name.
-        num_inputs: how many leading dimensions are summed over.
-        scale: what the values are multiplied with.
+        initializer: Keras initializer or its name.
+        num_inputs: Integer. Number of leading dimensions that form the matrix rows. Defaults to
+            `1`.
+        scale: Float. Factor of the values. Defaults to `1.0`.
     """
 
     def __init__(self, initializer, num_inputs=1, scale=1.0):
         super().__init__(initializer)
-        self.num_inputs, self.scale = num_inputs, scale
+        self.num_inputs = num_inputs
+        self.scale = scale
 
     def __call__(self, shape, dtype=None):
         inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
@@ -50,27 +52,34 @@ class FlattenedInitializer(WrappedInitializer):
 
 @keras.saving.register_keras_serializable("dtransformer")
 class StackedInitializer(WrappedInitializer):
-    """Draw the weights of several experts [E, ...], each as one that is alone."""
+    """Initialize the weights of several experts, `[E, ...]`, each like a single layer's weight.
+
+    Each expert has a separate seed.
+    """
 
     def __call__(self, shape, dtype=None):
-        number, *of_one = shape
-        draw, config = self.initializer, self.initializer.get_config()
+        num_experts, *expert_shape = shape
+        draw = self.initializer
+        config = self.initializer.get_config()
         values = []
-        for i in range(number):
+        for i in range(num_experts):
             if isinstance(config.get("seed"), int):
                 seed = seeds.derived_seed(f"{config['seed']}/{i}")
                 draw = type(self.initializer).from_config({**config, "seed": seed})
-            values.append(draw(tuple(of_one), dtype=dtype))
+            values.append(draw(tuple(expert_shape), dtype=dtype))
         return tf.stack(values)
 
 
-def seeded(initializer, path: str):
-    """Return `initializer` with a seed derived from the job's seed and `path`."""
+def with_derived_seed(initializer, path: str):
+    """Return an initializer with a seed derived from the job's seed and `path`.
+
+    Initializers that are not random or already have a seed are returned as they are.
+    """
     if isinstance(initializer, WrappedInitializer):
-        return initializer.around(seeded(initializer.initializer, path))
+        return initializer.around(with_derived_seed(initializer.initializer, path))
     if not isinstance(initializer, keras.initializers.Initializer):
         return initializer
     config = initializer.get_config()
     if config.get("seed", 0) is not None:
-        return initializer  # not random, or with a seed of its own
+        return initializer  # Not random, or already seeded.
     return type(initializer).from_config({**config, "seed": seeds.derived_seed(path)})

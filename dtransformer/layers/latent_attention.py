@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries, and keys with values, are projected from short latents."""
+"""Multi-head latent attention: keys and values are projected from a short latent vector."""
 
 import tensorflow as tf
 
@@ -14,35 +14,40 @@ from dtransformer.parallel.tensor_parallel.linear import column_parallel
 
 @register
 class LatentAttention(MultiHeadAttention):
-    """Attention of a sequence to itself whose keys and values are made of a latent of each position.
+    """Multi-head latent self-attention.
 
-    A latent c of `kv_rank` features and one rotary key of `rotary_dim` features, which all heads
-    share, are projected from the input; after a norm c becomes each head's other features of a key,
-    and its value. Queries may be projected from a latent, too. The first features of queries and
-    keys are the rotary ones.
+    The input is projected to a latent c of `kv_rank` features and to one rotary key of `rotary_dim`
+    features, which all heads share. After a norm, c is projected to each head's other key features
+    and to its value. Queries may also be projected from a latent. The rotary features of queries
+    and keys come first.
 
-    What is projected to latents is replicated, what is projected from them is sharded by heads.
-    Values have zeros behind their features up to the size of keys, which is what is sent, cached and
-    given to cuDNN. The cache has keys and values, and no latents.
+    Projections to latents are replicated. Projections from latents are sharded by heads. Values are
+    padded with zeros to the size of keys, and are sent, cached and passed to cuDNN in this form.
+    The cache stores keys and values, not latents.
 
-    Reference: DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434, §2.1.
+    Reference: [DeepSeek-AI, 2024](https://arxiv.org/abs/2405.04434) (DeepSeek-V2), section 2.1
 
     Args:
-        hidden_size, num_heads: as `MultiHeadAttention`'s.
-        latent: a `Latent`, or a dict of its fields.
-        head_dim: number d of features of queries and keys, the rotary ones among them.
-        use_bias: whether the output's projection has a bias; the others have none.
-        rotary_base, rotary_scaling: of the rotary features; see `rotary_frequencies`.
-        **kwargs: others of `MultiHeadAttention`.
+        hidden_size, num_heads: See `MultiHeadAttention`.
+        latent: `Latent`, or a dictionary of its fields.
+        head_dim: Integer. Features d of queries and keys, including the rotary ones. Defaults to h
+            / n.
+        use_bias: Boolean, whether the output projection has a bias. The other projections have
+            none. Defaults to `True`.
+        rotary_base, rotary_scaling: Options of the rotary features, see `rotary_frequencies`.
+            Default to `10000.0` and `None`.
+        **kwargs: Other arguments of `MultiHeadAttention`.
 
     Call arguments:
-        query, key, value: the same tensor [b, s, h]; others as `MultiHeadAttention`'s.
+        query, key, value: The same tensor of shape `[b, s, h]`. For other arguments see
+            `MultiHeadAttention`.
 
     Output shape:
-        The query's; with a cache, a pair of this and the cache for the next call.
+        `[b, s, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
 
     Raises:
-        ValueError: sizes do not fit together, or what heads would share or normalize is asked for.
+        ValueError: If sizes do not match, or an option of `MultiHeadAttention` is not supported:
+            fewer key heads, `qk_norm`, `rotary_fraction` or `qkv_bias`.
 
     Example:
 
@@ -71,21 +76,24 @@ class LatentAttention(MultiHeadAttention):
             check_int(name, self.latent[name])
         if max(sizes.rotary_dim, sizes.value_dim) > self.head_dim:
             raise ValueError(
-                f"{sizes} has features of heads that are more than head_dim={head_dim}"
+                f"The features per head in {sizes} must be at most `head_dim={self.head_dim}`."
             )
-        plain = {
+        supported = {
             "num_kv_heads": num_heads,
             "qk_norm": None,
             "rotary_fraction": 1,
             "qkv_bias": False,
         }
-        if wrong := [f"{x}={getattr(self, x)}" for x in plain if getattr(self, x) != plain[x]]:
+        if unsupported := [
+            f"{x}={getattr(self, x)}" for x in supported if getattr(self, x) != supported[x]
+        ]:
             raise ValueError(
-                f"{', '.join(wrong)}: heads have keys of their own, no norms and no biases where "
-                "attention is through latents: leave it out, or latent"
+                f"Latent attention does not support {', '.join(unsupported)}. Remove these arguments, "
+                "or `latent`."
             )
         self.value_dim = sizes.value_dim
-        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
+        self.rotary_base = rotary_base
+        self.rotary_scaling = rotary_scaling
         self.set_rotary(sizes.rotary_dim)
         policy = self.dtype_policy
         self.latent_norm = RMSNorm(dtype=policy, name="latent_norm")
@@ -96,24 +104,30 @@ class LatentAttention(MultiHeadAttention):
     def __call__(self, query, key, value, *args, **kwargs):
         if key is not query or value is not query:
             raise ValueError(
-                "attention through latents is of a sequence to itself: give the same tensor three times"
+                "Latent attention is self-attention. Pass the same tensor as query, key and value."
             )
         return super().__call__(query, key, value, *args, **kwargs)
 
     def add_projections(self) -> None:
-        h, n, sizes = self.hidden_size, self.num_heads, self.sizes
+        h = self.hidden_size
+        n = self.num_heads
+        sizes = self.sizes
         self._add_kernel("latent", (h, sizes.kv_rank + sizes.rotary_dim), ("embed", None))
         self.latent_norm.build((None, None, sizes.kv_rank))
         if sizes.query_rank:
             self._add_kernel("query_down", (h, sizes.query_rank), ("embed", None))
             self.query_latent_norm.build((None, None, sizes.query_rank))
         scale = self.head_dim**-0.5 / self.query_scale if self.query_scale else 1.0
-        name, inputs, axis = "query_up", sizes.query_rank, None
+        name = "query_up"
+        inputs = sizes.query_rank
+        axis = None
         if not inputs:
-            name, inputs, axis = "query", h, "embed"
+            name = "query"
+            inputs = h
+            axis = "embed"
         self._add_kernel(name, (inputs, n, self.head_dim), (axis, "heads", "head_dim"), scale)
-        both = self.head_dim - sizes.rotary_dim + sizes.value_dim
-        self._add_kernel("key_value", (sizes.kv_rank, n, both), (None, "heads", "head_dim"))
+        num_features = self.head_dim - sizes.rotary_dim + sizes.value_dim
+        self._add_kernel("key_value", (sizes.kv_rank, n, num_features), (None, "heads", "head_dim"))
 
     def _add_kernel(self, name, shape, axes, scale=1.0):
         initializer = FlattenedInitializer(self.kernel_initializer, scale=scale)
@@ -121,22 +135,25 @@ class LatentAttention(MultiHeadAttention):
         setattr(self, name, self.add_weight(shape, initializer, axes=axes, name=name, num_inputs=1))
 
     def _project(self, inputs):
-        """[batch, length, embed] -> queries, keys, values [batch, heads, length, head_dim]."""
+        """Return queries, keys and values, each `[batch, heads, length, head_dim]`."""
         x = inputs["query"]
-        sizes, kernels = self.sizes, [self.latent_kernel]
+        sizes = self.sizes
+        kernels = [self.latent_kernel]
         if sizes.query_rank:
             kernels.append(self.query_down_kernel)
-        latent, *of_query = column_parallel(x, kernels, (None,))
+        latent, *query_latent = column_parallel(x, kernels, (None,))
         c, rotary = latent[..., : sizes.kv_rank], latent[..., sizes.kv_rank :]
-        x = self.query_latent_norm(of_query[0]) if of_query else x
-        kernel = self.query_up_kernel if of_query else self.query_kernel
+        x = self.query_latent_norm(query_latent[0]) if query_latent else x
+        kernel = self.query_up_kernel if query_latent else self.query_kernel
         (q,) = project_to_heads(x, [kernel], [None])
-        (both,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
+        (key_value,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
         size = self.head_dim - sizes.rotary_dim
-        own, v = both[..., :size], both[..., size:]
-        rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(both[..., :1])  # of each head
+        keys, v = key_value[..., :size], key_value[..., size:]
+        rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(
+            key_value[..., :1]
+        )  # Repeated for each head.
         v = tf.pad(v, [[0, 0]] * 3 + [[0, self.head_dim - sizes.value_dim]])
-        return q, tf.concat([rotary, own], axis=-1), v
+        return q, tf.concat([rotary, keys], axis=-1), v
 
     def _attend(self, q, keys, values, mask, bias, **options):
         context = super()._attend(q, keys, values, mask, bias, **options)

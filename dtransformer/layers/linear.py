@@ -1,4 +1,4 @@
-"""A dense layer, sharded by columns or by rows."""
+"""Dense layer, sharded by columns or by rows."""
 
 import keras
 import tensorflow as tf
@@ -9,29 +9,35 @@ from dtransformer.layers.base import Layer, check_divisible, register
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
-_KINDS = ("column", "row", None)
+_PARALLEL = ("column", "row", None)
 
 
 @register
 class Linear(Layer):
-    """Multiply with a kernel and add a bias.
+    """Dense layer with a column-parallel, row-parallel or replicated kernel.
 
-    A column-parallel kernel is sharded along its outputs, a row-parallel one along its
-    inputs; a column-parallel layer followed by a row-parallel one needs one
-    all-reduce for both (Shoeybi et al., 2019, "Megatron-LM", arXiv 1909.08053).
+    A column-parallel kernel is sharded along its outputs, a row-parallel kernel along its inputs. A
+    column-parallel layer followed by a row-parallel layer needs one all-reduce for both.
+
+    Reference: [Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053) (Megatron-LM)
 
     Args:
-        units: size of the output.
-        use_bias: whether to add a bias.
-        parallel: `"column"`, `"row"`, or None for a kernel that is never sharded.
-        kernel_initializer: a Keras initializer, or its name.
-        bias_initializer: a Keras initializer, or its name.
+        units: Integer. Size of the output.
+        use_bias: Boolean, whether to add a bias. Defaults to `True`.
+        parallel: `"column"`, `"row"`, or `None` for a kernel that is never sharded. Defaults to
+            `"column"`.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
+        bias_initializer: Keras initializer or its name. Defaults to `"zeros"`.
 
     Input shape:
-        [..., inputs]
+        `[..., inputs]`
 
     Output shape:
-        [..., units]
+        `[..., units]`
+
+    Raises:
+        ValueError: If `parallel` is unknown, or `model_parallel` does not divide the sharded
+            dimension.
     """
 
     def __init__(
@@ -45,8 +51,8 @@ class Linear(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        if parallel not in _KINDS:
-            raise ValueError(f"parallel must be 'column', 'row' or None, got {parallel!r}")
+        if parallel not in _PARALLEL:
+            raise ValueError(f"`parallel` must be 'column', 'row' or None, got {parallel!r}.")
         self.units = check_int("units", units)
         self.use_bias = use_bias
         self.parallel = parallel

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary: the mean over the tokens that count."""
+"""Cross-entropy loss, averaged over weighted tokens."""
 
 import tensorflow as tf
 
@@ -11,32 +11,37 @@ from dtransformer.parallel.tensor_parallel.cross_entropy import label_values, to
 
 @register
 class CrossEntropyLoss(Layer):
-    """The mean negative log-likelihood of the labels, over the tokens that count.
+    """Mean negative log-likelihood of the labels over weighted tokens.
 
-    With label smoothing ε the target distribution gives 1−ε to the label and ε
-    evenly to the V entries (Szegedy et al., 2016, arXiv 1512.00567, §7). Computed in
-    float32 at least.
+    With label smoothing ε, the target distribution assigns 1 − ε to the label and ε evenly to the V
+    entries ([Szegedy et al., 2016](https://arxiv.org/abs/1512.00567), section 7). The loss is
+    computed in float32 or wider.
+
+    The layer can also be passed to `keras.Model.compile` as a loss. It then takes
+    `(labels, logits)` and returns the loss of each token with a Keras mask, and Keras computes the
+    mean.
 
     Args:
-        label_smoothing: ε, in [0, 1).
-        ignore_id: a label that never counts, such as the padding's.
-        vocab_size: the number V of entries, where logits may be wider because they
-            are padded; their width by default.
-        z_loss: factor of logsumexp(logits)², which is added to each token's loss and keeps the
-            logits' normalizer near 1 (Chowdhery et al., 2022, "PaLM", arXiv 2204.02311, §5).
+        label_smoothing: Float in [0, 1). The ε above. Defaults to `0.0`.
+        ignore_id: Integer. Label without weight, such as the padding id. Defaults to `None`.
+        vocab_size: Integer. Number V of entries, if logits are padded. Defaults to the width of the
+            logits.
+        z_loss: Float in [0, 1). Factor of logsumexp(logits)², which is added to each token's loss
+            and keeps the normalizer of the logits near 1
+            ([Chowdhery et al., 2022](https://arxiv.org/abs/2204.02311), section 5). Defaults to
+            `0.0`.
 
     Call arguments:
-        logits: tensor [N, V] or [b, s, V].
-        labels: int tensor [N] or [b, s]; or with a last dimension of 1, as Keras takes it.
-        mask: tensor of the labels' shape, the weight of each; None for 1.
+        logits: Tensor of shape `[N, V]` or `[b, s, V]`.
+        labels: Integer tensor of shape `[N]` or `[b, s]`, or with an additional last dimension of
+            1, as in Keras.
+        mask: Tensor of the labels' shape with the weight of each token. Defaults to 1.
 
     Returns:
-        A scalar: Σ nll·mask / Σ mask; 0 where nothing counts. As a loss of a plain
-        `keras.Model.compile`, which calls it with (labels, logits), that of each token, with
-        Keras' mask, of which Keras takes the mean.
+        A scalar, Σ nll · mask / Σ mask, or 0 if all weights are 0.
 
     Raises:
-        ValueError: labels or the mask do not have the logits' leading dimensions.
+        ValueError: If labels or the mask do not have the logits' leading dimensions.
 
     Example:
 
@@ -62,25 +67,28 @@ class CrossEntropyLoss(Layer):
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
-        if _are_labels_of(logits, labels):  # Keras' order: labels, then logits
-            return self._for_keras(logits, labels)
+        if _has_labels_first(logits, labels):  # Keras passes labels first.
+            return self._keras_losses(logits, labels)
         values, weights = self.per_token(logits, labels, mask)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
 
-    def _for_keras(self, labels, logits):
-        """Return each token's loss, with the mask of those that count: Keras takes the mean."""
+    def _keras_losses(self, labels, logits):
+        """Return each token's loss with a Keras mask of the weighted tokens."""
         values, weights = self.per_token(logits, tf.cast(tf.math.rint(labels), INDEX_TYPE))
         return _compat.with_mask(values, weights > 0)
 
     def per_token(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the loss of each token and its weight, both float32 of the labels' shape."""
+        """Return the loss and the weight of each token, a tuple of tensors of the labels' shape.
+
+        Takes the arguments of the call. Both tensors are float32 or wider.
+        """
         labels = tf.cast(class_numbers(labels, logits), INDEX_TYPE)
         mask = None if mask is None else class_numbers(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
-        if self.ignore_id is not None:  # which may be no entry of the vocabulary
+        if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
         values = token_nll(
             logits,
@@ -92,16 +100,24 @@ class CrossEntropyLoss(Layer):
         return values, tf.cast(weights, values.dtype)
 
     def of_classes(self, vocab_size: int) -> "CrossEntropyLoss":
-        """Return the same loss of so many entries, unless it knows their number."""
+        """Return this loss with `vocab_size` set, or the loss itself if it already has one."""
         if self.vocab_size is not None:
             return self
         return type(self).from_config({**self.get_config(), "vocab_size": vocab_size})
 
     def token_weights(self, labels: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
-        """Return the weight of each token, float32 of the labels' shape."""
+        """Return the weight of each token, float32 in the labels' shape.
+
+        The weight is 0 for `ignore_id`, otherwise taken from `mask`, or 1 without a mask.
+
+        Args:
+            labels: Integer tensor of shape `[N]` or `[b, s]`.
+            mask: Tensor of the labels' shape, or of shape `[b]`: one weight per row. Defaults to
+                `None`.
+        """
         weights = tf.ones_like(labels, "float32")
         if mask is not None:
-            weights *= with_rank(tf.cast(mask, "float32"), len(labels.shape))
+            weights *= expand_to_rank(tf.cast(mask, "float32"), len(labels.shape))
         if self.ignore_id is not None:
             weights = tf.where(labels == self.ignore_id, tf.zeros_like(weights), weights)
         return weights
@@ -115,21 +131,23 @@ class CrossEntropyLoss(Layer):
                 tensor.shape
             ):
                 raise ValueError(
-                    f"{name} of shape {tensor.shape} do not fit logits of shape {logits.shape}: "
-                    f"expected {logits.shape[:-1]}"
+                    f"`{name}` has shape {tensor.shape}, expected {logits.shape[:-1]} for logits of "
+                    f"shape {logits.shape}."
                 )
 
     def compute_output_shape(self, *args, **kwargs) -> tuple:
         return ()
 
 
-def _are_labels_of(first, second):
-    """Return whether the first of a loss' arguments are labels, and the second logits."""
+def _has_labels_first(first, second):
+    """Return whether the first argument has the shape of labels for logits in the second."""
     return len(class_numbers(first, second).shape) < len(second.shape)
 
 
 def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return labels [...] of logits [..., V], without the last dimension of [..., 1].
+    """Remove the last dimension of labels `[..., 1]` for logits `[..., V]`.
+
+    Labels of other shapes, and labels for V = 1, are returned as they are.
 
     Example:
 
@@ -141,25 +159,25 @@ def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     return tf.squeeze(labels, -1) if extra else labels
 
 
-def with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """Return weights, which may be one for each sentence only, with `rank` dimensions."""
+def expand_to_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
+    """Append dimensions of size 1 to weights until they have `rank` dimensions."""
     return weights[(..., *[None] * (rank - len(weights.shape)))]
 
 
 def hits(outputs, labels) -> tf.Tensor | None:
-    """Return 1 where the label is the most likely class, 0 elsewhere.
+    """Return 1 where the label is the most likely class, otherwise 0.
 
     Args:
-        outputs: tensor [..., V].
-        labels: int tensor [...].
+        outputs: Tensor of shape `[..., V]`.
+        labels: Integer tensor of shape `[...]`.
 
     Returns:
-        A float32 tensor [...], or None where outputs and labels are not those of a
-        classifier.
+        A float32 tensor of shape `[...]`, or `None` if labels are not integers or their rank does
+        not match.
     """
     is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
     if not is_class:
         return None
-    best = tf.reduce_max(outputs, axis=-1)
-    own = label_values(outputs, tf.maximum(labels, 0))
-    return tf.cast(own >= best, "float32")
+    max_output = tf.reduce_max(outputs, axis=-1)
+    label_output = label_values(outputs, tf.maximum(labels, 0))
+    return tf.cast(label_output >= max_output, "float32")

@@ -1,4 +1,4 @@
-"""Layers whose kernels may have low-rank additions: factors that are added, and taken away."""
+"""Low-rank adapters (LoRA and DoRA) for the kernels of layers."""
 
 import functools
 import types
@@ -16,29 +16,31 @@ from dtransformer.parallel.pipeline_parallel import stage_weights
 
 
 class TakesLowRank(keras.layers.Layer):
-    """A mixin of layers: a kernel is a weight with the attribute `num_inputs`.
+    """Mixin of layers whose kernels can have low-rank adapters.
 
-    A subclass has `add_weight` with logical axes. Factors are weights of the layer, sharded as
-    the kernel is; the dimension of the rank is replicated.
+    A kernel is a weight with the attribute `num_inputs`. The factors are weights of the layer with
+    the kernel's sharding; the rank dimension is replicated. Subclasses need an `add_weight` with
+    logical axes.
     """
 
-    # Name of a kernel -> arguments of its addition; configs keep it.
+    # Name of a kernel -> options of its adapter. Configs store it.
     low_rank = types.MappingProxyType({})
 
     def add_low_rank(
         self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"
     ) -> None:
-        """Add factors to a kernel of this layer. If another stage has it, keep their shapes.
+        """Add a low-rank adapter to a kernel of this layer.
 
-        A is drawn from U(−1/√n, 1/√n), n being the number of inputs, B is 0, and magnitudes are
-        the norms of the kernel's columns, so that outputs are at first as they were.
+        A is drawn from U(−1/√n, 1/√n) for n inputs and B is 0. DoRA's magnitudes are the column
+        norms of the kernel. The outputs are therefore unchanged at first. If another pipeline stage
+        stores the kernel, only the shapes of the factors are recorded.
 
         Args:
-            name: the kernel's.
-            rank: size r of the dimension between the factors.
-            alpha: α; the product of the factors is multiplied with α / r.
-            dropout: the share of the inputs that the factors do not see in training.
-            kind: `"lora"`, or `"dora"`, which adds magnitudes.
+            name: String. Name of the kernel.
+            rank: Integer. Size r of the dimension between the factors.
+            alpha: Float. α: the product of the factors is multiplied by α / r.
+            dropout: Float. Fraction of the adapter's inputs to drop in training. Defaults to `0.0`.
+            kind: `"lora"`, or `"dora"`, which also learns magnitudes. Defaults to `"lora"`.
         """
         options = {"rank": rank, "alpha": alpha}
         if dropout:
@@ -51,51 +53,57 @@ class TakesLowRank(keras.layers.Layer):
 
     @stage_weights.built_on_its_stage
     def add_factors(self) -> None:
-        """Add the missing factors of `low_rank`, after all other weights."""
-        kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
-        for name, asked in self.low_rank.items():
-            if name in kernels and low_rank_of(kernels[name]) is None:
-                self._add_factors_of(kernels[name], asked)
+        """Add the adapters in `low_rank` that have no factors yet.
 
-    def _add_factors_of(self, kernel, asked):
-        rank, number, axes = asked["rank"], kernel.num_inputs, kernel.logical_axes
+        Call it after all other weights have been added.
+        """
+        kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
+        for name, options in self.low_rank.items():
+            if name in kernels and low_rank_of(kernels[name]) is None:
+                self._add_adapter(kernels[name], options)
+
+    def _add_adapter(self, kernel, adapter):
+        rank = adapter["rank"]
+        num_inputs = kernel.num_inputs
+        axes = kernel.logical_axes
         shape = tuple(kernel.shape)
         true_shape = tuple(getattr(kernel, "true_shape", shape))
 
-        def add(letter, initializer, part, **options):
+        def add(suffix, initializer, shape_of, **options):
             return self.add_weight(
-                part(shape, rank),
+                shape_of(shape, rank),
                 initializer,
-                axes=part(axes, None),
-                true_shape=part(true_shape, rank),
-                name=f"{kernel.name}_lora_{letter}",
+                axes=shape_of(axes, None),
+                true_shape=shape_of(true_shape, rank),
+                name=f"{kernel.name}_lora_{suffix}",
                 dtype="float32",
                 **options,
             )
 
         uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
-        a = add("a", FlattenedInitializer(uniform, number), lambda x, r: (*x[:number], r))
-        b = add("b", "zeros", lambda x, r: (r, *x[number:]))
-        m, rate = None, asked.get("dropout")
-        if asked.get("kind") == "dora":
-            begin = "ones"
-            # Other stages of a pipeline do not have the kernel's value.
+        a = add("a", FlattenedInitializer(uniform, num_inputs), lambda x, r: (*x[:num_inputs], r))
+        b = add("b", "zeros", lambda x, r: (r, *x[num_inputs:]))
+        m = None
+        rate = adapter.get("dropout")
+        if adapter.get("kind") == "dora":
+            magnitudes = "ones"
+            # Other pipeline stages do not have the kernel's value.
             if _compat.makes_values() and not stage_weights.left_weights(self):
-                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
-                begin = lambda shape, dtype: tf.constant(norms, dtype)
-            m = add("m", begin, lambda x, _: x[number:], autocast=False)
+                norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(num_inputs)))
+                magnitudes = lambda shape, dtype: tf.constant(norms, dtype)
+            m = add("m", magnitudes, lambda x, _: x[num_inputs:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
-        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)
+        kernel.low_rank = LowRank(a, b, adapter["alpha"] / rank, dropout, m)
 
     @property
     def mask_drawers(self) -> list[InputDropout]:
-        """The dropouts of its kernels' additions."""
-        found = [low_rank_of(variable) for variable in _compat.own_variables(self)]
-        return [x.dropout for x in found if x is not None and x.dropout is not None]
+        """Input dropouts of the adapters, a list."""
+        adapters = [low_rank_of(variable) for variable in _compat.own_variables(self)]
+        return [x.dropout for x in adapters if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
-        """Remove the factors of a kernel."""
-        self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
+        """Remove the adapter of the kernel `name`."""
+        self.low_rank = {key: options for key, options in self.low_rank.items() if key != name}
         for kernel in stage_weights.own_weights(self):
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
@@ -103,8 +111,8 @@ class TakesLowRank(keras.layers.Layer):
                 del kernel.low_rank
 
 
-def built_with_factors(build: Callable) -> Callable:
-    """Return a layer's method `build`, which adds the factors that its config asks for."""
+def build_with_adapters(build: Callable) -> Callable:
+    """Return a `build` method that also adds the adapters in the layer's config."""
 
     @functools.wraps(build)
     def build_all(layer, *args, **kwargs):

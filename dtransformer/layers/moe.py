@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward layer."""
+"""Mixture-of-experts layer."""
 
 import tensorflow as tf
 
@@ -24,41 +24,44 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @register
 class MoE(FeedForward):
-    """Several feed-forward layers, the experts, of which each token is computed by a few.
+    """Mixture of experts: several feed-forward layers, a few of which compute each token.
 
-    A router chooses k of E experts for each token; the result is the sum of their outputs, times
-    the router's gates. An expert takes ⌈k · n · capacity_factor / E⌉ tokens of a group of n; those
-    that come later, in the order of the global batch, are dropped: the residual connection around
-    the layer is all that they get. Padding is not sent to experts.
+    A router chooses k of E experts for each token. The output is the sum of their outputs, weighted
+    by the router's gates. An expert accepts ⌈k · n · capacity_factor / E⌉ tokens from a group of n.
+    Later tokens, in the order of the global batch, are dropped and only pass through the residual
+    connection. Padding is not sent to experts.
 
-    What the layer adds to the loss, by `add_loss`, is aux_loss_factor · E · Σᵢ fᵢ · Pᵢ, where fᵢ is
-    the share of choices that are of expert i and Pᵢ the mean of its probability, and
-    z_loss_factor · the mean of logsumexp(logits)²; both of the global batch, or the mean over its
-    groups of tokens where `expert_group_size` is given.
+    `add_loss` receives two terms. The load-balancing loss is aux_loss_factor · E · Σᵢ fᵢ · Pᵢ,
+    where fᵢ is the fraction of choices of expert i and Pᵢ its mean probability. The z-loss is
+    z_loss_factor times the mean of logsumexp(logits)². Both cover the global batch, or are averaged
+    over its token groups with `expert_group_size`.
 
-    Reference: Shazeer et al., 2017, arXiv 1701.06538; Lepikhin et al., 2020, GShard, arXiv
-    2006.16668; Fedus et al., 2021, Switch Transformers, arXiv 2101.03961; DeepSeek-V3, 2024, arXiv
-    2412.19437.
+    References:
+
+    - [Shazeer et al., 2017](https://arxiv.org/abs/1701.06538)
+    - [Lepikhin et al., 2020](https://arxiv.org/abs/2006.16668) (GShard)
+    - [Fedus et al., 2021](https://arxiv.org/abs/2101.03961) (Switch Transformers)
+    - [DeepSeek-AI, 2024](https://arxiv.org/abs/2412.19437) (DeepSeek-V3)
 
     Args:
-        hidden_size: size h of the input and the output.
-        ffn_hidden_size: size f inside of each expert, where `moe_config` does not say.
-        moe_config: a `MoEConfig`, or a dict of its fields.
-        **kwargs: others of `FeedForward`: `dropout_rate` of the output; and of each expert
-            `hidden_act`, `kernel_initializer`, `gated` and `use_bias`.
+        hidden_size: Integer. Size h of the input and the output.
+        ffn_hidden_size: Integer. Inner size f of each expert, unless `moe_config` sets it.
+        moe_config: `MoEConfig`, or a dictionary of its fields.
+        **kwargs: Other arguments of `FeedForward`: `dropout_rate` of the output, and `hidden_act`,
+            `kernel_initializer`, `gated` and `use_bias` of each expert.
 
     Call arguments:
-        inputs: tensor [b, s, h], or [tokens, h]: one sequence.
-        mask: tensor [b, s], or [tokens], 0 or False where there is padding; None for none.
-        training: whether dropout and jitter apply.
-        drops: whether experts drop tokens that are more than they take.
+        inputs: Tensor of shape `[b, s, h]`, or `[tokens, h]` for a single sequence.
+        mask: Tensor of shape `[b, s]` or `[tokens]`, 0 or False for padding. Defaults to `None`, no
+            padding.
+        training: Boolean, whether to apply dropout and router jitter. Defaults to `False`.
+        drops: Boolean, whether experts drop tokens above their capacity. Defaults to `True`.
 
     Output shape:
-        The inputs'.
+        Same as the inputs.
 
     Raises:
-        ValueError: fields of the config do not work together, or with the parallel config; says
-            what would.
+        ValueError: If fields of the config conflict with each other or with the parallel config.
 
     Example:
 
@@ -89,12 +92,12 @@ class MoE(FeedForward):
                 name="shared_experts",
             )
 
-    # To a loss: means over the rows that are here, which trainers weigh by their number.
+    # `add_loss` receives means over the local rows. Trainers weight them by the number of rows.
     adds_means = True
 
     @property
     def sends(self) -> bool:
-        """Whether ranks tell each other of their tokens: blocks that do are not traced as one."""
+        """True if ranks exchange token counts. Such blocks are not traced as shared blocks."""
         return sends_counts(self.config)
 
     def build(self, input_shape: tuple) -> None:
@@ -111,7 +114,10 @@ class MoE(FeedForward):
         drops: bool = True,
     ) -> tf.Tensor:
         check_floating("inputs", inputs)
-        compute = lambda x: self._compute(x, mask, training, drops)
+
+        def compute(x):
+            return self._compute(x, mask, training, drops)
+
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables, add_loss=self.add_loss)
         return compute(inputs)
@@ -123,24 +129,26 @@ class MoE(FeedForward):
         # [batch, length, embed]
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
-        given, x = x, groups.of_activations(x)
+        sharded_x = x
+        x = groups.of_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), INDEX_TYPE)
         is_token = groups.of_sequences(is_token)
-        y = self._routed(groups, x, is_token, training, drops)
+        y = self._route(groups, x, is_token, training, drops)
         y = constrain(y, ("batch", "length", None))
         if self.shared_experts is not None:
-            # Of what was given: where sequences are sharded, as of any feed-forward layer.
-            y = add(y, self.shared_experts(given, training=training))
+            # The shared experts keep the sharding of the inputs, like any feed-forward layer.
+            y = add(y, self.shared_experts(sharded_x, training=training))
         y = self.dropout(y, training=training)
         return y[0] if is_flat else y
 
-    def _routed(self, groups, x, is_token, training, drops):
-        """Return what the experts make of tokens, and add to the loss what the router costs."""
+    def _route(self, groups, x, is_token, training, drops):
+        """Return the combined outputs of the experts, and add the router's losses."""
         routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
-        choices, gates = groups.split(routing.choices), groups.split(routing.gates)
+        choices = groups.split(routing.choices)
+        gates = groups.split(routing.gates)
         is_token = groups.split(is_token)
         # [groups, tokens of a group, experts]
         chosen = tf.one_hot(choices, self.config.expert_num, dtype=INDEX_TYPE)
@@ -148,26 +156,32 @@ class MoE(FeedForward):
         chosen *= is_token[..., None]
         totals = groups.totals(chosen, is_token, self.path)
         if training:
-            self.add_loss(self._cost(routing, groups, is_token, totals))
-        most = capacity(totals.positions, self.config) if drops else None
-        taken = places(chosen, most, totals.before)
+            self.add_loss(self._router_losses(routing, groups, is_token, totals))
+        max_tokens = capacity(totals.positions, self.config) if drops else None
+        slots = places(chosen, max_tokens, totals.before)
         report(
-            self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities)
+            self.path, lambda: self._load(slots, chosen, is_token, groups, routing.probabilities)
         )
-        y = apply_experts(self._feed_forward, groups.split(x), taken, choices, gates, groups, most)
+        y = apply_experts(
+            self._feed_forward, groups.split(x), slots, choices, gates, groups, max_tokens
+        )
         return groups.join(y)
 
-    def _load(self, taken, chosen, is_token, groups, probabilities):
-        """Return what logs tell of the experts, [E + 3]; see `reports.expert_load`."""
+    def _load(self, slots, chosen, is_token, groups, probabilities):
+        """Return the statistics for `reports.expert_load`, a tensor of shape `[E + 3]`.
+
+        The tokens computed by each expert, then the sums of choices, tokens and router entropies.
+        """
         logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
         entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
-        taken = tf.cast(taken.taken, "float32")
-        taken = tf.reduce_sum(taken, axis=[*range(len(taken.shape) - 1)])
-        others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
-        return tf.concat([taken, tf.stack(others)], 0)
+        slots = tf.cast(slots.taken, "float32")
+        slots = tf.reduce_sum(slots, axis=[*range(len(slots.shape) - 1)])
+        sums = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
+        return tf.concat([slots, tf.stack(sums)], 0)
 
-    def _cost(self, routing, groups, is_token, totals):
-        config, cost = self.config, tf.zeros([])
+    def _router_losses(self, routing, groups, is_token, totals):
+        config = self.config
+        cost = tf.zeros([])
         if config.aux_loss_factor:
             tokens = tf.cast(is_token, "float32")[..., None]
             probabilities = groups.split(routing.probabilities) * tokens
@@ -180,7 +194,15 @@ class MoE(FeedForward):
         return cost
 
     def _feed_forward(self, products, tokens):
-        """Apply each expert to its tokens, a list of tensors [..., h]."""
+        """Apply each expert to its tokens.
+
+        Args:
+            products: Object with the matrix products of all experts.
+            tokens: List of tensors of shape `[..., h]`.
+
+        Returns:
+            A list of tensors of the same shapes.
+        """
         xs = products.column_parallel(tokens, self.mapping_kernel)
         if self.use_bias:
             xs = products.add_bias(xs, self.mapping_bias)

@@ -1,4 +1,4 @@
-"""Layer normalization and root-mean-square normalization, computed in float32, by their names."""
+"""Layer normalization and root-mean-square normalization, by default in float32."""
 
 import keras
 import tensorflow as tf
@@ -11,9 +11,9 @@ from dtransformer.parallel.recompute.recompute import recomputed
 
 
 class _Norm(StreamLayer):
-    """What all share: a gain for every feature and the type to compute in."""
+    """Base class of norms with a gain per feature and a compute type."""
 
-    usual_epsilon = 1e-5
+    default_epsilon = 1e-5
 
     def __init__(
         self,
@@ -23,8 +23,9 @@ class _Norm(StreamLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        epsilon = self.usual_epsilon if epsilon is None else epsilon
-        self.epsilon, self.unit_offset = epsilon, unit_offset
+        epsilon = self.default_epsilon if epsilon is None else epsilon
+        self.epsilon = epsilon
+        self.unit_offset = unit_offset
         self.gain_initializer = "zeros" if unit_offset else "ones"
         self.compute_type = compute_type
 
@@ -35,9 +36,9 @@ class _Norm(StreamLayer):
         )
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        compute = lambda x: tf.cast(
-            self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype
-        )
+        def compute(x):
+            return tf.cast(self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype)
+
         return recomputed(compute, [inputs], self.variables) if self.recomputes else compute(inputs)
 
     def normalize(self, x):
@@ -54,19 +55,21 @@ class _Norm(StreamLayer):
 class LayerNorm(_Norm):
     """Normalize the last dimension to mean 0 and variance 1, then scale and shift.
 
-    Reference: Ba et al., 2016, "Layer normalization", arXiv 1607.06450.
+    Reference: [Ba et al., 2016](https://arxiv.org/abs/1607.06450)
 
     Args:
-        epsilon: added to the variance; 1e-5 by default.
-        compute_type: type to compute in; the result has the layer's compute type.
-        use_beta: whether there is a shift.
-        unit_offset: whether the scale is 1 + gamma, which is 0 at first.
+        epsilon: Float. Added to the variance. Defaults to `1e-5`.
+        compute_type: Type to compute in. The output has the layer's compute type. Defaults to
+            `"float32"`.
+        use_beta: Boolean, whether to shift. Defaults to `True`.
+        unit_offset: Boolean, whether the scale is 1 + gamma with gamma initialized to 0. Defaults
+            to `False`.
 
     Input shape:
-        [..., h]
+        `[..., h]`
 
     Output shape:
-        [..., h]
+        `[..., h]`
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class LayerNorm(_Norm):
         def layer_norm(x, gamma, *beta):
             mean = mean_of_features(x)
             unit, inverse = _divide_by_rms(x - mean, self.epsilon)
-            unit_again = _unit_again(unit, x, inverse, mean)
+            unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma)
@@ -109,29 +112,31 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """Divide the last dimension by its root mean square, then scale.
 
-    Reference: Zhang and Sennrich, 2019, "Root mean square layer normalization",
-    arXiv 1910.07467.
+    Reference: [Zhang and Sennrich, 2019](https://arxiv.org/abs/1910.07467)
 
     Args:
-        epsilon: added to the mean square; 1e-6 by default.
-        compute_type: type to compute in; the result has the layer's compute type.
-        unit_offset: whether the scale is 1 + gamma, which is 0 at first, so that weight decay
-            pulls towards 1 (Gemma Team, 2024, arXiv 2403.08295, as published in its code).
+        epsilon: Float. Added to the mean square. Defaults to `1e-6`.
+        compute_type: Type to compute in. The output has the layer's compute type. Defaults to
+            `"float32"`.
+        unit_offset: Boolean, whether the scale is 1 + gamma with gamma initialized to 0, so weight
+            decay pulls the scale towards 1, as in [Gemma](https://arxiv.org/abs/2403.08295).
+            Defaults to `False`.
 
     Input shape:
-        [..., h]
+        `[..., h]`
 
     Output shape:
-        [..., h]
+        `[..., h]`
     """
 
-    axes, usual_epsilon = -1, 1e-6
+    axes = -1
+    default_epsilon = 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def rms_norm(x, gamma):
             unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
-            unit_again = _unit_again(unit, x, inverse)
+            unit_again = _make_unit(unit, x, inverse)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
@@ -144,20 +149,20 @@ class RMSNorm(_Norm):
 
 @register
 class AllHeadsRMSNorm(RMSNorm):
-    """Divide queries or keys by the root mean square over all heads together, then scale.
+    """Divide queries or keys by the root mean square over all heads, then scale.
 
-    Where heads are sharded, what devices send each other is one number of a position.
+    With sharded heads, devices exchange one float per position.
 
-    Reference: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656, §3.1.
+    Reference: [OLMo Team, 2025](https://arxiv.org/abs/2501.00656), section 3.1
 
     Args:
-        epsilon, compute_type, unit_offset: as `RMSNorm`'s.
+        epsilon, compute_type, unit_offset: See `RMSNorm`.
 
     Input shape:
-        [b, n, s, d]
+        `[b, n, s, d]`
 
     Output shape:
-        [b, n, s, d]
+        `[b, n, s, d]`
     """
 
     axes = (1, 3)
@@ -173,34 +178,35 @@ class AllHeadsRMSNorm(RMSNorm):
         )
 
 
-# The gradients are written by hand: a third fewer passes over the activations than through
-# each step of the computation, of which only the result `unit` is kept.
+# The gradients are written by hand. They read the activations a third fewer times than automatic
+# gradients of the single steps, and store only the result `unit`.
 
 
 def _divide_by_rms(x, epsilon, axes=-1):
-    """Return x over its root mean square, and the reciprocal of that [..., 1]."""
+    """Return x / rms(x) and 1 / rms(x), the latter with size 1 along `axes`."""
     mean_square = mean_of_features(tf.square(x), axes=axes)
     inverse = tf.math.rsqrt(mean_square + epsilon)
     return x * inverse, inverse
 
 
-def _unit_again(unit, x, inverse, mean=None):
-    """Return a function that gives `unit` in the backward pass.
+def _make_unit(unit, x, inverse, mean=None):
+    """Return a function that returns `unit` in the backward pass.
 
-    XLA is given the numbers of each row, so that it need not compute them in each kernel.
+    Under XLA it computes `unit` again from the row statistics, behind a barrier, so that each
+    kernel need not compute the statistics.
     """
     if not _compat.is_compiled_by_xla():
         return lambda: unit
 
-    def again():
-        own = _compat.barrier([inverse] if mean is None else [inverse, mean])
-        return (x if mean is None else x - own[1]) * own[0]
+    def recompute():
+        statistics = _compat.barrier([inverse] if mean is None else [inverse, mean])
+        return (x if mean is None else x - statistics[1]) * statistics[0]
 
-    return again
+    return recompute
 
 
 def _rms_gradient(dy, unit, gamma, axes=-1):
-    """Return the gradient of x, times its root mean square, and that of gamma."""
+    """Return the gradient of x times its root mean square, and the gradient of gamma."""
     product = dy * unit
     dx = dy * gamma - unit * mean_of_features(product, gamma, axes)
     if axes == -1:
@@ -208,7 +214,7 @@ def _rms_gradient(dy, unit, gamma, axes=-1):
     return dx, tf.reduce_sum(product, axis=(0, 2))[:, None, :]
 
 
-# The name of a norm -> its class, and what makes it so.
+# Name of a norm -> its class and options.
 _NORMS = {
     "layer_norm": (LayerNorm, {}),
     "layer_norm_without_beta": (LayerNorm, {"use_beta": False}),
@@ -220,18 +226,19 @@ _NORMS = {
 
 
 def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) -> _Norm:
-    """Return a norm by its name.
+    """Return a norm by name.
 
     Args:
         kind: `"layer_norm"`, `"layer_norm_without_beta"`, `"layer_norm_unit_offset"`, `"rms_norm"`,
-            `"rms_norm_unit_offset"`, or, of queries and keys alone, `"rms_norm_all_heads"`.
-        epsilon: the norm's own default where it is None.
-        **kwargs: other arguments of the norm.
+            `"rms_norm_unit_offset"`, or `"rms_norm_all_heads"` for queries and keys only. Defaults
+            to `"layer_norm"`.
+        epsilon: Float. Defaults to the norm's default.
+        **kwargs: Other arguments of the norm.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: If the name is unknown.
     """
     if kind not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {kind!r}")
+        raise ValueError(f"`norm` must be one of {', '.join(_NORMS)}, got {kind!r}.")
     norm, options = _NORMS[kind]
     return norm(epsilon, **options, **kwargs)

@@ -1,4 +1,4 @@
-"""Embeddings of positions."""
+"""Position embeddings and token-type embeddings."""
 
 import keras
 import numpy as np
@@ -17,29 +17,32 @@ POSITION_KINDS = "learned", "sinusoidal", "sinusoidal_paper"
 
 @register
 class PositionEmbedding(StreamLayer):
-    """Add an embedding of the position.
+    """Add an embedding of each position to the inputs.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.5, for the
-    sinusoidal kind.
+    Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.5, for sinusoidal
+    embeddings
 
     Args:
-        max_length: number of positions of the learned kind; the sinusoidal kind has
-            no limit.
-        kind: `"learned"`, `"sinusoidal"`, of wavelengths from 2π to 10000·2π, or
-            `"sinusoidal_paper"`, by the paper's formula, whose longest is a little shorter.
-        initializer: a Keras initializer, or its name, of the learned kind.
-        offset: number of the first position. A learned table has rows for those before it, which
-            are not used: RoBERTa's and BART's first position is 2.
+        max_length: Integer. Number of learned positions. Sinusoidal embeddings have no limit.
+        kind: `"learned"`, `"sinusoidal"` with wavelengths from 2π to 10000·2π, or
+            `"sinusoidal_paper"` with the paper's formula and a slightly shorter longest wavelength.
+            Defaults to `"sinusoidal"`.
+        initializer: Keras initializer of the learned table, or its name. Defaults to `"normal"`.
+        offset: Integer. Index of the first position. A learned table also has rows for the
+            positions before it, which are unused. RoBERTa and BART start at 2. Defaults to `0`.
 
     Call arguments:
-        inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
-        start: position of the first input, or of each row's first input, int32 [b]: those before
-            0 count as 0.
-        segments: int tensor [b, s], where several sequences are packed into one: the number of
-            each position's sequence. Positions begin anew in each.
+        inputs: Tensor of shape `[b, s, h]`. Learned positions require s ≤ `max_length`.
+        start: Position of the first input: an integer, or an int32 tensor of shape `[b]` for each
+            row. Positions below 0 count as 0. Defaults to `0`.
+        segments: Integer tensor of shape `[b, s]` with the segment ids of packed sequences.
+            Positions restart in each segment. Defaults to `None`.
 
     Output shape:
-        [b, s, h]
+        `[b, s, h]`
+
+    Raises:
+        ValueError: If the sequence is longer than the learned table.
     """
 
     pipeline_stage = 0
@@ -54,7 +57,7 @@ class PositionEmbedding(StreamLayer):
     ):
         super().__init__(**kwargs)
         if kind not in POSITION_KINDS:
-            raise ValueError(f"positions must be one of {', '.join(POSITION_KINDS)}, got {kind!r}")
+            raise ValueError(f"`kind` must be one of {', '.join(POSITION_KINDS)}, got {kind!r}.")
         self.max_length = check_int("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
@@ -78,12 +81,13 @@ class PositionEmbedding(StreamLayer):
         ends = self.kind == "learned" and segments is None
         if ends and (inputs.shape[1] or 0) > self.max_length:
             raise ValueError(
-                f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
-                f"max_length={self.max_length}"
+                f"The sequence has {inputs.shape[1]} positions, but the learned positions end at "
+                f"`max_length={self.max_length}`."
             )
         positions = tf.range(length)
         if ends and inputs.shape[1] is None:
-            # A slice of too few is an error, whose sizes are on the host; `gather` on a GPU tells none.
+            # `tf.slice` checks its size on the host. `tf.gather` on a GPU returns zeros beyond the
+            # table without an error.
             positions = tf.slice(tf.range(self.max_length), [0], [length], "up_to_max_length")
         by_rows = segments is not None or getattr(start, "shape", None) not in (None, ())
         if by_rows and segments is None:
@@ -91,7 +95,7 @@ class PositionEmbedding(StreamLayer):
         else:
             positions += start
         if segments is not None:
-            positions -= first_of_segment(segments)
+            positions -= segment_starts(segments)
         if self.offset:
             positions += self.offset
         if self.kind == "learned" and by_rows:
@@ -105,35 +109,43 @@ class PositionEmbedding(StreamLayer):
         return inputs + tf.cast(rows, inputs.dtype)
 
 
-def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
-    """Return where the segment of each position begins: [b, s] -> int32 [b, s].
+def segment_starts(segments: tf.Tensor) -> tf.Tensor:
+    """Return the first position of each position's segment.
 
-    A segment ends where another number follows.
+    A segment ends where the id changes.
+
+    Args:
+        segments: Integer tensor of shape `[b, s]`.
+
+    Returns:
+        An int32 tensor of shape `[b, s]`.
     """
     length = static_or_dynamic_shape(segments)[1]
     begins = tf.pad(segments[:, 1:] != segments[:, :-1], [[0, 0], [1, 0]])
     first = tf.where(begins, tf.range(length), 0)
-    # The highest so far, over 2, 4, 8, … positions: DTensor has no cumulative maximum.
-    known = length if isinstance(length, int) else 2**30
-    for step in (2**power for power in range((known - 1).bit_length())):
+    # Cumulative maximum by doubling the step, since DTensor has none.
+    max_length = length if isinstance(length, int) else 2**30
+    for step in (2**power for power in range((max_length - 1).bit_length())):
         earlier = tf.pad(first, [[0, 0], [tf.minimum(step, length), 0]])[:, :length]
         first = tf.maximum(first, earlier)
-    return constrain(first, ("batch", None))  # DTensor cannot pad what it shards along the length
+    # DTensor cannot pad tensors that are sharded along the length.
+    return constrain(first, ("batch", None))
 
 
 def sinusoidal_positions(
     positions: tf.Tensor, hidden_size: int, by_paper: bool = False
 ) -> tf.Tensor:
-    """Return sin and cos of positions at wavelengths from 2π to 10000·2π.
+    """Return sines and cosines of positions at wavelengths from 2π to 10000·2π.
 
     Args:
-        positions: int tensor [s] or [b, s].
-        hidden_size: number h of features; the first half are sines, the second
+        positions: Integer tensor of shape `[s]` or `[b, s]`.
+        hidden_size: Integer. Number h of features. The first half are sines, the second half
             cosines.
-        by_paper: whether the longest wavelength is 10000^(1 − 2/h)·2π, by the paper's formula.
+        by_paper: Boolean, whether the longest wavelength follows the paper's formula, 10000^(1 −
+            2/h)·2π. Defaults to `False`.
 
     Returns:
-        A float32 tensor [s, h] or [b, s, h].
+        A float32 tensor of shape `[s, h]` or `[b, s, h]`.
     """
     half = (hidden_size + 1) // 2
     last = hidden_size / 2 if by_paper else max(half - 1, 1)
@@ -142,25 +154,22 @@ def sinusoidal_positions(
     return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[..., :hidden_size]
 
 
-# Embeddings of the types of tokens, such as which of two sentences they are of.
-
-
 @register
 class TokenTypeEmbedding(StreamLayer):
-    """Add an embedding of each token's type.
+    """Add an embedding of each token's type, such as its sentence in a pair.
 
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.
+    Reference: [Devlin et al., 2019](https://arxiv.org/abs/1810.04805), section 3
 
     Args:
-        num_types: number of types, few.
-        initializer: a Keras initializer, or its name.
+        num_types: Integer. Number of types, usually small.
+        initializer: Keras initializer or its name. Defaults to `"normal"`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        token_types: int tensor [b, s], in [0, num_types); None for all of type 0.
+        inputs: Tensor of shape `[b, s, h]`.
+        token_types: Integer tensor of shape `[b, s]` in [0, num_types). Defaults to type 0.
 
     Output shape:
-        [b, s, h]
+        `[b, s, h]`
 
     Example:
 
@@ -187,7 +196,7 @@ class TokenTypeEmbedding(StreamLayer):
         check_floating("inputs", inputs)
         if token_types is None:
             token_types = tf.zeros(static_or_dynamic_shape(inputs)[:2], "int32")
-        # As a product: its gradient is summed to the table's few rows before it is sent.
+        # Use a product; its gradient is reduced to the few rows of the table before it is sent.
         is_type = tf.one_hot(tf.cast(token_types, "int32"), self.num_types, dtype=inputs.dtype)
         (rows,) = column_parallel(is_type, [self.table], ("embed",))
         return inputs + constrain(rows, ("batch", "length", None))

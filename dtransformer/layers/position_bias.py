@@ -1,4 +1,4 @@
-"""Position biases of attention's scores: by distance, another number for each head."""
+"""Biases of attention scores by distance, with separate values for each head."""
 
 import math
 import types
@@ -14,16 +14,18 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class PositionBias:
-    """A bias of scores that depends on the distance of a key from a query alone.
+    """Bias of attention scores that depends only on the distance between key and query.
 
     Args:
-        of_distances: a function of `tensors` and of distances, int [l], negative for keys before
-            the query, that returns what is added: a tensor [l, n].
-        tensors: list of the tensors that it reads, which may have gradients.
+        compute_bias: Function of `tensors` and an integer tensor of distances `[l]` (key position
+            minus query position) that returns the biases, a tensor of shape `[l, n]`.
+        tensors: List of tensors that `compute_bias` reads. They may have gradients. Defaults to
+            none.
     """
 
-    def __init__(self, of_distances: Callable, tensors: Sequence[tf.Tensor] = ()):
-        self._of_distances, self.tensors = of_distances, list(tensors)
+    def __init__(self, compute_bias: Callable, tensors: Sequence[tf.Tensor] = ()):
+        self._compute_bias = compute_bias
+        self.tensors = list(tensors)
 
     def block(
         self,
@@ -33,111 +35,132 @@ class PositionBias:
         first_key: int | tf.Tensor,
         num_keys: int,
     ) -> tf.Tensor:
-        """Return the bias [n, s, t] of s queries and t keys whose positions follow each other.
+        """Return the biases of consecutive queries and consecutive keys.
 
         Args:
-            tensors: as `self.tensors`.
-            first_query, first_key: positions.
-            num_queries, num_keys: numbers s and t.
+            tensors: List of tensors, in the form of the attribute `tensors`.
+            first_query, first_key: Integers. Positions of the first query and the first key.
+            num_queries, num_keys: Integers s and t.
+
+        Returns:
+            A tensor of shape `[n, s, t]`.
         """
         s, t = num_queries, num_keys
         nearest = first_key - first_query - (s - 1)
-        values = tf.transpose(self._of_distances(tensors, nearest + tf.range(s + t - 1)))
+        values = tf.transpose(self._compute_bias(tensors, nearest + tf.range(s + t - 1)))
         if isinstance(s, int) and s == 1:
             return values[:, None, :]
-        # Row i has the values from place s - 1 - i on. All rows one after the other, each with all
-        # of the values, are read in rows that are one shorter: so no element is looked up. Zeros are
-        # added to repeat them, as DTensor has to know the shapes in the gradient, too.
+        # Row i of the result starts at element s - 1 - i of the values. The values are repeated for
+        # each row, flattened, and read in rows that are one element shorter, which shifts them
+        # without a gather. They are repeated by adding zeros, since DTensor must also know the
+        # shapes in the gradient.
         n, length = values.shape[0], s + t - 1
         rows = tf.reshape(values[:, None, :] + tf.zeros([s, 1], values.dtype), [n, s * length])
         rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
         return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
 
-    def of_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-        """Return the bias [n, s, t] of queries and keys at any positions, int [s] and [t]."""
+    def at_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        """Return the biases of queries and keys at arbitrary positions.
+
+        Args:
+            queries: Integer tensor of shape `[s]`.
+            keys: Integer tensor of shape `[t]`.
+
+        Returns:
+            A tensor of shape `[n, s, t]`.
+        """
         distances = keys[None, :] - queries[:, None]
-        values = tf.transpose(self._of_distances(self.tensors, tf.reshape(distances, [-1])))
+        values = tf.transpose(self._compute_bias(self.tensors, tf.reshape(distances, [-1])))
         return tf.reshape(values, [values.shape[0], *static_or_dynamic_shape(distances)])
 
 
 def alibi(num_heads: int) -> PositionBias:
-    """Return the linear bias of ALiBi: less the further a key is away.
+    """Return ALiBi's bias, which decreases linearly with the distance.
 
-    Reference: Press et al., 2021, "Train short, test long", arXiv 2108.12409, §3. Where the number
-    of heads is no power of 2 the slopes are those of the next lower one, then every second one of
-    twice as many.
+    If the number of heads is not a power of 2, the slopes of the next lower power p are followed by
+    every second slope of 2·p heads.
+
+    Reference: [Press et al., 2021](https://arxiv.org/abs/2108.12409), section 3
 
     Args:
-        num_heads: number n of heads.
+        num_heads: Integer. Number n of heads.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
-    def of_distances(_, distances):
+    def compute_bias(_, distances):
         return -tf.abs(tf.cast(distances, "float32"))[:, None] * tf.constant(slopes, "float32")
 
-    return PositionBias(of_distances)
+    return PositionBias(compute_bias)
 
 
 def relative_bias(table: tf.Tensor, max_distance: int, causal: bool) -> PositionBias:
-    """Return the learned bias of T5: a number for each head and range of distances.
+    """Return T5's learned bias, which has one value per head and range of distances.
 
-    Reference: Raffel et al., 2019, arXiv 1910.10683, §2.1.
+    Reference: [Raffel et al., 2019](https://arxiv.org/abs/1910.10683), section 2.1
 
     Args:
-        table: tensor [r, n] of r ranges, from `RelativePositionTable`.
-        max_distance: distances from this on share the last range.
-        causal: whether keys come before the queries; else half of the ranges are for those after.
+        table: Tensor of shape `[r, n]`, from `RelativePositionTable`.
+        max_distance: Integer. Distances from this one on share the last range.
+        causal: Boolean. `True` uses all ranges for keys before the query. `False` reserves half of
+            them for keys after it.
     """
     num_ranges = table.shape[0]
     ranges = distance_ranges(num_ranges if causal else num_ranges // 2, max_distance)
 
-    def of_distances(tensors, distances):
-        away = tf.maximum(-distances, 0) if causal else tf.abs(distances)
-        found = tf.gather(tf.constant(ranges, "int32"), tf.minimum(away, max_distance))
+    def compute_bias(tensors, distances):
+        lengths = tf.maximum(-distances, 0) if causal else tf.abs(distances)
+        index = tf.gather(tf.constant(ranges, "int32"), tf.minimum(lengths, max_distance))
         if not causal:
-            found += tf.where(distances > 0, num_ranges // 2, 0)
-        # A product: its gradient is one, too, on every device and mesh.
-        return tf.matmul(tf.one_hot(found, num_ranges, dtype=tensors[0].dtype), tensors[0])
+            index += tf.where(distances > 0, num_ranges // 2, 0)
+        # Use a product; its gradient is also a product on every device and mesh.
+        return tf.matmul(tf.one_hot(index, num_ranges, dtype=tensors[0].dtype), tensors[0])
 
-    return PositionBias(of_distances, [table])
+    return PositionBias(compute_bias, [table])
 
 
 def distance_ranges(num_ranges: int, max_distance: int) -> np.ndarray:
-    """Return the range of each distance up to `max_distance`, an int array [max_distance + 1].
+    """Return the range index of each distance.
 
-    Half of the ranges have one distance each, the others grow with the distance's logarithm.
+    The first half of the ranges contain one distance each. The others grow logarithmically.
+
+    Args:
+        num_ranges: Integer. Number of ranges.
+        max_distance: Integer. Largest distance.
+
+    Returns:
+        An integer array of shape `[max_distance + 1]`.
 
     Raises:
-        ValueError: the logarithm's ranges would begin after `max_distance`.
+        ValueError: If the logarithmic ranges would start above `max_distance`.
     """
     exact = num_ranges // 2
     if not 0 < exact < max_distance:
         raise ValueError(
-            f"relative_max_distance={max_distance} must be more than the {exact} distances that "
-            "have a range of their own, and there must be one at least"
+            f"`relative_max_distance={max_distance}` must be above {exact}, the number of ranges "
+            "with a single distance, which must be at least 1."
         )
     distances = np.arange(max_distance + 1)
-    share = np.log(np.maximum(distances, exact).astype("float32") / exact)
-    share /= np.float32(math.log(max_distance / exact))
-    far = np.minimum(exact + (share * (num_ranges - exact)).astype("int32"), num_ranges - 1)
+    fraction = np.log(np.maximum(distances, exact).astype("float32") / exact)
+    fraction /= np.float32(math.log(max_distance / exact))
+    far = np.minimum(exact + (fraction * (num_ranges - exact)).astype("int32"), num_ranges - 1)
     return np.where(distances < exact, distances, far)
 
 
 @register
 class RelativePositionTable(Layer):
-    """The table of T5's relative positions, which all blocks of a stack share.
+    """Table of T5's relative positions, shared by all blocks of a stack.
 
     Args:
-        num_heads: number n of heads.
-        num_ranges: number r of ranges of distances.
+        num_heads: Integer. Number n of heads.
+        num_ranges: Integer, at least 4. Number r of ranges of distances. Defaults to `32`.
 
     Call arguments:
-        inputs: tensor; what is not read.
+        inputs: Tensor of any shape. Its values are ignored.
 
     Output shape:
-        [r, n], the table, in the type that it is stored in.
+        `[r, n]`, the table in its storage type
     """
 
     pipeline_stage = 0

@@ -1,9 +1,12 @@
-"""Losses of preferences: of two answers to a prompt one is chosen.
+"""Losses for pairs of a chosen and a rejected answer, and for reward models.
 
-References: Rafailov et al., 2023, "Direct preference optimization", arXiv 2305.18290; Azar et al., 2023,
-"A general theoretical paradigm to understand learning from human preferences", arXiv 2310.12036, for
-`"ipo"`; Zhao et al., 2023, "SLiC-HF", arXiv 2305.10425, for `"hinge"`; Touvron et al., 2023, "Llama 2",
-arXiv 2307.09288, §3.2.2, for margins of rewards.
+References:
+
+- [Rafailov et al., 2023](https://arxiv.org/abs/2305.18290) (DPO)
+- [Azar et al., 2023](https://arxiv.org/abs/2310.12036), for `"ipo"`
+- [Zhao et al., 2023](https://arxiv.org/abs/2305.10425) (SLiC-HF), for `"hinge"`
+- [Touvron et al., 2023](https://arxiv.org/abs/2307.09288) (Llama 2), section 3.2.2, for reward
+margins
 """
 
 import keras
@@ -17,22 +20,23 @@ class SequenceLogProbability(Layer):
     """Sum the log-likelihoods of each sequence's labels.
 
     Args:
-        vocab_size: number V of entries of the logits that count.
-        mean: whether to return the mean over the labels that count, in place of the sum.
+        vocab_size: Integer. Number V of entries. Logits above are padding.
+        mean: Boolean, whether to return the mean over weighted labels instead. Defaults to `False`.
 
     Call arguments:
-        logits: tensor [b, s, V'].
-        labels: int32 tensor [b, s]; -100 where nothing counts.
+        logits: Tensor of shape `[b, s, V']`.
+        labels: Integer tensor of shape `[b, s]`. Negative labels, such as -100, have no weight.
 
     Output shape:
-        [b], float32.
+        `[b]`, float32
     """
 
     pipeline_stage = -1
 
     def __init__(self, vocab_size: int, mean: bool = False, **kwargs):
         super().__init__(autocast=False, **kwargs)
-        self.vocab_size, self.mean = vocab_size, mean
+        self.vocab_size = vocab_size
+        self.mean = mean
 
     def call(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         counts = tf.cast(labels >= 0, "float32")
@@ -45,11 +49,15 @@ class SequenceLogProbability(Layer):
 
 
 def margins(reference: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Return by how much more the chosen answers gained over the reference than others, [b].
+    """Return the gain of the chosen answer over the reference, minus the rejected answer's gain.
 
     Args:
-        reference: tensor [b, 2], log-likelihoods of the chosen and the rejected answers.
-        values: tensor [b, 2], those of the model.
+        reference: Tensor of shape `[b, 2]`, log-likelihoods of the chosen and the rejected answer
+            under the reference model.
+        values: Tensor of shape `[b, 2]`, log-likelihoods under the trained model.
+
+    Returns:
+        A tensor of shape `[b]`.
     """
     gained = values - reference
     return gained[:, 0] - gained[:, 1]
@@ -75,14 +83,18 @@ class PreferenceLoss(keras.losses.Loss):
     def __init__(self, kind: str = "sigmoid", beta: float = 0.1, smoothing: float = 0.0):
         super().__init__("preference", "mean_with_sample_weight")
         if kind not in ("sigmoid", "hinge", "ipo"):
-            raise ValueError(f"kind={kind!r} is unknown: choose 'sigmoid', 'hinge' or 'ipo'")
+            raise ValueError(f"`kind={kind!r}` is unknown. Choose 'sigmoid', 'hinge' or 'ipo'.")
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ValueError(
-                f"beta={beta} must be above 0, and smoothing={smoothing} must be in [0, 0.5)"
+                f"`beta={beta}` must be above 0, and `smoothing={smoothing}` must be in [0, 0.5)."
             )
         if smoothing and kind != "sigmoid":
-            raise ValueError(f"smoothing goes with 'sigmoid', not with {kind!r}: leave it out")
-        self.kind, self.beta, self.smoothing = kind, beta, smoothing
+            raise ValueError(
+                f"`smoothing` requires `kind='sigmoid'`, got {kind!r}. Remove `smoothing`."
+            )
+        self.kind = kind
+        self.beta = beta
+        self.smoothing = smoothing
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         h = margins(y_true, y_pred)

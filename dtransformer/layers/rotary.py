@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position."""
+"""Rotary position embedding (RoPE) and its extensions to longer sequences."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 _LENGTH = "original_max_position_embeddings"
-# What each way of scaling has to be told, and what it may be told.
+# Required fields of each type of scaling.
 _SCALING = {
     "linear": ("factor",),
     "ntk": ("factor",),
@@ -28,113 +28,125 @@ _YARN = {
 def rotary_frequencies(
     head_dim: int, base: float = 10000.0, fraction: float = 1.0, scaling: dict | None = None
 ) -> np.ndarray:
-    """Return by how much each pair of features turns from one position to the next.
+    """Return the angle by which each pair of features rotates per position.
 
-    References: Su et al., 2021, "RoFormer", arXiv 2104.09864, §3.2; Chen et al., 2023, arXiv
-    2306.15595, for linear scaling. NTK-aware scaling, as Peng et al., 2023, arXiv 2309.00071,
-    §3.1, define it, takes a larger base: the longest wavelength grows by `factor`, the shortest
-    stays. Llama 3's is that of Grattafiori et al., 2024, arXiv 2407.21783, as its configs give
-    it: wavelengths that fit into the original length less than `low_freq_factor` times grow by
-    `factor`, those that fit more than `high_freq_factor` times stay, and those between do a part
-    of both. YaRN (Peng et al., §3.2) does so, too, by numbers of turns `beta_slow` and `beta_fast`
-    within the original length, along the numbers of the features; see also `attention_factor`.
+    Types of scaling, which extend a model to longer sequences:
+
+    - `"linear"` divides all angles by `factor`
+    ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)).
+    - `"ntk"` increases the base, so the longest wavelength grows by `factor` and the shortest is
+    unchanged ([Peng et al., 2023](https://arxiv.org/abs/2309.00071), section 3.1).
+    - `"llama3"` divides angles by `factor` if the wavelength fits fewer than `low_freq_factor`
+    times into the original length, keeps those that fit more than `high_freq_factor` times, and
+    interpolates in between ([Grattafiori et al., 2024](https://arxiv.org/abs/2407.21783)).
+    - `"yarn"` does the same with the limits `beta_slow` and `beta_fast`, and interpolates by
+    feature index (Peng et al., 2023, section 3.2). See also `attention_factor`.
+
+    Reference: [Su et al., 2021](https://arxiv.org/abs/2104.09864), section 3.2
 
     Args:
-        head_dim: number d of features of a head.
-        base: the longest wavelength is about 2π·base positions.
-        fraction: share of the features that turn, the first ones; in (0, 1].
-        scaling: None; `{"type": "linear", "factor": …}`; `{"type": "ntk", "factor": …}`;
-            `{"type": "llama3", "factor": …, "low_freq_factor": …, "high_freq_factor": …,
-            "original_max_position_embeddings": …}`; or `{"type": "yarn", "factor": …,
-            "original_max_position_embeddings": …}`, with `"beta_fast"` (32), `"beta_slow"` (1),
-            `"truncate"` (True: to whole features), `"attention_factor"`, `"mscale"` and
-            `"mscale_all_dim"` where they are given, and `"llama_4_scaling_beta"` of `query_factor`.
+        head_dim: Integer. Features d per head.
+        base: Float above 1. The longest wavelength is about 2π·base positions. Defaults to
+            `10000.0`.
+        fraction: Float in (0, 1]. Fraction of the features to rotate, starting with the first.
+            Defaults to `1.0`.
+        scaling: Dictionary with `"type"`, `"factor"`, and for `"llama3"` also `"low_freq_factor"`,
+            `"high_freq_factor"` and `"original_max_position_embeddings"`. `"yarn"` requires
+            `"original_max_position_embeddings"` and accepts `"beta_fast"` (default 32),
+            `"beta_slow"` (1), `"truncate"` (True: round to entire features), `"attention_factor"`,
+            `"mscale"`, `"mscale_all_dim"`, and `"llama_4_scaling_beta"` of `query_factor`. Defaults
+            to `None`.
 
     Returns:
-        A float64 array [r / 2], r being the number of features that turn; radians.
+        A float64 array of shape `[r / 2]` in radians, where r is the number of rotated features.
 
     Raises:
-        ValueError: an argument is out of its range, or the scaling is unknown.
+        ValueError: If an argument is out of range or the type of scaling is unknown.
     """
     if not (base > 1 and 0 < fraction <= 1):
         raise ValueError(
-            f"rotary_base must be more than 1 and rotary_fraction in (0, 1], got {base} and "
-            f"{fraction}"
+            f"`rotary_base={base}` must be above 1, and `rotary_fraction={fraction}` must be in "
+            "(0, 1]."
         )
-    turning = int(head_dim * fraction)
-    if turning % 2 or not turning:
+    num_rotated = int(head_dim * fraction)
+    if num_rotated % 2 or not num_rotated:
         raise ValueError(
-            f"rotary positions turn pairs of features, but rotary_fraction={fraction} of "
-            f"head_dim={head_dim} are {turning}"
+            f"`rotary_fraction={fraction}` of `head_dim={head_dim}` rotates {num_rotated} features, "
+            "expected an even number above 0."
         )
     kind = None if scaling is None else _check_scaling(scaling)
     if kind == "ntk":
-        base = ntk_base(base, scaling["factor"], turning)
-    frequencies = base ** (-np.arange(0, turning, 2) / turning)
+        base = ntk_base(base, scaling["factor"], num_rotated)
+    frequencies = base ** (-np.arange(0, num_rotated, 2) / num_rotated)
     if kind in (None, "ntk"):
         return frequencies
     factor = scaling["factor"]
     if kind == "linear":
         return frequencies / factor
     if kind == "yarn":
-        kept = 1 - _ramp_of_features({**_YARN, **scaling}, base, turning)
+        unscaled = 1 - _interpolation_ramp({**_YARN, **scaling}, base, num_rotated)
     else:
-        times = scaling[_LENGTH] * frequencies / (2 * math.pi)
+        rotations = scaling[_LENGTH] * frequencies / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = np.clip((times - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+        unscaled = np.clip((rotations - low) / (high - low), 0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def _ramp_of_features(scaling, base, turning):
-    """Return the share of each pair's angle that YaRN interpolates: [r / 2], in [0, 1]."""
+def _interpolation_ramp(scaling, base, num_rotated):
+    """Return the fraction of each pair's angle that YaRN interpolates: `[r / 2]`, in [0, 1]."""
 
-    def feature(turns):
-        """Return which feature turns so many times within the original length."""
-        return turning * math.log(scaling[_LENGTH] / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def feature(rotations):
+        """Return the index of the pair with this number of rotations in the original length."""
+        return (
+            num_rotated
+            * math.log(scaling[_LENGTH] / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     low, high = feature(scaling["beta_fast"]), feature(scaling["beta_slow"])
     if scaling["truncate"]:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, turning - 1)
+    low, high = max(low, 0), min(high, num_rotated - 1)
     high += 0.001 * (low == high)
-    return np.clip((np.arange(turning // 2) - low) / (high - low), 0, 1)
+    return np.clip((np.arange(num_rotated // 2) - low) / (high - low), 0, 1)
 
 
 def attention_factor(scaling: dict | None) -> float:
-    """Return what cosines and sines are multiplied with, and so scores with its square.
+    """Return the factor of cosines and sines. Scores grow with its square.
 
-    YaRN's is 0.1·ln(factor) + 1 (Peng et al., 2023, arXiv 2309.00071, §3.4), or the quotient of two
-    such numbers, of `"mscale"` and `"mscale_all_dim"` (DeepSeek-V2, arXiv 2405.04434, as published
-    in its code); or `"attention_factor"`. Of other ways of scaling it is 1.
+    For YaRN this is `"attention_factor"` if set, otherwise 0.1·ln(factor) + 1 (Peng et al., 2023,
+    section 3.4), or with both `"mscale"` and `"mscale_all_dim"` the quotient of their
+    `yarn_magnitude` ([DeepSeek-AI, 2024](https://arxiv.org/abs/2405.04434), published code). Other
+    types of scaling have the factor 1.
 
     Args:
-        scaling: as `rotary_frequencies`' scaling.
+        scaling: Dictionary or `None`, see `rotary_frequencies`.
     """
     if scaling is None or scaling["type"] != "yarn":
         return 1.0
-    given = {**_YARN, **scaling}
-    of = functools.partial(yarn_magnitude, given["factor"])
-    if given["attention_factor"] is not None:
-        return float(given["attention_factor"])
-    if given["mscale"] and given["mscale_all_dim"]:
-        return of(given["mscale"]) / of(given["mscale_all_dim"])
-    return of(1)
+    options = {**_YARN, **scaling}
+    magnitude = functools.partial(yarn_magnitude, options["factor"])
+    if options["attention_factor"] is not None:
+        return float(options["attention_factor"])
+    if options["mscale"] and options["mscale_all_dim"]:
+        return magnitude(options["mscale"]) / magnitude(options["mscale_all_dim"])
+    return magnitude(1)
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """Return 0.1·scale·ln(factor) + 1, or 1 where texts are not longer; see `attention_factor`."""
+    """Return 0.1·scale·ln(factor) + 1, or 1 for a factor of at most 1. See `attention_factor`."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def query_factor(positions: tf.Tensor, scaling: dict) -> tf.Tensor:
-    """Return what queries are multiplied with: 1 + β·ln(1 + ⌊p / L⌋), which grows with the position.
+    """Return the factor 1 + β·ln(1 + ⌊p / L⌋) of queries at position p.
 
-    β is the scaling's `"llama_4_scaling_beta"`, L its original length. Llama 4's queries are scaled so
-    (Nakanishi, 2025, arXiv 2501.19399, has the reason), and Ministral 3's, by its published code.
+    β is `"llama_4_scaling_beta"` of the scaling, and L its original length. Llama 4 and Ministral 3
+    scale queries this way. [Nakanishi, 2025](https://arxiv.org/abs/2501.19399) gives the reason.
 
     Args:
-        positions: int tensor of positions p; those before 0 count as 0.
-        scaling: as `rotary_frequencies`' scaling, with a β.
+        positions: Integer tensor of positions. Negative positions count as 0.
+        scaling: Dictionary, see `rotary_frequencies`.
 
     Returns:
         A float32 tensor of the positions' shape.
@@ -143,38 +155,39 @@ def query_factor(positions: tf.Tensor, scaling: dict) -> tf.Tensor:
     return 1 + scaling["llama_4_scaling_beta"] * tf.math.log1p(tf.floor(lengths))
 
 
-def ntk_base(base: float, factor: float, turning: int) -> float:
-    """Return the base of NTK-aware scaling, by which the longest wavelength grows by a factor.
+def ntk_base(base: float, factor: float, num_rotated: int) -> float:
+    """Return a base that makes the longest wavelength `factor` times longer.
 
     Args:
-        base: the base without scaling.
-        factor: how much longer texts are.
-        turning: number of features that turn, more than 2.
+        base: Float. Base without scaling.
+        factor: Float. Ratio of the new to the original sequence length.
+        num_rotated: Integer, at least 4. Number of rotated features.
 
     Raises:
-        ValueError: a single pair turns, whose wavelength no base changes.
+        ValueError: If only one pair rotates, since its wavelength does not depend on the base.
     """
-    if turning < 4:
+    if num_rotated < 4:
         raise ValueError(
-            f"rotary_scaling of the type 'ntk' needs 4 features that turn, got {turning}: take "
-            "'linear', or larger heads"
+            f"`rotary_scaling` of type 'ntk' requires at least 4 rotated features, got {num_rotated}. "
+            "Use type 'linear' or larger heads."
         )
-    return base * factor ** (turning / (turning - 2))
+    return base * factor ** (num_rotated / (num_rotated - 2))
 
 
 def _check_scaling(scaling):
-    """Return the kind of scaling, whose fields are all there."""
+    """Return the type of a scaling dictionary after a check of its fields."""
     kind = scaling.get("type")
     if kind not in _SCALING:
-        raise ValueError(f"rotary_scaling has the type {kind!r}, expected one of {list(_SCALING)}")
-    fields, optional = _SCALING[kind], _YARN if kind == "yarn" else {}
-    numbers = [*fields, *(name for name in optional if scaling.get(name) is not None)]
-    wrong = [x for x in numbers if x != "truncate" and not _is_positive(scaling.get(x))]
-    if wrong or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
-        besides = f", and may have {', '.join(optional)}" * bool(optional)
+        raise ValueError(f"`rotary_scaling` has type {kind!r}, expected one of {list(_SCALING)}.")
+    fields = _SCALING[kind]
+    optional = _YARN if kind == "yarn" else {}
+    numeric_fields = [*fields, *(name for name in optional if scaling.get(name) is not None)]
+    invalid = [x for x in numeric_fields if x != "truncate" and not _is_positive(scaling.get(x))]
+    if invalid or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
+        accepted = f" and accepts {', '.join(optional)}" if optional else ""
         raise ValueError(
-            f"rotary_scaling of the type {kind!r} has the fields {', '.join(fields)}{besides}, "
-            f"numbers of more than 0; got {scaling}"
+            f"`rotary_scaling` of type {kind!r} requires the fields {', '.join(fields)}{accepted}, "
+            f"all above 0, got {scaling}."
         )
     return kind
 
@@ -186,26 +199,29 @@ def _is_positive(value):
 def rotate(
     x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray, factor: float = 1.0
 ) -> tf.Tensor:
-    """Turn the pairs (i, i + r / 2) of the first r features of each position.
+    """Apply the rotary embedding: rotate the pairs (i, i + r / 2) of the first r features.
 
-    Products of queries and keys then depend on the distance of their positions alone, so that
-    positions may begin anywhere: those of packed sequences need not begin anew.
+    Products of queries and keys then depend only on the distance of their positions. Positions may
+    therefore start anywhere and need not restart in packed sequences.
 
     Args:
-        x: tensor [b, n, s, d].
-        positions: int tensor [s], or [b or 1, s].
-        frequencies: array [r / 2], from `rotary_frequencies`.
-        factor: what cosines and sines are multiplied with; see `attention_factor`.
+        x: Tensor of shape `[b, n, s, d]`.
+        positions: Integer tensor of shape `[s]` or `[b or 1, s]`.
+        frequencies: Array of shape `[r / 2]`, from `rotary_frequencies`.
+        factor: Float. Factor of cosines and sines, see `attention_factor`. Defaults to `1.0`.
+
+    Returns:
+        A tensor of the same shape.
     """
     half = len(frequencies)
-    # Angles in float32 are off by 1e-7 of themselves; 16 bits would lose far positions.
+    # Angles in float32 have a relative error of 1e-7. 16 bits would confuse distant positions.
     angles = tf.cast(positions, "float32")[..., None] * tf.constant(frequencies, "float32")
-    of_angles = [tf.cos(angles), tf.sin(angles)]
+    waves = [tf.cos(angles), tf.sin(angles)]
     if factor != 1:
-        of_angles = [factor * values for values in of_angles]
-    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
-    # Split, not sliced: its gradient puts parts together, where slices' fill up with zeros and add.
-    others = x.shape[-1] - 2 * half
-    first, second, *rest = tf.split(x, [half, half, others] if others else 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return tf.concat([*turned, *rest], axis=-1)
+        waves = [factor * values for values in waves]
+    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in waves)
+    # The gradient of a split is a concatenation. The gradient of slices pads with zeros and adds.
+    num_unrotated = x.shape[-1] - 2 * half
+    first, second, *rest = tf.split(x, [half, half, num_unrotated] if num_unrotated else 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return tf.concat([*rotated, *rest], axis=-1)

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token is sent to, and how much each counts."""
+"""Router of a mixture of experts: the experts of each token and their gates."""
 
 import typing
 
@@ -22,13 +22,13 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Routing(typing.NamedTuple):
-    """What a router says of each token; k of E experts are chosen.
+    """Choices of a router. Each token is sent to k of E experts.
 
     Args:
-        choices: int64 [b, s, k], the experts chosen, the best one first.
-        gates: float32 [b, s, k], what their outputs are multiplied with.
-        probabilities: float32 [b, s, E], of all experts, which sum to 1.
-        logits: float32 [b, s, E].
+        choices: int64 tensor of shape `[b, s, k]`, the chosen experts, best first.
+        gates: float32 tensor of shape `[b, s, k]`, the weights of their outputs.
+        probabilities: float32 tensor of shape `[b, s, E]`, which sums to 1 over all experts.
+        logits: float32 tensor of shape `[b, s, E]`.
     """
 
     choices: tf.Tensor
@@ -39,29 +39,32 @@ class Routing(typing.NamedTuple):
 
 @register
 class Router(DrawsMasks, Layer):
-    """Choose k of E experts for each token; everything is computed in float32.
+    """Choose k of E experts for each token, in float32.
 
-    With `router_type="softmax"` these are the k most probable, and where k > 1 their
-    probabilities are divided by their sum, unless `normalizes_gates=False` (OLMoE: Muennighoff et
-    al., 2024, arXiv 2409.02060) (Shazeer et al., 2017, arXiv 1701.06538, §2.1; Lepikhin et
-    al., 2020, GShard, arXiv 2006.16668, §2.2). A single one keeps its probability, from which the
-    router learns (Fedus et al., 2021, Switch Transformers, arXiv 2101.03961, §2.1).
+    `router_type="softmax"` chooses the k most probable experts. With k > 1 their probabilities are
+    divided by their sum ([Shazeer et al., 2017](https://arxiv.org/abs/1701.06538), section 2.1;
+    [Lepikhin et al., 2020](https://arxiv.org/abs/2006.16668), section 2.2), unless
+    `normalizes_gates=False` ([Muennighoff et al., 2024](https://arxiv.org/abs/2409.02060)). A
+    single expert keeps its probability as its gate, which trains the router
+    ([Fedus et al., 2021](https://arxiv.org/abs/2101.03961), section 2.1).
 
-    With `"sigmoid"` the choice is by the sigmoid of the logits plus a bias of each expert, which
-    has no part in the gates: the sigmoids of those chosen, divided by their sum where k > 1
-    (DeepSeek-V3, arXiv 2412.19437, §2.1.2). With `router_bias` the logits have one that is trained
-    as any other. Of `routing_groups` of experts a token chooses the
-    `routing_groups_chosen` whose two best experts have the highest sum, or with
-    `group_score="max"` the best expert (DeepSeek-V2, arXiv 2405.04434, §2.2.2). In the end gates
-    are multiplied with `gate_scale`.
+    `router_type="sigmoid"` chooses the experts with the highest sigmoid of the logits plus a bias
+    per expert. The gates are the sigmoids without the bias, normalized like probabilities
+    ([DeepSeek-AI, 2024](https://arxiv.org/abs/2412.19437), section 2.1.2).
+
+    `router_bias` adds a trained bias to the logits. With `routing_groups`, a token first chooses
+    the `routing_groups_chosen` groups of experts with the highest score: the sum of a group's two
+    best experts, or its best expert with `group_score="max"`
+    ([DeepSeek-AI, 2024](https://arxiv.org/abs/2405.04434), section 2.2.2). Finally, gates are
+    multiplied by `gate_scale`.
 
     Args:
-        moe_config: a `MoEConfig`, or a dict of its fields.
-        kernel_initializer: a Keras initializer, or its name.
+        moe_config: `MoEConfig`, or a dictionary of its fields.
+        kernel_initializer: Keras initializer or its name. Defaults to `"glorot_uniform"`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
-        training: whether inputs are jittered.
+        inputs: Tensor of shape `[b, s, h]`.
+        training: Boolean, whether to apply jitter to the inputs.
 
     Returns:
         A `Routing`.
@@ -108,9 +111,9 @@ class Router(DrawsMasks, Layer):
             probabilities = scores / tf.reduce_sum(scores, axis=-1, keepdims=True)
             ranked = scores + tf.cast(self.bias, "float32")
         chosen = self.config.num_experts_chosen
-        choices = tf.math.top_k(self._in_best_groups(tf.stop_gradient(ranked)), chosen).indices
+        choices = tf.math.top_k(self._keep_best_groups(tf.stop_gradient(ranked)), chosen).indices
         choices = tf.cast(choices, INDEX_TYPE)
-        # As a product: the gradient of a look-up would be scattered.
+        # Use a product; the gradient of a gather would be a scatter.
         is_choice = tf.one_hot(choices, self.config.expert_num)  # [b, s, k, E]
         gates = tf.reduce_sum(is_choice * scores[:, :, None, :], axis=-1)
         if chosen > 1 and self.config.normalizes_gates:
@@ -119,21 +122,22 @@ class Router(DrawsMasks, Layer):
             gates *= self.config.gate_scale
         return Routing(choices, gates, probabilities, logits)
 
-    def _in_best_groups(self, scores):
-        """Return scores [b, s, E], -∞ where an expert is in a group that is not chosen."""
-        groups, chosen = self.config.routing_groups, self.config.routing_groups_chosen
+    def _keep_best_groups(self, scores):
+        """Return scores `[b, s, E]` with -inf for experts outside of the chosen groups."""
+        groups = self.config.routing_groups
+        chosen = self.config.routing_groups_chosen
         if chosen == groups:
             return scores
         shape = static_or_dynamic_shape(scores)
         members = shape[-1] // groups
         grouped = tf.reshape(scores, [*shape[:-1], groups, members])
-        counted = min({"top2": 2, "max": 1}[self.config.group_score], members)
-        best = tf.math.top_k(grouped, counted).values
+        num_best = min({"top2": 2, "max": 1}[self.config.group_score], members)
+        best = tf.math.top_k(grouped, num_best).values
         best = tf.math.top_k(tf.reduce_sum(best, axis=-1), chosen).indices
         is_best = tf.reduce_sum(tf.one_hot(best, groups), axis=-2)[..., None]
         return tf.reshape(tf.where(is_best > 0, grouped, float("-inf")), shape)
 
     def _jitter(self, shape):
-        """Return random numbers of 1 ± `router_jitter`."""
+        """Return random factors in 1 ± `router_jitter`."""
         numbers = random_floats(shape, current_dropout_seed(), layer_number(self))
         return 1 + self.config.router_jitter * (2 * numbers - 1)

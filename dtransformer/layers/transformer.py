@@ -1,4 +1,4 @@
-"""An encoder and a decoder."""
+"""Encoder-decoder Transformer."""
 
 from collections.abc import Callable
 
@@ -15,33 +15,35 @@ from dtransformer.parallel.config.config import get_parallel_config
 
 @register
 class Transformer(Layer):
-    """An encoder stack and a decoder stack.
+    """Encoder-decoder Transformer: an encoder stack and a decoder stack.
 
-    Reference: Vaswani et al., 2017, "Attention is all you need".
+    Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
 
     Args:
-        encoder_layers: number of the encoder's blocks; 0 for a decoder whose memory
-            is `encoder_inputs` itself.
-        decoder_layers: number of the decoder's blocks; 0 for an encoder alone, whose output is
-            the layer's.
-        hidden_size: size h of the inputs and the output.
-        num_heads: number of attention heads.
-        ffn_hidden_size: inner size of the feed-forward layers.
-        lambda_func: places each block on a pipeline stage; by default blocks are
-            spread evenly, the decoder's after the encoder's.
-        causal: whether a position of the decoder may attend to no later one of it.
-        **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
+        encoder_layers: Integer. Number of encoder blocks. With 0, the decoder attends to
+            `encoder_inputs`.
+        decoder_layers: Integer. Number of decoder blocks. With 0, the layer returns the encoder's
+            output.
+        hidden_size: Integer. Size h of the inputs and the output.
+        num_heads: Integer. Number of attention heads.
+        ffn_hidden_size: Integer. Inner size of the feed-forward layers.
+        lambda_func: Function that places each block on a pipeline stage, see `BlockStack`. Defaults
+            to `spread_evenly`. Decoder blocks follow the encoder's.
+        causal: Boolean, whether the decoder hides later positions. Defaults to `False`.
+        **layer_arguments: Other arguments of `TransformerEncoderLayer`, for both stacks.
 
     Call arguments:
-        encoder_inputs: tensor [b, s, h].
-        encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, `Segments`, or None.
-        decoder_inputs: tensor [b, t, h]; None without a decoder.
-        decoder_mask: [b, t, t] of 0 and 1, `Segments`, or None.
-        memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, `Segments`, or None.
-        training: whether dropout applies.
+        encoder_inputs: Tensor of shape `[b, s, h]`.
+        encoder_mask: 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, s, s]`, `Segments`, or
+            `None`.
+        decoder_inputs: Tensor of shape `[b, t, h]`, or `None` without a decoder.
+        decoder_mask: 0/1 tensor of shape `[b, t, t]`, `Segments`, or `None`.
+        memory_mask: 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, t, s]`, `Segments`, or
+            `None`.
+        training: Boolean, whether to apply dropout.
 
     Output shape:
-        The decoder inputs'; without a decoder the encoder inputs'.
+        `[b, t, h]`, or `[b, s, h]` without a decoder.
 
     Example:
 
@@ -68,21 +70,25 @@ class Transformer(Layer):
         check_int("encoder_layers", encoder_layers, least=0)
         check_int("decoder_layers", decoder_layers, least=0)
         check_int("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
-        of_both = {
+        shared = {
             "hidden_size": hidden_size,
             "num_heads": num_heads,
             "ffn_hidden_size": ffn_hidden_size,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
-        own = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "causal": causal}
-        self.arguments = {**own, **of_both}
-        of_both |= {"network_layers": encoder_layers + decoder_layers, "dtype": self.dtype_policy}
-        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **of_both)
+        sizes = {
+            "encoder_layers": encoder_layers,
+            "decoder_layers": decoder_layers,
+            "causal": causal,
+        }
+        self.arguments = {**sizes, **shared}
+        shared |= {"network_layers": encoder_layers + decoder_layers, "dtype": self.dtype_policy}
+        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **shared)
         self.decoder = None
         if decoder_layers:
             self.decoder = TransformerDecoder(
-                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **of_both
+                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **shared
             )
         blocks = [*self.encoder.blocks, *(self.decoder.blocks if decoder_layers else [])]
         check_stages(blocks, get_parallel_config().placement.num_chunks)
@@ -105,7 +111,9 @@ class Transformer(Layer):
         if self.decoder is None:
             return memory
         if decoder_inputs is None:
-            raise ValueError("decoder_inputs are missing: only without a decoder they may be None")
+            raise ValueError(
+                "`decoder_inputs` is missing. Set `decoder_layers=0` to omit the decoder."
+            )
         return self.decoder(decoder_inputs, decoder_mask, memory, memory_mask, training=training)
 
     def compute_output_shape(

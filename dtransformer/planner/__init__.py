@@ -1,15 +1,16 @@
-"""Planner: the cost of layouts, and which to take: pure NumPy, without devices and TensorFlow.
+"""Planner: estimate the cost of parallel layouts and recommend the best one.
 
-`plan` searches, `cost` answers for one layout.
+`plan` searches all layouts and `cost` evaluates a single one. Both use NumPy only, without
+devices or TensorFlow.
 
 Example: four nodes of eight H100, and a Llama of 13 B.
 
 >>> model, cluster = named("llama2_13b"), Cluster(device_named("h100"), 32)
->>> found = plan(model, cluster, Job(global_batch=256))
->>> found.fits, found.best.config.pipeline_stage * found.best.config.model_parallel <= 8
+>>> result = plan(model, cluster, Job(global_batch=256))
+>>> result.fits, result.best.config.pipeline_stage * result.best.config.model_parallel <= 8
 (True, True)
->>> whole = cost(model, cluster, Job(256), TransformerOpParallelConfig(micro_batch_num=8))
->>> whole.fits, whole.missing_bytes > 10**11, whole.change != ""
+>>> unsharded = cost(model, cluster, Job(256), TransformerOpParallelConfig(micro_batch_num=8))
+>>> unsharded.fits, unsharded.missing_bytes > 10**11, unsharded.change != ""
 (False, True, True)
 """
 

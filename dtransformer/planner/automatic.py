@@ -1,4 +1,4 @@
-"""The automatic mode: at its start every rank of a job gets the planner's layout, and says why."""
+"""Automatic mode: every rank of a job computes the planner's layout when it starts."""
 
 from collections.abc import Mapping
 
@@ -24,23 +24,27 @@ def automatic_plan(
     fixed: Mapping | None = None,
     averages: bool = False,
 ) -> Plan:
-    """Return the plan of this job: that of as many devices as its ranks drive.
+    """Return the planner's layout for the running job or for a given cluster.
 
-    Every rank makes the same, from the environment that horovodrun sets.
+    Every rank computes the same plan, because all ranks read the same environment variables
+    from horovodrun.
 
     Args:
-        model: a `ModelShape`, the name of a published one, or a network that was made.
-        global_batch: sequences of a step, of all replicas.
-        device: a `Device` or its name; that of this host by default.
-        cluster: a `Cluster` instead, where the job is not this one.
-        local_devices: number of devices of each rank.
-        precision: of the job, as `Job` has it.
-        optimizer: name of a Keras optimizer.
-        fixed: dict of fields of the config that are given.
-        averages: as `Job` has it.
+        model: A `ModelShape`, the name of a published model, or a network object.
+        global_batch: Integer. Sequences per step over all replicas.
+        device: A `Device` or its name. Defaults to the device of this host.
+        cluster: A `Cluster` to plan for. Defaults to the devices of this job's ranks.
+        local_devices: Integer. Number of devices per rank.
+        precision: Precision of the job, see `Job`.
+        optimizer: Name of a Keras optimizer.
+        fixed: Dict of config fields that the planner must not change.
+        averages: Boolean, whether the optimizer keeps moving averages of the weights.
+
+    Returns:
+        A `Plan` with at least one layout that fits.
 
     Raises:
-        InputError: nothing fits, or no layout has what is fixed; one line.
+        InputError: If no layout fits into memory, or if no layout has the fixed fields.
     """
     if isinstance(model, str):
         model = named(model)
@@ -49,23 +53,23 @@ def automatic_plan(
     if cluster is None:
         device = device_named(device) if isinstance(device, str) else device
         cluster = this_cluster(device, local_devices)
-    found = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
-    if not found.fits:
-        raise InputError(f"{report.fit_line(found.best)} {found.why}")
-    return found
+    result = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
+    if not result.fits:
+        raise InputError(f"{report.fit_line(result.best)} {result.why}")
+    return result
 
 
-def summary(found: Plan) -> str:
-    """Return what is chosen and why, in one line.
+def summary(result: Plan) -> str:
+    """Return one line with the chosen layout, the reason, its step time and its memory.
 
     Example:
 
     >>> cluster = Cluster(device_named("a100"), 4)
     >>> print(summary(automatic_plan("gpt2_small", 32, cluster=cluster)))
-    Layout: data 4 · ..., by the planner: ... the fastest of ... that fit...; ...
+    Layout: data 4 · ... Chosen by the planner: ... s/step and ... GB/device on ... fit...
     """
-    best = found.best
+    best = result.best
     return (
-        f"Layout: {best.layout}, by the planner: {found.why}; {best.step_seconds:,.3g} s/step and "
-        f"{best.memory_bytes / 1e9:,.3g} GB/device on {found.cluster}"
+        f"Layout: {best.layout}. Chosen by the planner: {best.step_seconds:,.3g} s/step and "
+        f"{best.memory_bytes / 1e9:,.3g} GB/device on {result.cluster}. {result.why}"
     )

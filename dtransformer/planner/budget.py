@@ -1,4 +1,4 @@
-"""Training budget: the default global batch of a plan, and the hours that a number of tokens takes."""
+"""Training budget: default global batch of a plan, and hours for a number of tokens."""
 
 import math
 

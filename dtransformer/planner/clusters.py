@@ -1,7 +1,7 @@
-"""Devices, links and clusters, as data.
+"""Data classes and tables of devices, links and clusters.
 
-Figures are the vendors' own: products of 16 bits without sparsity, memory of 10^9 bytes, links one
-way. What of them training reaches, `Constants` says.
+Device figures are the vendors' published ones: 16-bit products without sparsity, memory in
+10^9 bytes, one-way link bandwidth. `Constants` contains the fractions that training reaches.
 """
 
 import dataclasses
@@ -14,21 +14,22 @@ from dtransformer.tables import read_table
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What of a device's and its links' figures training reaches.
+    """Efficiency of a device and its links: fractions of published figures that training reaches.
 
-    A product [M, K] × [K, N] takes 2·M·K·N / (peak · product_share), times (1 + half_rows / M),
-    (1 + half_features / K) and (1 + half_features / N).
+    A product [M, K] × [K, N] takes `2·M·K·N / (peak · product_share)` seconds, times
+    (1 + half_rows / M), (1 + half_features / K) and (1 + half_features / N).
 
     Args:
-        product_share: share of the peak that large products reach.
-        half_rows: rows M at which a product reaches half of that.
-        half_features: features K or N at which a product reaches half of that.
-        memory_share: share of the memory's bandwidth that what is no product reaches.
-        pass_overhead_us: microseconds of a block's pass that no figure explains: starts of kernels.
-        inside_share: share of the links' bandwidth inside of a node that a ring reaches.
-        between_share: share of the network's bandwidth that a ring reaches.
-        hop_us: microseconds of a step of a ring, whatever it sends.
-        source: where they come from.
+        product_share: Fraction of the peak FLOP/s that large matrix products reach.
+        half_rows: Number of rows M that halves the speed of a product.
+        half_features: Number of features K or N that halves the speed of a product.
+        memory_share: Fraction of the memory bandwidth that other operations reach.
+        pass_overhead_us: Fixed overhead of a block's forward pass in microseconds, such as
+            kernel launches.
+        inside_share: Fraction of the link bandwidth inside a node that a ring reaches.
+        between_share: Fraction of the network bandwidth that a ring reaches.
+        hop_us: Latency of one ring step in microseconds, independent of its size.
+        source: Origin of these values.
     """
 
     product_share: float
@@ -49,12 +50,12 @@ HOPPER = dataclasses.replace(A100, **_TABLES["constants"]["hopper"])
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one axis of the grid is measured to send, all of its groups at once.
+    """Measured speed along one axis of the device grid while all groups of the axis communicate.
 
     Args:
-        gb_per_second: one way, from each device, 10^9 bytes/s.
-        latency_us: microseconds of a step of a ring, whatever it sends.
-        call_us: microseconds of a collective, whatever it sends and to how many.
+        gb_per_second: One-way bandwidth of each device in 10^9 bytes/s.
+        latency_us: Latency of one ring step in microseconds, independent of its size.
+        call_us: Fixed cost of a collective in microseconds, independent of its size and group.
     """
 
     gb_per_second: float
@@ -64,23 +65,25 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device.
+    """Published or measured figures of one kind of device.
 
     Args:
-        name: what it is called.
-        tflops_16_bit: products of float16 or bfloat16, 10^12 FLOP/s.
-        tflops_32_bit: products of float32 as TensorFlow computes them, on newer GPUs in TF32.
-        memory_gb: its memory, 10^9 bytes.
-        memory_gb_per_second: what it reads and writes of that, 10^9 bytes/s.
-        inside_gb_per_second: what it sends to devices of its node, 10^9 bytes/s.
-        between_gb_per_second: its share of its node's network, 10^9 bytes/s.
-        devices_per_node: how many a node has.
-        constants: what of these figures training reaches.
-        source: where the figures are published.
-        links: dict of an axis, "model", "data" or "stage", and its `Link`, where it is measured.
-        sharing: ranks that share a core: while some wait, others are as many times as fast.
-        hides_reductions: whether what it sends leaves its products as fast as they are.
-        has_bfloat16: whether it computes products of bfloat16; else of float16.
+        name: Name of the device.
+        tflops_16_bit: Peak of float16 or bfloat16 products, 10^12 FLOP/s.
+        tflops_32_bit: Peak of float32 products in TensorFlow (TF32 on newer GPUs), 10^12 FLOP/s.
+        memory_gb: Memory in 10^9 bytes.
+        memory_gb_per_second: Memory bandwidth in 10^9 bytes/s.
+        inside_gb_per_second: One-way bandwidth to devices of the same node, 10^9 bytes/s.
+        between_gb_per_second: Device's share of its node's network bandwidth, 10^9 bytes/s.
+        devices_per_node: Integer. Number of devices in a node.
+        constants: `Constants`, the fractions of these figures that training reaches.
+        source: Publication of the figures.
+        links: Dict from "model", "data" or "stage" to the measured `Link` of that axis. Axes
+            without an entry use the bandwidths above.
+        sharing: Float, at least 1. Number of ranks per CPU core. While some of them wait, the
+            others run faster by up to this factor.
+        hides_reductions: Boolean, whether gradient reductions can overlap with products.
+        has_bfloat16: Boolean, whether products can use bfloat16. Otherwise they use float16.
     """
 
     name: str
@@ -116,7 +119,7 @@ _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
 
 
 def _device(name, *figures):
-    has_bfloat16 = not name.startswith("v100")  # from the A100 on
+    has_bfloat16 = not name.startswith("v100")
     constants = A100 if name[:4] in ("v100", "a100") else HOPPER
     return Device(name, *figures, 8, constants, _NVIDIA, has_bfloat16=has_bfloat16)
 
@@ -127,18 +130,20 @@ FAMILIES = _TABLES["families"]
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind, in nodes.
+    """Devices of one kind, grouped into nodes.
 
     Args:
-        device: the `Device`.
-        num_devices: how many there are.
-        devices_per_node: how many a node has; the device's own by default.
-        usable_share: share of a device's memory that training may take; the rest is the
-            framework's, NCCL's buffers (`formulas.NCCL_BYTES`) and fragmentation (docs/gpus.md).
-        local_devices: how many each rank drives.
+        device: A `Device`.
+        num_devices: Integer. Total number of devices.
+        devices_per_node: Integer. Defaults to the device's value, at most `num_devices`.
+        usable_share: Fraction of a device's memory that training may use. The rest is left for
+            the framework, NCCL's buffers (`formulas.NCCL_BYTES`) and fragmentation, see
+            docs/gpus.md.
+        local_devices: Integer. Number of devices per rank.
 
     Raises:
-        InputError: a number is not a positive integer, or nodes are not full.
+        InputError: If a number is not a positive integer, or if `devices_per_node` does not
+            divide `num_devices`.
     """
 
     device: Device
@@ -150,18 +155,19 @@ class Cluster:
     def __post_init__(self):
         check_int("num_devices", self.num_devices)
         if self.devices_per_node is None:
-            usual = min(self.device.devices_per_node, self.num_devices)
-            object.__setattr__(self, "devices_per_node", usual)
+            default = min(self.device.devices_per_node, self.num_devices)
+            object.__setattr__(self, "devices_per_node", default)
         check_int("devices_per_node", self.devices_per_node)
         if self.num_devices % self.devices_per_node:
             raise InputError(
-                f"num_devices={self.num_devices} is not a multiple of "
-                f"devices_per_node={self.devices_per_node}: give full nodes, or --devices-per-node"
+                f"`num_devices={self.num_devices}` is not a multiple of "
+                f"`devices_per_node={self.devices_per_node}`. Use full nodes or set "
+                "--devices-per-node."
             )
 
     @property
     def memory_bytes(self) -> float:
-        """The bytes that training may take of a device."""
+        """Memory of a device that training may use, in bytes."""
         return self.device.memory_gb * 1e9 * self.usable_share
 
     def __str__(self):
@@ -171,10 +177,14 @@ class Cluster:
 
 
 def device_named(name: str) -> Device:
-    """Return a device by its name.
+    """Return a device from the table of GPUs.
+
+    Args:
+        name: Name such as "a100-80", or a family such as "a100". Case does not matter, and "_"
+            is read as "-".
 
     Raises:
-        InputError: there is none; lists what exists.
+        InputError: If the table has no such device. The message lists all names.
 
     Example:
 
@@ -185,7 +195,7 @@ def device_named(name: str) -> Device:
     key = FAMILIES.get(key, key)
     if key not in DEVICES:
         raise InputError(
-            f"there is no device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, "
-            "or a file of --measure"
+            f"Unknown device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, or "
+            "a file written by --measure."
         )
     return DEVICES[key]

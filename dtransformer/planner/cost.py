@@ -1,4 +1,4 @@
-"""Cost of a layout: time and memory by kind, in units that the names tell."""
+"""Cost of a layout: step time and memory by kind."""
 
 import dataclasses
 
@@ -8,28 +8,31 @@ from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpPa
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.memory import Memory, memory_of
+from dtransformer.planner.memory import Memory, estimate_memory
 from dtransformer.planner.shape import ModelShape
-from dtransformer.planner.time import StepTime, time_of
+from dtransformer.planner.time import StepTime, estimate_time
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a layout costs.
+    """Step time and memory of a layout.
 
     Args:
-        layout: it, in a few words.
-        config: it, as a config to train with.
-        micro_batch: sequences of a micro-batch of a replica.
-        step_seconds: of a step.
-        tokens_per_second: of all devices; of targets, where there are sources.
-        flops_share: share of the devices' peak that products without recompute make use of.
-        seconds_by_kind: dict of what a step is spent on, as `StepTime` has it.
-        memory_bytes: of the rank that needs most.
-        bytes_by_kind: dict of what that is for, as `Memory` has it.
-        available_bytes: what training may take of a device.
-        num_techniques: Number of techniques besides data parallelism and `optimizer_shard`.
-        change: where it does not fit: the cheapest change that would make it fit.
+        layout: Short description of the layout.
+        config: `TransformerOpParallelConfig` that trains with the layout.
+        micro_batch: Sequences of one micro-batch of a replica.
+        step_seconds: Seconds per step.
+        tokens_per_second: Tokens per second over all devices. Encoder-decoder models count
+            target tokens only.
+        flops_share: Model FLOPs utilization: fraction of the devices' peak, without
+            recomputation.
+        seconds_by_kind: Dict from the fields of `StepTime` to seconds.
+        memory_bytes: Bytes on the rank that needs the most memory.
+        bytes_by_kind: Dict from the fields of `Memory` to bytes.
+        available_bytes: Bytes of a device that training may use.
+        num_techniques: Number of techniques, not counting data parallelism and
+            `optimizer_shard`.
+        change: If the layout does not fit, a sentence with the cheapest change that makes it fit.
     """
 
     layout: str
@@ -47,44 +50,54 @@ class Cost:
 
     @property
     def missing_bytes(self) -> int:
-        """By how many bytes it does not fit; 0 where it fits."""
+        """Bytes that the fullest rank needs beyond the available memory, 0 if the layout fits."""
         return max(self.memory_bytes - self.available_bytes, 0)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits."""
+        """True if the layout fits into the available memory."""
         return self.missing_bytes == 0
 
 
 def evaluate(
     model: ModelShape, cluster: Cluster, job: Job, layouts: Layouts
 ) -> tuple[Memory, StepTime]:
-    """Return the `Memory` and the `StepTime` of layouts, as this library trains."""
+    """Return the memory and the step time of every layout, as `(Memory, StepTime)`."""
     system = job.system()
-    memory = memory_of(model, layouts, system, job.item_bytes)
-    return memory, time_of(model, cluster, layouts, system, memory, job.is_mixed)
+    memory = estimate_memory(model, layouts, system, job.item_bytes)
+    return memory, estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
 
 
-def cost_of(
+def build_cost(
     model: ModelShape,
     cluster: Cluster,
     job: Job,
     layouts: Layouts,
     memory: Memory,
     time: StepTime,
-    number: int,
+    index: int,
 ) -> Cost:
-    """Return the `Cost` of one of the layouts that were evaluated."""
-    seconds = {kind: float(value[number]) for kind, value in time._asdict().items()}
-    needed = {kind: round(float(value[number])) for kind, value in memory._asdict().items()}
+    """Return the cost of one evaluated layout.
+
+    Args:
+        model: A `ModelShape`.
+        cluster: A `Cluster`.
+        job: A `Job`.
+        layouts: The evaluated `Layouts`.
+        memory: `Memory` of all layouts.
+        time: `StepTime` of all layouts.
+        index: Integer. Index of the layout.
+    """
+    seconds = {kind: float(value[index]) for kind, value in time._asdict().items()}
+    needed = {kind: round(float(value[index])) for kind, value in memory._asdict().items()}
     step = sum(seconds.values())
     device = cluster.device
     peak = (device.tflops_16_bit if job.is_mixed else device.tflops_32_bit) * 1e12
     flops = job.global_batch * model.flops_per_sequence()
     return Cost(
-        layout=layouts.describe(number),
-        config=_config_of(layouts, number, job),
-        micro_batch=int(layouts.micro_batch[number]),
+        layout=layouts.describe(index),
+        config=_layout_config(layouts, index, job),
+        micro_batch=int(layouts.micro_batch[index]),
         step_seconds=step,
         tokens_per_second=job.global_batch * model.sequence_length / step,
         flops_share=float(np.divide(flops, step * peak * cluster.num_devices)),
@@ -92,17 +105,18 @@ def cost_of(
         memory_bytes=sum(needed.values()),
         bytes_by_kind=needed,
         available_bytes=int(cluster.memory_bytes),
-        num_techniques=int(layouts.techniques[number] - layouts.level[number]),
+        num_techniques=int(layouts.techniques[index] - layouts.level[index]),
     )
 
 
-def _config_of(layouts, number, job):
-    """Return a layout as a config, with all that the job fixes as it is given."""
+def _layout_config(layouts, index, job):
+    """Return the config of a layout, keeping all fields that the job fixes."""
     fixed = job.fixed_config()
-    others = {name: getattr(fixed, name) for name in job.fixed}
-    if job.optimizer in NOT_ELEMENTWISE and layouts.level[number] in (1, 2):
-        others["optimizer_shard_partition"] = "whole"
-    config = layouts.config(number, others)
-    if "recompute" in others:  # the grid knows whole blocks and attention only
-        config.recompute = others["recompute"]
+    fields = {name: getattr(fixed, name) for name in job.fixed}
+    if job.optimizer in NOT_ELEMENTWISE and layouts.level[index] in (1, 2):
+        fields["optimizer_shard_partition"] = "whole"
+    config = layouts.config(index, fields)
+    if "recompute" in fields:
+        # The grid has only three recompute settings, so restore the job's exact one.
+        config.recompute = fields["recompute"]
     return config

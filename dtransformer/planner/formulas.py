@@ -1,29 +1,34 @@
-"""The theory of memory and messages, as pure functions of numbers or of arrays of them.
+"""Formulas for memory and communication volume, for numbers or NumPy arrays.
 
-What `dtransformer plan` says and what `memory_report` and `communication_report` say comes from
-here. References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
+`dtransformer plan`, `memory_report` and `communication_report` use these functions.
+
+References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
 Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5; sums over the model axis, Shoeybi et al.,
 2019, arXiv 1909.08053, §3; rings, Patarasuk and Yuan, 2009.
 """
 
 import numpy as np
 
-# Bytes of Adam's states of a parameter in mixed precision: float32 copy, mean and variance.
+# Bytes of Adam's states per parameter in mixed precision: float32 copy, mean and variance.
 MIXED_ADAM_BYTES = 12
-# Bytes of a communicator of NCCL at most: 32 channels, each with a buffer to send and one to receive
-# of NCCL_BUFFSIZE, by default 4 MiB (NCCL's manual, "Environment Variables"). Of a planned device's
-# memory `Cluster.usable_share` leaves them.
+# Upper bound on the bytes of one NCCL communicator: 32 channels, each with a send and a receive
+# buffer of NCCL_BUFFSIZE, 4 MiB by default (NCCL's manual, "Environment Variables").
+# `Cluster.usable_share` leaves room for them.
 NCCL_BYTES = 32 * 2 * (4 << 20)
 
 
 def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXED_ADAM_BYTES):
-    """Return the bytes of weights, of gradients and of the optimizer's states on a rank.
+    """Return the bytes of weights, gradients and optimizer states on a rank.
 
     Args:
-        parameters: number Ψ of parameters of the rank's stage and shard.
-        replicas: number d of replicas that share them.
-        level: 0 to 3: nothing, states, gradients too, weights too are sharded.
-        weights, gradients, states: bytes of each of a parameter.
+        parameters: Number Ψ of parameters in the rank's stage and model shard.
+        replicas: Number d of replicas that share them.
+        level: ZeRO level. 0 shards nothing, 1 shards the states, 2 also the gradients, 3 also
+            the weights.
+        weights, gradients, states: Unsharded bytes of each per parameter.
+
+    Returns:
+        A `(weights, gradients, states)` tuple of bytes.
 
     Example: 7.5 B parameters on 64 devices, in GB.
 
@@ -40,7 +45,7 @@ def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXE
     )
 
 
-def kept_bytes(
+def saved_activation_bytes(
     *,
     length,
     attended,
@@ -63,54 +68,62 @@ def kept_bytes(
     sublayer_norms=1,
     latent_features=0,
 ):
-    """Return the bytes that a block keeps of a sequence until its backward pass, on a device.
+    """Return the bytes of activations that a block saves per sequence on one device.
 
-    With items of i bytes: a norm and an input of products keep i·s·h each, dropout a byte an
-    element, attention queries and context, i·s·n·d each, keys and values, i·t·m·d each, and for
-    each head two of i·s·t and a mask; by blocks a float32 a query instead. The feed-forward layer
-    keeps two of i·s·f, three where it is gated. A block that is recomputed keeps its inputs.
+    For items of i bytes, each norm and each input of a product saves i·s·h, and each dropout one
+    byte per element. Attention saves i·s·n·d for queries and for the context, i·t·m·d for keys
+    and for values, and per head two matrices of i·s·t and a mask. Blockwise attention replaces
+    these matrices with a float32 number per query and head. The feed-forward layer saves two
+    tensors of i·s·f, or three if it is gated. A recomputed block saves only its inputs.
 
     Args:
-        length: positions s of the block's stream.
-        attended: for each of its attentions the positions t that it attends to.
+        length: Positions s of the block's stream.
+        attended: List with the number of attended positions t for each attention of the block.
         hidden_size, num_heads, head_dim, num_kv_heads, ffn_hidden_size: h, n, d, m and f.
-        gated: whether the feed-forward layer has a gate.
-        item_bytes: bytes i of an activation.
-        model_parallel: number of shards of the operations.
-        is_sequence_sharded: whether the residual stream is sharded, too.
-        recomputes_block: whether the block is recomputed.
-        is_input_sharded: whether what a recomputed block keeps is sharded, in any case.
-        recomputed: parts that are recomputed by themselves: "attention", "feed_forward", "norm".
-        by_blocks: for each attention whether it is computed by blocks; by default none is.
-        expert_rows: rows that experts compute of a sequence, in place of a feed-forward layer: they
-            and the experts' outputs are kept, too.
-        experts_chosen: experts that each token is sent to.
-        shared_experts: experts that every token is sent to besides.
-        sublayer_norms: number of norms of each sublayer; 0.5 where two share one, and what it gives.
-        latent_features: of attention through latents: of these features of each attention what is
-            projected and what a norm gives are kept, on each device.
+        gated: Boolean, whether the feed-forward layer has a gate.
+        item_bytes: Bytes i of an activation.
+        model_parallel: Number of tensor-parallel shards.
+        is_sequence_sharded: Boolean, whether the residual stream is also sharded.
+        recomputes_block: Boolean, whether the block is recomputed.
+        is_input_sharded: Boolean, whether the saved input of a recomputed block is sharded even
+            if the residual stream is not.
+        recomputed: Parts that are recomputed separately: "attention" and "feed_forward" drop
+            their inner activations, "norm" the norms' inputs.
+        by_blocks: List of booleans, whether each attention is computed blockwise. Defaults to
+            none.
+        expert_rows: Rows per sequence that experts compute instead of a feed-forward layer. The
+            rows and the experts' outputs are saved. `None` for a block without experts.
+        experts_chosen: Number of experts per token.
+        shared_experts: Number of experts that receive every token.
+        sublayer_norms: Number of norms per sublayer. Use 0.5 if two sublayers share a norm and
+            its output.
+        latent_features: Number of latent features per attention. Projected and normalized
+            latents are saved on every device.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
     >>> sizes = dict(length=2048, attended=[2048], hidden_size=6144, num_heads=64, head_dim=96,
     ...              num_kv_heads=64, ffn_hidden_size=4 * 6144)
-    >>> round(float(kept_bytes(**sizes)) / (2048 * 6144), 1)
+    >>> round(float(saved_activation_bytes(**sizes)) / (2048 * 6144), 1)
     140.7
     """
-    stream, number, t, item = length * hidden_size, len(attended), model_parallel, item_bytes
+    stream = length * hidden_size
+    num_attentions = len(attended)
+    t = model_parallel
+    item = item_bytes
     if recomputes_block:
         is_sharded = np.logical_or(is_sequence_sharded, is_input_sharded)
-        return item * stream * number / np.where(is_sharded, t, 1)
-    norms = (number + 1) * sublayer_norms * item
-    inputs = (number + 1) * min(sublayer_norms, 1) * item  # of products
-    replicated = norms + inputs + (number + 1)  # a mask each
-    heads = sum(num_heads * length + num_kv_heads * other for other in attended)
+        return item * stream * num_attentions / np.where(is_sharded, t, 1)
+    norms = (num_attentions + 1) * sublayer_norms * item
+    inputs = (num_attentions + 1) * min(sublayer_norms, 1) * item
+    replicated = norms + inputs + (num_attentions + 1)  # Each sublayer has a one-byte dropout mask.
+    heads = sum(num_heads * length + num_kv_heads * attended_length for attended_length in attended)
     sharded = 2 * item * head_dim * heads
-    for other, is_by_blocks in zip(attended, [*by_blocks, *[False] * number]):
-        if is_by_blocks:
+    for attended_length, is_blockwise in zip(attended, [*by_blocks, *[False] * num_attentions]):
+        if is_blockwise:
             sharded += 4 * num_heads * length
         elif "attention" not in recomputed:
-            sharded += (2 * item + 1) * num_heads * length * other
+            sharded += (2 * item + 1) * num_heads * length * attended_length
     if "feed_forward" not in recomputed:
         rows = length if expert_rows is None else expert_rows + shared_experts * length
         sharded += (3 if gated else 2) * item * rows * ffn_hidden_size
@@ -118,7 +131,7 @@ def kept_bytes(
             replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:
         replicated -= norms
-    latents = 2 * item * latent_features * length * number
+    latents = 2 * item * latent_features * length * num_attentions
     return latents + replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
 
 
@@ -130,20 +143,23 @@ def sums_over_model(
     shards_input=False,
     repeated=None,
 ):
-    """Return how many all-reduces of b·s·h elements a block needs over the model axis in a step.
+    """Return the number of all-reduces of b·s·h elements that a block runs over the model axis.
 
-    One forward and one backward for every attention and every feed-forward layer. A block that is
-    recomputed repeats those forward, but for the last one, which no gradient needs. To all-gather
-    an input that is kept sharded is half an all-reduce. With the residual stream sharded each
-    all-reduce is a reduce-scatter and an all-gather, of the same volume.
+    Every attention and every feed-forward layer needs one forward and one backward per
+    micro-batch. A recomputed block repeats its forward all-reduces except the last one, which no
+    gradient needs. An all-gather of an input that is saved sharded counts as half an all-reduce.
+    With a sharded residual stream each all-reduce becomes a reduce-scatter and an all-gather of
+    the same volume.
 
     Args:
-        sublayers: number of attentions and feed-forward layers.
-        backward: how many of them have a backward pass; all by default.
-        recomputes_block: whether the block is recomputed.
-        repeats_sums: whether that repeats what was summed, and does not keep it.
-        shards_input: whether a recomputed block's input is kept sharded.
-        repeated: how many of those forward a recomputed block repeats; all but the last by default.
+        sublayers: Number of attentions and feed-forward layers.
+        backward: Number of them that have a backward pass. Defaults to all.
+        recomputes_block: Boolean, whether the block is recomputed.
+        repeats_sums: Boolean, whether recomputation repeats all-reduces instead of saving their
+            results.
+        shards_input: Boolean, whether the input of a recomputed block is saved sharded.
+        repeated: Number of forward all-reduces that a recomputed block repeats. Defaults to
+            `sublayers - 1`.
 
     Example:
 
@@ -158,12 +174,12 @@ def sums_over_model(
 
 
 def ring_elements(kind, elements, members):
-    """Return the elements that a member of a ring sends.
+    """Return the number of elements that each member of a ring collective sends.
 
     Args:
         kind: "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
-        elements: number of elements of the whole.
-        members: number n of members.
+        elements: Number of elements of the full tensor.
+        members: Number n of members.
 
     Example:
 
@@ -174,14 +190,17 @@ def ring_elements(kind, elements, members):
 
 
 def micro_batches_alive(schedule, stages, stage, micro_batches, chunks=1):
-    """Return how many micro-batches' activations of a whole stage are kept at once, at most.
+    """Return the maximum number of micro-batches whose activations a stage stores simultaneously.
+
+    The unit is the activations of one micro-batch in all chunks of the stage, so the result can
+    be a fraction.
 
     Args:
-        schedule: a key of `pipeline.schedules.SCHEDULES`.
-        stages: number p of stages.
-        stage: number r of the stage, from 0.
-        micro_batches: number m of micro-batches of a step.
-        chunks: number v of model chunks of a stage.
+        schedule: A key of `pipeline.schedules.SCHEDULES`.
+        stages: Number p of stages.
+        stage: Stage index r, from 0.
+        micro_batches: Number m of micro-batches per step.
+        chunks: Number v of model chunks per stage.
 
     Example:
 
@@ -201,16 +220,16 @@ def micro_batches_alive(schedule, stages, stage, micro_batches, chunks=1):
 
 
 def bubble_passes(schedule, stages, chunks=1):
-    """Return how many micro-batches' time stages wait in a step: (p − 1) / v with 1F1B.
+    """Return the pipeline bubble of a step, in units of a stage's time per micro-batch.
 
-    A third of that where gradients of weights fill a part (zb_h1; Qi et al., 2024, arXiv
-    2401.10241, table 1). Of zb_v it is what the simulator tells, at most: (4·p − 5) / 18 from 4
-    stages on. Backward takes twice as long as forward.
+    The bubble is (p − 1) / v. The schedule zb_h1 fills two thirds of it with weight gradients (Qi
+    et al., 2024, arXiv 2401.10241, table 1). For zb_v with several stages it is (4·p − 5) / 18, an
+    upper bound from simulations. A backward pass counts twice as long as a forward pass.
 
     Args:
-        schedule: a key of `pipeline.schedules.SCHEDULES`.
-        stages: number p of stages.
-        chunks: number v of model chunks of a stage.
+        schedule: A key of `pipeline.schedules.SCHEDULES`.
+        stages: Number p of stages.
+        chunks: Number v of model chunks per stage.
 
     Example:
 
@@ -223,16 +242,17 @@ def bubble_passes(schedule, stages, chunks=1):
 
 
 def shared_bubble_passes(waits, stages, sharing):
-    """Return those of stages that share cores: while some wait, others on their core are faster.
+    """Return the pipeline bubble of stages that share CPU cores.
 
-    In units of a micro-batch's time while all stages compute. A core with several stages waits as
-    one stage of a shorter pipeline, and somewhat longer: (c − 1) + (p − c)/6 micro-batches of 1F1B
-    on c cores is what simulations give, within 2 % up to 16 stages and four a core.
+    While some stages wait, the others on the same core run faster. The unit is a micro-batch's
+    time while all stages compute. For 1F1B with p stages on c cores, simulations give
+    (c − 1) + (p − c) / 6, within 2% for up to 16 stages and four stages per core. For other
+    schedules this is scaled by `waits / (p − 1)`.
 
     Args:
-        waits: what `bubble_passes` gives.
-        stages: number p of stages.
-        sharing: stages that share a core.
+        waits: Result of `bubble_passes`.
+        stages: Number p of stages.
+        sharing: Number of stages per core.
 
     Example: four stages of 1F1B on four cores, on two, and on one.
 
@@ -240,5 +260,6 @@ def shared_bubble_passes(waits, stages, sharing):
     [3.0, 1.33, 0.0]
     """
     cores = stages / np.asarray(sharing, float)
-    share = waits / max(stages - 1, 1)  # chunks, and gradients of weights, fill a part
+    # Model chunks and weight gradients fill part of the bubble.
+    share = waits / max(stages - 1, 1)
     return np.where(cores > 1, share * (cores - 1 + (stages - cores) / 6), 0.0)

@@ -1,4 +1,4 @@
-"""All layouts of a number of devices that there are: every divisor of everything."""
+"""Grid of all layouts for a number of devices: every combination of divisors."""
 
 import contextlib
 import itertools
@@ -14,42 +14,50 @@ from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
-from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, number_of
+from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, column_value
 from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
-_NAMES = {column: name for name, column in COLUMNS.items()}
+_FIELD_NAMES = {column: name for name, column in COLUMNS.items()}
 
 
-def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
-    """Return every layout of a cluster's devices that a job's fixed fields leave.
+def enumerate_layouts(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
+    """Return all layouts of a cluster that the trainer supports and the job's fixed fields allow.
 
-    The model axis stays inside of a node, unless it is fixed.
+    The model axis stays inside a node unless `model_parallel` is fixed.
 
     Raises:
-        InputError: a fixed field is none of the config's, or no layout has it.
+        InputError: If a fixed field is not a field of the config, or if no layout has all
+            fixed fields.
     """
-    fixed, others = _fixed_columns(job)
-    parts = _parts(model, cluster, job, fixed)
-    if not parts:
-        raise InputError(mismatch(model, cluster, job) or _why_none(model, cluster, job, fixed))
-    layouts = Layouts.joined(parts)
-    supported = _is_supported(layouts, others, cluster.local_devices)
+    fixed, other_fields = _fixed_columns(job)
+    groups = _layout_groups(model, cluster, job, fixed)
+    if not groups:
+        reason = mismatch(model, cluster, job) or _explain_conflict(model, cluster, job, fixed)
+        raise InputError(reason)
+    layouts = Layouts.joined(groups)
+    supported = _is_supported(layouts, other_fields, cluster.local_devices)
     if not supported.any():
-        raise InputError(f"no layout is trained so: {supported_error(layouts.config(0, others))}")
+        reason = supported_error(layouts.config(0, other_fields))
+        raise InputError(f"No layout with these fixed fields is supported: {reason}")
     return layouts[supported]
 
 
-def _parts(model, cluster, job, fixed):
-    """Return the layouts that the columns that are fixed leave, in parts of the same degrees."""
-    allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
-    devices, batch, parts = cluster.num_devices, job.global_batch, []
+def _layout_groups(model, cluster, job, fixed):
+    """Return the layouts that the fixed columns allow, as one `Layouts` per set of degrees."""
+
+    def allowed(column, values):
+        return [v for v in values if fixed.get(column, v) == v]
+
+    devices = cluster.num_devices
+    batch = job.global_batch
+    groups = []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
-        if crosses or not allowed("model", [t]) or _does_not_divide(model, t):
+        if crosses or not allowed("model", [t]) or _is_indivisible(model, t):
             continue
         for p, c in itertools.product(divisors(devices // t), repeat=2):
-            if devices % (t * p * c) or p > model.num_blocks or _no_context(model, c):
+            if devices % (t * p * c) or p > model.num_blocks or _is_context_indivisible(model, c):
                 continue
             data = devices // (t * p * c)
             axes = {"stage": p, "context": c, "data": data}
@@ -58,60 +66,69 @@ def _parts(model, cluster, job, fixed):
             experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
             for e in allowed("expert", experts):
                 axes = {"stage": p, "data": data, "context": c, "model": t, "expert": e}
-                levels = _levels(allowed("level", range(4)), cluster.local_devices, job, axes)
+                levels = _supported_levels(
+                    allowed("level", range(4)), cluster.local_devices, job, axes
+                )
                 sizes = {"t": t, "p": p, "c": c, "e": e, "data": data, "batch": batch // data}
                 sizes["local"] = cluster.local_devices
-                parts.append(_options(model, allowed, levels, **sizes))
-    return [part for part in parts if part is not None]
+                groups.append(_expand_degrees(model, allowed, levels, **sizes))
+    return [group for group in groups if group is not None]
 
 
-def _levels(levels, local_devices, job, axes):
-    """Return the levels of optimizer sharding that `Topology` and the optimizer take."""
-    found, is_whole = [], job.optimizer in NOT_ELEMENTWISE
+def _supported_levels(levels, local_devices, job, axes):
+    """Return the `optimizer_shard` levels that `Topology` and the optimizer support."""
+    supported = []
+    needs_full_weights = job.optimizer in NOT_ELEMENTWISE
     is_divided = axes["context"] * axes["model"] * axes["expert"] > 1
     on_mesh = is_divided or local_devices > 1
     for level in levels:
         spans = level == 3 and is_divided
         with contextlib.suppress(ValueError):
             topology = Topology(**axes, local_devices=local_devices, mesh_spans_data=spans)
-            shares = axes["context"] if spans else 1 / topology.mesh_data
-            is_used = level == 0 or axes["data"] * shares > 1 or (is_whole and on_mesh)
-            # They compute with full weights.
-            is_refused = is_whole and (level == 3 or (level == 0 and on_mesh))
-            found += [level] * (is_used and not is_refused)
-    return found
+            factor = axes["context"] if spans else 1 / topology.mesh_data
+            is_used = level == 0 or axes["data"] * factor > 1 or (needs_full_weights and on_mesh)
+            # Optimizers that are not elementwise compute with full weights.
+            is_unsupported = needs_full_weights and (level == 3 or (level == 0 and on_mesh))
+            if is_used and not is_unsupported:
+                supported.append(level)
+    return supported
 
 
-def _does_not_divide(model, t):
+def _is_indivisible(model, t):
     inner = model.ffn_hidden_size, model.expert_hidden_size or t
     return model.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
 
 
-def _no_context(model, c):
+def _is_context_indivisible(model, c):
     return c > 1 and any(kind.length % c for kind in model.kinds)
 
 
-def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
-    """Return the layouts of some degrees: micro-batches, schedules, recompute, levels."""
+def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
+    """Return the layouts for fixed degrees, or `None` if there are no valid options.
+
+    Options are micro-batches, chunks, schedules, recomputation, levels and sequence sharding.
+    """
     rows = []
-    numbers = [m for m in divisors(batch) if m >= p]
-    for name in allowed("schedule", range(len(SCHEDULE_NAMES))):
-        schedule = SCHEDULES[SCHEDULE_NAMES[name]]
-        if p == 1 and name and len(allowed("schedule", range(2))) > 1:
-            continue  # it has no meaning there
-        most = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
-        for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, most + 1)):
+    micro_batch_counts = [m for m in divisors(batch) if m >= p]
+    for schedule_index in allowed("schedule", range(len(SCHEDULE_NAMES))):
+        schedule = SCHEDULES[SCHEDULE_NAMES[schedule_index]]
+        if p == 1 and schedule_index and len(allowed("schedule", range(2))) > 1:
+            continue  # Without a pipeline, one schedule represents all.
+        max_chunks = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
+        for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, max_chunks + 1)):
             if v > 1 and (p == 1 or model.num_blocks % (p * v)):
-                continue  # without a meaning, or uneven
-            some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
-            rows += itertools.product(allowed("micro_batches", some), [v], [name])
+                continue  # Chunks need a pipeline and an equal number of blocks.
+            counts = [
+                m for m in micro_batch_counts if not schedule.full_turns or p == 1 or m % p == 0
+            ]
+            rows += itertools.product(allowed("micro_batches", counts), [v], [schedule_index])
     recomputes = allowed("recompute", range(len(RECOMPUTES)))
     sequences = allowed("sequence", [0, 1] if t > 1 else [0])
-    others = list(itertools.product(recomputes, levels, sequences))
-    if not rows or not others:
+    variants = list(itertools.product(recomputes, levels, sequences))
+    if not rows or not variants:
         return None
-    m, v, schedule = np.repeat(np.array(rows), len(others), axis=0).T
-    recompute, level, sequence = np.tile(np.array(others), (len(rows), 1)).T
+    m, v, schedule = np.repeat(np.array(rows), len(variants), axis=0).T
+    recompute, level, sequence = np.tile(np.array(variants), (len(rows), 1)).T
     return Layouts.of(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
         chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
@@ -120,41 +137,46 @@ def _options(model, allowed, levels, *, t, p, c, e, data, batch, local):
 
 
 def _fixed_columns(job):
-    """Return what a job fixes of the columns, as numbers, and of the config's other fields."""
+    """Split a job's fixed fields into layout columns and other config fields.
+
+    Returns:
+        A tuple of two dicts: column name to integer, and config field name to value.
+    """
     names = TransformerOpParallelConfig.__dataclass_fields__
     for name in job.fixed:
         if name not in names:
-            raise InputError(f"there is no field {shown(name)} to fix; {nearest(name, names)}")
+            raise InputError(f"Unknown field {shown(name)} in `fixed`: {nearest(name, names)}")
     with refusing("fixed"):
         config = job.fixed_config()
-    columns, others = {}, {}
+    columns = {}
+    other_fields = {}
     for name in job.fixed:
         value = getattr(config, name)
         if name not in COLUMNS:
-            others[name] = value
+            other_fields[name] = value
         elif value is not None:
-            columns[COLUMNS[name]] = number_of(name, value)
-    return columns, others
+            columns[COLUMNS[name]] = column_value(name, value)
+    return columns, other_fields
 
 
-def _is_supported(layouts, others, local_devices):
-    """Return a mask of the layouts that the trainer takes, by its own check.
+def _is_supported(layouts, other_fields, local_devices):
+    """Return a mask of the layouts that pass the trainer's own check.
 
-    What it refuses depends on which techniques meet, not on how large their degrees are: one
-    layout of each meeting is asked for.
+    The check depends only on the combination of techniques, not on their degrees. So one layout
+    of each combination is checked.
     """
-    most = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
-    most |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
-    columns = [np.minimum(getattr(layouts, name), size) for name, size in most.items()]
-    key = np.ravel_multi_index(columns, [size + 1 for size in most.values()])
-    _, firsts, places = np.unique(key, return_index=True, return_inverse=True)
-    refused = lambda first: supported_error(layouts.config(first, others), local_devices)
-    answers = [refused(first) is None for first in firsts]
-    return np.array(answers)[places]
+    max_degrees = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
+    max_degrees |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
+    columns = [np.minimum(getattr(layouts, name), size) for name, size in max_degrees.items()]
+    key = np.ravel_multi_index(columns, [size + 1 for size in max_degrees.values()])
+    _, first_indices, inverse = np.unique(key, return_index=True, return_inverse=True)
+    configs = [layouts.config(first, other_fields) for first in first_indices]
+    is_valid = [supported_error(config, local_devices) is None for config in configs]
+    return np.array(is_valid)[inverse]
 
 
 def supported_error(config: TransformerOpParallelConfig, local_devices: int = 1) -> str | None:
-    """Return why the trainer would refuse a config; None where it takes it."""
+    """Return the reason why the trainer rejects a config, or `None` if the config is supported."""
     try:
         check_supported(config, local_devices)
     except ValueError as error:
@@ -168,56 +190,62 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
     Returns:
         One line, or `None` if they fit.
     """
-    devices, batch = cluster.num_devices, job.global_batch
+    devices = cluster.num_devices
+    batch = job.global_batch
     fixed, _ = _fixed_columns(job)
-    number = lambda *columns: math.prod(fixed.get(column, 1) for column in columns)
-    word = lambda *columns: " · ".join(_words(job, fixed, columns))
-    degrees, shares = ("data", "model", "stage", "context"), ("data", "micro_batches")
-    sizes = (
-        f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} and "
-        f"ffn_hidden_size={model.ffn_hidden_size}"
-    )
-    for is_wrong, text in (
-        (devices % number(*degrees), f"{word(*degrees)} does not divide {devices} devices"),
-        (_does_not_divide(model, number("model")), f"{word('model')} does not divide {sizes}"),
-        (
-            number("stage") > model.num_blocks,
-            f"{word('stage')} is more than the {model.num_blocks} blocks",
-        ),
-        (
-            model.num_experts % number("expert"),
-            f"{word('expert')} does not divide num_experts={model.num_experts}",
-        ),
-        (
-            _no_context(model, number("context")),
-            f"{word('context')} does not divide sequences of {model.sequence_length}",
-        ),
-    ):
-        if is_wrong:
-            return f"{model.name}: {text}: change one of them"
-    if batch % number(*shares):
-        told = f"global_batch={batch} is not divisible by {word(*shares)}"
-        return f"{told}: give a multiple of {number(*shares)}"
-    return None
 
+    def product(*columns):
+        return math.prod(fixed.get(column, 1) for column in columns)
 
-def _words(job, fixed, columns):
-    """Return texts "field=value" of the fixed ones among some columns."""
-    return [f"{_NAMES[x]}={job.fixed[_NAMES[x]]}" for x in columns if x in fixed]
+    def fields(*columns):
+        return " · ".join(_field_texts(job, fixed, columns))
 
-
-def _why_none(model, cluster, job, fixed):
-    """Return one line: why no layout has all fixed fields, though each fits."""
-    devices, batch = cluster.num_devices, job.global_batch
-    rest = lambda column: {name: value for name, value in fixed.items() if name != column}
-    without = [_NAMES[x] for x in fixed if _parts(model, cluster, job, rest(x))]
-    if without:
-        asked = ", ".join(_words(job, fixed, fixed))
+    degrees = "data", "model", "stage", "context"
+    batch_axes = "data", "micro_batches"
+    if devices % product(*degrees):
+        text = f"{fields(*degrees)} does not divide {devices} devices"
+    elif _is_indivisible(model, product("model")):
+        text = (
+            f"{fields('model')} does not divide num_heads={model.num_heads}, "
+            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size}"
+        )
+    elif product("stage") > model.num_blocks:
+        text = f"{fields('stage')} is more than the {model.num_blocks} blocks"
+    elif model.num_experts % product("expert"):
+        text = f"{fields('expert')} does not divide num_experts={model.num_experts}"
+    elif _is_context_indivisible(model, product("context")):
+        text = f"{fields('context')} does not divide sequences of {model.sequence_length}"
+    elif batch % product(*batch_axes):
         return (
-            f"no layout of {devices} devices with global_batch={batch} has all of {asked}: there are "
-            f"some without {', or without '.join(without)}"
+            f"global_batch={batch} is not divisible by {fields(*batch_axes)}. "
+            f"Use a multiple of {product(*batch_axes)}."
+        )
+    else:
+        return None
+    return f"{model.name}: {text}. Change one of them."
+
+
+def _field_texts(job, fixed, columns):
+    """Return texts such as "field=value" for the fixed columns among `columns`."""
+    return [f"{_FIELD_NAMES[x]}={job.fixed[_FIELD_NAMES[x]]}" for x in columns if x in fixed]
+
+
+def _explain_conflict(model, cluster, job, fixed):
+    """Return the reason why no layout has all fixed fields although each of them fits."""
+    devices = cluster.num_devices
+    batch = job.global_batch
+    removable = []
+    for column in fixed:
+        remaining = {name: value for name, value in fixed.items() if name != column}
+        if _layout_groups(model, cluster, job, remaining):
+            removable.append(_FIELD_NAMES[column])
+    if removable:
+        requested = ", ".join(_field_texts(job, fixed, fixed))
+        return (
+            f"No layout of {devices} devices with global_batch={batch} has {requested}. "
+            f"Remove {' or '.join(removable)}."
         )
     return (
-        f"no layout of {devices} devices divides global_batch={batch}: give a batch that has more "
-        f"divisors, such as {-(-batch // devices) * devices}"
+        f"No layout of {devices} devices divides global_batch={batch}. Use a batch with more "
+        f"divisors, such as {-(-batch // devices) * devices}."
     )

@@ -1,4 +1,4 @@
-"""Job to plan: what is trained, and how a system carries it out."""
+"""Training job to plan, and the properties of the training system."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-# States of a parameter, in float32 numbers; of those that keep rows and columns, as good as none.
+# Float32 state values per parameter. Adafactor's row and column statistics are negligible.
 OPTIMIZERS = {
     "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
     "adamax": 2, "lamb": 2, "adafactor": 0,
@@ -19,25 +19,29 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """How a training system carries a layout out.
+    """Properties of a training system that determine its memory and communication.
 
     Args:
-        weight_bytes, gradient_bytes, state_bytes: of a parameter, on its rank, unsharded.
-        sent_gradient_bytes: of a gradient as it is reduced between replicas.
-        hidden_share: share of that reduction that is hidden behind the backward pass.
-        hides_on_mesh: whether that is so on a mesh and in a pipeline, too.
-        repeats_last_sum: whether a recomputed block repeats its last all-reduce, too.
-        shards_sends: whether the devices of a stage send a shard each to the next, not all of it.
-        gathers_a_block: all-gathers of a block's weights at level 3: one for all of them, or for
-            each.
-        waits: by level the collectives of a step of replicas that nothing is computed beside, and
-            that wait for each other, but for the reduction of gradients itself.
-        stage_waits, mesh_waits: those of a step of a pipeline, and of a mesh.
-        loss_sums: sums of a number a token, over the model axis, that a sharded vocabulary takes:
-            the largest logit, the exponentials and the label's logit of cross entropy.
-        sum_bytes: of a number in a sum over the model axis; None for an activation's.
-        copies_weights: whether, without a mesh, a rank computes with a 16-bit copy of the weights at
-            levels 1 and 2, and shards float32 ones with the states.
+        weight_bytes, gradient_bytes, state_bytes: Unsharded bytes per parameter.
+        sent_gradient_bytes: Bytes per gradient element in the reduction between replicas.
+        hidden_share: Fraction of the reduction that overlaps with the backward pass.
+        hides_on_mesh: Boolean, whether reductions also overlap on a mesh and in a pipeline.
+        repeats_last_sum: Boolean, whether a recomputed block also repeats its last all-reduce.
+        shards_sends: Boolean, whether each device of a stage sends only its shard to the next
+            stage.
+        gathers_per_block: Number of all-gathers per block at level 3: 1 if a single all-gather
+            covers all weights of the block.
+        waits: Tuple with the number of data-parallel collectives per step for each level. Counts
+            serialized collectives without overlap, except the gradient reduction.
+        stage_waits, mesh_waits: Same count for the additional collectives of a pipeline and of a
+            mesh.
+        loss_sums: Number of all-reduces over the model axis with one value per token that a
+            sharded vocabulary needs: the largest logit, the sum of exponentials and the label's
+            logit for cross entropy.
+        sum_bytes: Bytes per element in sums over the model axis. `None` uses the size of an
+            activation.
+        copies_weights: Boolean, whether a rank without a mesh computes with a 16-bit copy of the
+            weights at levels 1 and 2 and shards the float32 weights with the states.
     """
 
     weight_bytes: float
@@ -48,7 +52,7 @@ class System:
     hides_on_mesh: bool = False
     repeats_last_sum: bool = False
     shards_sends: bool = False
-    gathers_a_block: int = 1
+    gathers_per_block: int = 1
     waits: tuple[int, int, int, int] = (0, 0, 0, 0)
     stage_waits: int = 0
     mesh_waits: int = 0
@@ -56,12 +60,12 @@ class System:
     sum_bytes: int | None = None
     copies_weights: bool = False
 
-    def bytes_a_parameter(self, level, is_on_mesh):
-        """Return the bytes of a parameter's weight, gradient and states, before they are sharded.
+    def bytes_per_parameter(self, level, is_on_mesh):
+        """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
 
         Args:
-            level: 0 to 3, or an array of them.
-            is_on_mesh: whether operations are sharded.
+            level: Integer from 0 to 3, or an array of them.
+            is_on_mesh: Boolean or array of booleans, whether operations are sharded.
         """
         level = np.asarray(level)
         copies = self.copies_weights & ((level == 1) | (level == 2)) & ~np.asarray(is_on_mesh)
@@ -72,18 +76,19 @@ class System:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """Training job to plan: batch size, precision, optimizer and fixed config fields.
 
     Args:
-        global_batch: sequences of a step, of all replicas.
-        precision: "float32", "mixed_bfloat16" or "mixed_float16", whose weights are float32, or
-            "bfloat16", whose are not; None for the mixed 16 bits of the device, see `on`.
-        optimizer: name of a Keras optimizer.
-        fixed: dict of fields of `TransformerOpParallelConfig` that are given.
-        averages: whether the optimizer keeps moving averages of the weights, too.
+        global_batch: Integer. Sequences per step over all replicas.
+        precision: "float32", "mixed_bfloat16" or "mixed_float16" with float32 weights, or
+            "bfloat16" with bfloat16 weights. `None` selects mixed precision in the device's
+            16-bit type, see `on`.
+        optimizer: Name of a Keras optimizer in lower case.
+        fixed: Dict of `TransformerOpParallelConfig` fields that the planner must not change.
+        averages: Boolean, whether the optimizer keeps moving averages of the weights.
 
     Raises:
-        InputError: a value is not one that there is.
+        InputError: If a value is invalid.
     """
 
     global_batch: int
@@ -96,64 +101,68 @@ class Job:
         check_int("global_batch", self.global_batch)
         if self.precision not in (None, *PRECISIONS):
             raise InputError(
-                f"precision must be one of {', '.join(PRECISIONS)}; got {shown(self.precision)}"
+                f"`precision` must be one of {', '.join(PRECISIONS)}, got {shown(self.precision)}."
             )
         if self.optimizer not in OPTIMIZERS:
             raise InputError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {shown(self.optimizer)}"
+                f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {shown(self.optimizer)}."
             )
 
     def on(self, device: Device) -> "Job":
-        """Return the job as a device carries it out: in a precision that it has.
+        """Return a copy of the job with a precision that `device` supports.
 
         Raises:
-            InputError: it has not the one that is given.
+            InputError: If the job sets bfloat16 and the device lacks it.
         """
         if "bfloat16" in (self.precision or "") and not device.has_bfloat16:
             raise InputError(
-                f"{device.name} has no bfloat16: give precision mixed_float16, or float32"
+                f"{device.name} does not support the precision {self.precision}. "
+                "Use mixed_float16 or float32."
             )
-        usual = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
-        return dataclasses.replace(self, precision=self.precision or usual)
+        default = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
+        return dataclasses.replace(self, precision=self.precision or default)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether products are computed in 16 bits."""
+        """True if products use 16-bit numbers."""
         return self.precision != "float32"
 
     @property
     def item_bytes(self) -> int:
-        """The bytes of an activation."""
+        """Bytes of one activation element."""
         return 2 if self.is_mixed else 4
 
     def fixed_config(self) -> TransformerOpParallelConfig:
-        """Return a config of the fixed fields; `recompute` may be a dict of its own fields.
+        """Return a config with the fixed fields. `recompute` may be a dict of its fields.
 
         Raises:
-            TypeError, ValueError: a field has a wrong value.
+            TypeError, ValueError: If a field has an invalid value.
         """
         return TransformerOpParallelConfig(**self.fixed)
 
     def system(self) -> System:
-        """Return how this library carries the job out.
+        """Return the properties of this library when it trains the job.
 
-        Variables, gradients and states are float32, also where products are of mixed 16 bits.
+        Variables, gradients and states are float32 except with the precision "bfloat16".
         """
-        number = 2 if self.precision == "bfloat16" else 4
+        value_bytes = 2 if self.precision == "bfloat16" else 4
         return System(
-            weight_bytes=number,
-            gradient_bytes=number,
-            state_bytes=number * (OPTIMIZERS[self.optimizer] + self.averages),
-            sent_gradient_bytes=number if self.fixed_config().gradient_dtype == "float32" else 2,
-            hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
-            # Rows of tables: how many, then which. Then with sharded states the sizes of what is
-            # exchanged, norms, and new weights.
+            weight_bytes=value_bytes,
+            gradient_bytes=value_bytes,
+            state_bytes=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
+            sent_gradient_bytes=value_bytes
+            if self.fixed_config().gradient_dtype == "float32"
+            else 2,
+            # Assumption: a single compiled function can overlap half of the reductions.
+            hidden_share=0.5,
+            # All levels count the gradient rows of embedding tables. Levels 1 and 2 also exchange
+            # sizes, norms and new weights.
             waits=(1, 4, 4, 1),
-            # Batches are compared; norms; and of a pipeline what logs tell.
+            # Pipelines and meshes compare batches and reduce norms. Pipelines also reduce logs.
             stage_waits=3,
             mesh_waits=2,
-            loss_sums=5,  # two for the accuracy
+            loss_sums=5,  # Accuracy needs two more than the loss.
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
-            copies_weights=self.is_mixed and number == 4,
+            copies_weights=self.is_mixed and value_bytes == 4,
         )

@@ -1,4 +1,4 @@
-"""Layouts as columns of numbers: many at once, so that all of a search are computed together."""
+"""Layouts as columns of integers, so that a search evaluates all of them in one NumPy call."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from dtransformer.planner.clusters import Cluster
 
 RECOMPUTES = ("none", "attention", "full")
 SCHEDULE_NAMES = tuple(SCHEDULES)
-# Fields of the config that a layout decides, and the columns of these.
+# Config fields that a layout determines, and their columns in `Layouts`.
 COLUMNS = {
     "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
     "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
@@ -26,19 +26,19 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """A number N of layouts; every field is an array [N] of ints.
+    """Table of N layouts. Every field is an integer array [N].
 
     Args:
-        model, stage, context, expert, data: the degrees; experts are on the data axis.
-        micro_batch: sequences b of a micro-batch of a replica.
-        micro_batches: number m of them in a step.
-        chunks: model chunks v of a stage.
-        schedule: position in `SCHEDULE_NAMES`.
-        recompute: position in `RECOMPUTES`.
-        level: of `optimizer_shard`.
-        sequence: 1 where the residual stream is sharded over the model axis.
-        rows: 1 where tables of embeddings are sharded over the model axis.
-        local: number of devices of each rank.
+        model, stage, context, expert, data: Parallel degrees. Experts share the data axis.
+        micro_batch: Sequences b per micro-batch of a replica.
+        micro_batches: Number m of micro-batches per step.
+        chunks: Number v of model chunks per stage.
+        schedule: Index into `SCHEDULE_NAMES`.
+        recompute: Index into `RECOMPUTES`.
+        level: Value of `optimizer_shard`.
+        sequence: 1 if the residual stream is sharded over the model axis.
+        rows: 1 if embedding tables are sharded over the model axis.
+        local: Number of devices per rank.
     """
 
     model: np.ndarray
@@ -58,20 +58,24 @@ class Layouts:
 
     @classmethod
     def of(cls, **columns) -> "Layouts":
-        """Return layouts of columns, or of numbers that hold for all; others have their least."""
-        given = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
-        count = max(map(len, given.values()))
-        none = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
+        """Build layouts from columns. Scalars apply to every layout.
+
+        Missing columns get their minimum: 0 for `recompute`, `level`, `sequence` and `schedule`,
+        and 1 for all others.
+        """
+        arrays = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
+        count = max(map(len, arrays.values()))
+        minimums = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
         return cls(
             **{
-                name: np.broadcast_to(given.get(name, none.get(name, 1)), count).astype(int)
+                name: np.broadcast_to(arrays.get(name, minimums.get(name, 1)), count).astype(int)
                 for name in cls.__dataclass_fields__
             }
         )
 
     @classmethod
     def joined(cls, parts: Iterable["Layouts"]) -> "Layouts":
-        """Return the layouts of several, one after the other."""
+        """Return the concatenation of several tables of layouts."""
         parts = list(parts)
         names = cls.__dataclass_fields__
         return cls(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
@@ -79,103 +83,107 @@ class Layouts:
     def __len__(self):
         return len(self.model)
 
-    def __getitem__(self, chosen) -> "Layouts":
-        """Return those that an index array, a mask or a slice chooses."""
-        return Layouts(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+    def __getitem__(self, index) -> "Layouts":
+        """Return the layouts selected by an index array, a mask or a slice."""
+        return Layouts(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
     def by_pipeline(self) -> Iterator[tuple]:
-        """Yield the layouts of each schedule, number of stages and number of chunks together.
+        """Yield groups of layouts with the same schedule, number of stages and number of chunks.
 
         Yields:
-            their numbers, an int array; they; and the three: a str and two ints.
+            An `(indices, layouts, schedule, stages, chunks)` tuple: an integer array with the
+            positions of the group's layouts, the layouts, the schedule's name and two integers.
         """
         keys = np.stack([self.schedule, self.stage, self.chunks])
         for schedule, stages, chunks in np.unique(keys, axis=1).T.tolist():
-            chosen = np.flatnonzero((keys.T == (schedule, stages, chunks)).all(axis=1))
-            yield chosen, self[chosen], SCHEDULE_NAMES[schedule], stages, chunks
+            indices = np.flatnonzero((keys.T == (schedule, stages, chunks)).all(axis=1))
+            yield indices, self[indices], SCHEDULE_NAMES[schedule], stages, chunks
 
     @property
     def devices(self):
-        """The number of devices of each."""
+        """Number of devices per layout."""
         return self.model * self.stage * self.context * self.data
 
     @property
     def mesh_data(self):
-        """The data shards of a mesh, as `Topology` has them, but at level 3."""
+        """Number of data shards on a mesh, equal to `Topology.mesh_data` below level 3."""
         return np.maximum(self.local // (self.model * self.context), self.expert)
 
     @property
     def is_on_mesh(self):
-        """Whether a rank computes on a mesh."""
+        """True for layouts whose ranks compute on a mesh."""
         return self.model * self.context * self.mesh_data > 1
 
     @property
     def sharing(self):
-        """Over how many ranks what is not sharded on a mesh is at levels 1 to 3."""
+        """Number of ranks that optimizer sharding divides a weight over at levels 1 to 3."""
         spans = (self.level >= 3) & (self.model * self.context * self.expert > 1)
         return np.where(spans, self.data * self.context, self.data // self.mesh_data)
 
     @property
     def shards_experts(self):
-        """Whether experts or their features are sharded, so that they have buffers."""
+        """True for layouts that shard experts or their features, which need expert buffers."""
         return (self.model > 1) | (self.expert > 1)
 
     @property
     def techniques(self):
-        """How many techniques each uses: of two that are as fast, fewer are simpler."""
+        """Number of techniques per layout. Fewer are simpler, which decides between equal times."""
         used = [self.model > 1, self.stage > 1, self.context > 1, self.expert > 1, self.chunks > 1]
         used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
         return sum(flag.astype(int) for flag in used) + self.level
 
-    def config(self, number: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
-        """Return one of them as a config to train with.
+    def config(self, index: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
+        """Return a layout as a config for training.
 
         Args:
-            number: its position.
-            fixed: dict of other fields of the config.
+            index: Integer. Index of the layout.
+            fixed: Dict of other config fields.
         """
-        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+        columns = {name: int(getattr(self, name)[index]) for name in self.__dataclass_fields__}
         recomputes = False, TransformerRecomputeConfig(select=("attention",)), True
-        fields = {name: own[column] for name, column in COLUMNS.items()} | {
-            "pipeline_schedule": SCHEDULE_NAMES[own["schedule"]],
-            "recompute": recomputes[own["recompute"]],
-            "sequence_parallel": bool(own["sequence"]),
-            "vocab_emb_dp": not (own["rows"] and own["model"] > 1),
+        fields = {name: columns[column] for name, column in COLUMNS.items()} | {
+            "pipeline_schedule": SCHEDULE_NAMES[columns["schedule"]],
+            "recompute": recomputes[columns["recompute"]],
+            "sequence_parallel": bool(columns["sequence"]),
+            "vocab_emb_dp": not (columns["rows"] and columns["model"] > 1),
         }
         return TransformerOpParallelConfig(**{**(fixed or {}), **fields})
 
-    def describe(self, number: int) -> str:
-        """Return one of them in a few words."""
-        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+    def describe(self, index: int) -> str:
+        """Return a short description of the layout at index `index`."""
+        columns = {name: int(getattr(self, name)[index]) for name in self.__dataclass_fields__}
         axes = ("data", "model", "stage", "context", "expert")
-        words = [f"{axis} {own[axis]}" for axis in axes if own[axis] > 1]
-        words = words or ["one device"]
-        if own["sequence"]:
-            words.append("sequence parallel")
-        if own["micro_batches"] > 1:
-            words.append(f"{own['micro_batches']} micro-batches of {own['micro_batch']}")
+        parts = [f"{axis} {columns[axis]}" for axis in axes if columns[axis] > 1]
+        parts = parts or ["one device"]
+        if columns["sequence"]:
+            parts.append("sequence parallel")
+        if columns["micro_batches"] > 1:
+            parts.append(f"{columns['micro_batches']} micro-batches of {columns['micro_batch']}")
         else:
-            words.append(f"batch {own['micro_batch']}")
-        if own["stage"] > 1:
-            chunks = f" of {own['chunks']} chunks" * (own["chunks"] > 1)
-            words.append(SCHEDULE_NAMES[own["schedule"]] + chunks)
-        if own["level"]:
-            words.append(f"optimizer_shard {own['level']}")
-        if own["recompute"]:
-            words.append(f"recompute {RECOMPUTES[own['recompute']]}")
-        return " · ".join(words)
+            parts.append(f"batch {columns['micro_batch']}")
+        if columns["stage"] > 1:
+            chunks = f" of {columns['chunks']} chunks" if columns["chunks"] > 1 else ""
+            parts.append(SCHEDULE_NAMES[columns["schedule"]] + chunks)
+        if columns["level"]:
+            parts.append(f"optimizer_shard {columns['level']}")
+        if columns["recompute"]:
+            parts.append(f"recompute {RECOMPUTES[columns['recompute']]}")
+        return " · ".join(parts)
 
 
-def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster) -> Layouts:
-    """Return the one layout of a config.
+def layout_from_config(
+    config: TransformerOpParallelConfig, global_batch: int, cluster: Cluster
+) -> Layouts:
+    """Return the layout of a config, as `Layouts` of length 1.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
-        global_batch: sequences of a step.
-        cluster: the `Cluster`.
+        config: A `TransformerOpParallelConfig`.
+        global_batch: Integer. Sequences per step over all replicas.
+        cluster: A `Cluster`.
 
     Raises:
-        InputError: its degrees do not multiply to the devices, or do not divide the batch.
+        InputError: If the product of the degrees is not the number of devices, or if
+            `data_parallel · micro_batch_num` does not divide the batch.
     """
     with refusing(kinds=ValueError):
         config = config.resolve(cluster.num_devices)
@@ -183,15 +191,22 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, cluster: C
     if global_batch % parts:
         raise InputError(
             f"global_batch={global_batch} is not divisible by data_parallel={config.data_parallel} "
-            f"· micro_batch_num={config.micro_batch_num}: give a multiple of {parts}"
+            f"· micro_batch_num={config.micro_batch_num}. Use a multiple of {parts}."
         )
-    columns = {column: number_of(name, getattr(config, name)) for name, column in COLUMNS.items()}
+    columns = {
+        column: column_value(name, getattr(config, name)) for name, column in COLUMNS.items()
+    }
     columns["local"] = cluster.local_devices
     return Layouts.of(micro_batch=global_batch // parts, **columns)
 
 
-def number_of(name: str, value) -> int:
-    """Return the number that the column of a config's field has for a value of it."""
+def column_value(name: str, value) -> int:
+    """Return the value of a config field as an integer for its column in `Layouts`.
+
+    Args:
+        name: Name of a config field, a key of `COLUMNS`.
+        value: Value of the field.
+    """
     if name == "pipeline_schedule":
         return SCHEDULE_NAMES.index(value)
     if name == "recompute":
@@ -200,7 +215,7 @@ def number_of(name: str, value) -> int:
 
 
 def recompute_of(value: bool | TransformerRecomputeConfig) -> str:
-    """Return which of `RECOMPUTES` a config's `recompute` comes next to.
+    """Return the entry of `RECOMPUTES` that is closest to a config's `recompute`.
 
     Example:
 

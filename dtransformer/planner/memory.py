@@ -1,27 +1,27 @@
-"""Memory of a rank by kind, for many layouts at once."""
+"""Memory of a rank by kind, computed for many layouts together."""
 
 import typing
 
 import numpy as np
 
-from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state_bytes
+from dtransformer.planner.formulas import micro_batches_alive, saved_activation_bytes, state_bytes
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
-from dtransformer.planner.stages import StageKind, of_worst_stage
+from dtransformer.planner.stages import StageKind, worst_stage_costs
 
-# Of s·t scores a head, from which on this library computes by blocks.
+# This library computes attention blockwise if a head has at least this number of scores s·t.
 BLOCKWISE_SCORES = 2048 * 1024
 
 
 class Memory(typing.NamedTuple):
-    """Bytes of the rank that needs most, by what they are for; every field is an array [N].
+    """Bytes by kind on the rank that needs the most memory. Every field is an array [N].
 
     Args:
-        weights, gradients, states: of the model, and of the optimizer.
-        activations: kept by blocks until their backward pass.
-        logits: of the head, with their gradient, and embeddings.
-        buffers: a block's weights that are unsharded at level 3, and what collectives fill.
+        weights, gradients, states: Model weights, their gradients and the optimizer's states.
+        activations: Activations that blocks save for their backward pass.
+        logits: Logits with their gradient, and saved embeddings.
+        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2.
     """
 
     weights: np.ndarray
@@ -33,18 +33,28 @@ class Memory(typing.NamedTuple):
 
     @property
     def total(self):
-        """All of it."""
+        """Sum over all kinds."""
         return sum(self)
 
 
-def activations_of_block(
+def block_activation_bytes(
     model: ModelShape, kind: BlockKind, layouts: Layouts, item_bytes=2, by_blocks=False
 ):
-    """Return the bytes that a block keeps of a micro-batch on a device: an array [N]."""
-    c, length = layouts.context, kind.length / layouts.context
+    """Return the bytes that a block saves per micro-batch on a device, as an array [N].
+
+    Args:
+        model: A `ModelShape`.
+        kind: `BlockKind` of the block.
+        layouts: The `Layouts`.
+        item_bytes: Bytes of one activation element.
+        by_blocks: Boolean, whether attention with at least `BLOCKWISE_SCORES` scores is computed
+            blockwise. Context parallelism always computes it blockwise.
+    """
+    c = layouts.context
+    length = kind.length / layouts.context
     sizes = {
         "length": length,
-        "attended": [other / c for other in kind.attended],
+        "attended": [attended_length / c for attended_length in kind.attended],
         "hidden_size": model.hidden_size,
         "num_heads": model.num_heads,
         "head_dim": model.head_dim,
@@ -57,109 +67,133 @@ def activations_of_block(
         "model_parallel": layouts.model,
         "is_sequence_sharded": layouts.sequence > 0,
     }
+    if kind.is_frozen:  # The backward pass stops before frozen blocks.
+        return np.zeros(len(layouts))
     if kind.has_experts:
         rows = length * model.routed_rows(layouts.shards_experts)
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
         sizes["shared_experts"] = model.shared_experts
 
-    def kept(blocks):
-        if kind.is_frozen:  # no backward pass comes there
-            return np.zeros(len(layouts))
-        none = kept_bytes(**sizes, by_blocks=blocks)
-        attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
-        full = kept_bytes(**sizes, recomputes_block=True)
-        return np.choose(layouts.recompute, [none, attention, full])
+    def saved_bytes(blocks):
+        unrecomputed = saved_activation_bytes(**sizes, by_blocks=blocks)
+        attention = saved_activation_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
+        full = saved_activation_bytes(**sizes, recomputes_block=True)
+        return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
-    here = [by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended]
-    # Where sequences are sharded, attention is computed by blocks.
-    return layouts.micro_batch * np.where(c > 1, kept([True] * len(here)), kept(here))
+    is_blockwise = [
+        by_blocks and kind.length * attended_length >= BLOCKWISE_SCORES
+        for attended_length in kind.attended
+    ]
+    # Context-parallel attention is always computed blockwise.
+    all_blockwise = [True] * len(is_blockwise)
+    saved = np.where(c > 1, saved_bytes(all_blockwise), saved_bytes(is_blockwise))
+    return layouts.micro_batch * saved
 
 
-def memory_of(
+def estimate_memory(
     model: ModelShape, layouts: Layouts, system: System, item_bytes: int = 2, by_blocks=True
 ) -> Memory:
-    """Return the `Memory` of layouts.
+    """Return the memory of layouts by kind.
 
     Args:
-        model: the `ModelShape`.
-        layouts: the `Layouts`.
-        system: the `System` that trains.
-        item_bytes: bytes of an activation.
-        by_blocks: whether attention is computed by blocks where scores are many.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        system: The training `System`.
+        item_bytes: Bytes of one activation element.
+        by_blocks: Boolean, whether attention with many scores is computed blockwise.
     """
-    kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
+    saved = [block_activation_bytes(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
 
-    def of_stage(stage, schedule, chosen):
-        some = layouts[chosen]
-        p, m, v = some.stage[0], some.micro_batches, some.chunks[0]
+    def stage_memory(stage, schedule, indices):
+        group = layouts[indices]
+        p = group.stage[0]
+        m = group.micro_batches
+        v = group.chunks[0]
         alive = micro_batches_alive(schedule, p, stage.first, m, v)
-        return _of_stage(model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes)
+        return _stage_memory(
+            model, group, system, stage, [k[indices] for k in saved], alive, item_bytes
+        )
 
-    return Memory(**of_worst_stage(model, layouts, of_stage))
+    return Memory(**worst_stage_costs(model, layouts, stage_memory))
 
 
-def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes):
-    t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
-    shared = layouts.sharing
-    parameters = parameters_of_stage(model, layouts, stage)
-    weights, gradients, states = system.bytes_a_parameter(layouts.level, layouts.is_on_mesh)
-    of_mesh = np.where(layouts.level >= 3, layouts.expert, 1)  # who have the same experts are fewer
-    trained = parameters_of_stage(model, layouts, stage, is_trained=True)
-    masters = states - system.state_bytes  # of frozen weights, too
-    found = dict.fromkeys(("weights", "gradients", "states"), 0.0)
+def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
+    t = layouts.model
+    b = layouts.micro_batch
+    s = model.sequence_length / layouts.context
+    num_shards = layouts.sharing
+    parameters = stage_parameters(model, layouts, stage)
+    weights, gradients, states = system.bytes_per_parameter(layouts.level, layouts.is_on_mesh)
+    # Fewer ranks share an expert under expert parallelism.
+    expert_parallel = np.where(layouts.level >= 3, layouts.expert, 1)
+    trained = stage_parameters(model, layouts, stage, is_trained=True)
+    # Frozen weights also have a float32 master copy.
+    master_bytes = states - system.state_bytes
+    totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     for is_trained, sizes in (
-        (False, (weights, 0, masters)),
+        (False, (weights, 0, master_bytes)),
         (True, (0, gradients, system.state_bytes)),
     ):
-        of_all = trained if is_trained else parameters
-        of_experts = experts_of_stage(model, layouts, stage, is_trained)
-        dense = state_bytes(of_all - of_experts, shared, layouts.level, *sizes)
-        experts = state_bytes(of_experts, shared / of_mesh, layouts.level, *sizes)
-        for kind, x, y in zip(found, dense, experts):
-            found[kind] = found[kind] + x + y
-    found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
+        expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
+        dense_parameters = (trained if is_trained else parameters) - expert_parameters
+        dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes)
+        expert_shards = num_shards / expert_parallel
+        experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes)
+        for kind, x, y in zip(totals, dense, experts):
+            totals[kind] = totals[kind] + x + y
+    totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
-    found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
+    totals["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
-    unsharded = 2 * largest * item_bytes  # the block that is computed, and the next one
-    bucket = np.where(shared > 1, trained / 4 * np.minimum(gradients, 4), 0)
-    found["buffers"] = np.where(
+    unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
+    bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
+    totals["buffers"] = np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
-    return found
+    return totals
 
 
-def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
-    """Return the parameters of experts among those of a rank of a stage, an array [N]."""
+def stage_expert_parameters(
+    model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False
+):
+    """Return the number of expert parameters on a rank of a stage, as an array [N].
+
+    Args:
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        stage: The `StageKind`.
+        is_trained: Boolean, whether to count trained parameters only.
+    """
     total = sum(
-        number * model.experts_parameters(kind)
-        for number, kind in zip(stage.blocks, model.kinds)
+        count * model.experts_parameters(kind)
+        for count, kind in zip(stage.blocks, model.kinds)
         if not is_trained or model.trains(kind)
     )
     return total / (layouts.model * layouts.expert)
 
 
-def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
-    """Return the parameters of a rank of a stage: its shards of them, an array [N].
+def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
+    """Return the number of parameters on a rank of a stage after sharding, as an array [N].
 
     Args:
-        model: the `ModelShape`.
-        layouts: the `Layouts`.
-        stage: the `StageKind`.
-        is_trained: whether those that are frozen are left out.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        stage: The `StageKind`.
+        is_trained: Boolean, whether to count trained parameters only.
     """
-    t, total = layouts.model, experts_of_stage(model, layouts, stage, is_trained)
-    for number, kind in zip(stage.blocks, model.kinds):
-        own = model.adapter_parameters(kind)
+    t = layouts.model
+    total = stage_expert_parameters(model, layouts, stage, is_trained)
+    for count, kind in zip(stage.blocks, model.kinds):
+        block_parameters = model.adapter_parameters(kind)
         if not is_trained or model.trains(kind):
-            own += model.block_parameters(kind) - model.experts_parameters(kind)
-        total = total + number * own / t
+            block_parameters += model.block_parameters(kind) - model.experts_parameters(kind)
+        total = total + count * block_parameters / t
     if is_trained and model.adapter_rank:
         return total
     rows = np.where(layouts.rows > 0, t, 1)
     has_tables = not is_trained or model.trains_tables
     table = has_tables * (model.embedding_parameters() + model.other_parameters)
-    # A tied table is on the first stage and on the last one.
+    # Both the first and the last stage store a tied table.
     head = model.head_parameters()
     if model.tied_head and has_tables and not stage.has_embedding:
         head += model.hidden_size * model.vocab_size

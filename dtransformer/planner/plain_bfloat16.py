@@ -8,7 +8,7 @@ _MAX_CANDIDATES = 200
 _FEWER_TECHNIQUES = 2
 
 
-def bfloat16_hint(found: Plan) -> str:
+def bfloat16_hint(current: Plan) -> str:
     """Return a hint if bfloat16 weights allow a far simpler layout, otherwise an empty string.
 
     Far simpler means that at least two techniques are dropped (a kind of parallelism, a
@@ -17,27 +17,29 @@ def bfloat16_hint(found: Plan) -> str:
     layout of the plan fits, every layout that fits in bfloat16 is far simpler.
 
     Args:
-        found: A plan. Without the precision "mixed_bfloat16" there is no hint.
+        current: A plan. Without the precision "mixed_bfloat16" there is no hint.
     """
-    if found.job.precision != "mixed_bfloat16":
+    if current.job.precision != "mixed_bfloat16":
         return ""
-    job = dataclasses.replace(found.job, precision="bfloat16")
-    other = plan(found.model, found.cluster, job, _MAX_CANDIDATES)
-    best = found.best if found.fits else other.best
-    usable = [x for x in other.costs if x.step_seconds <= best.step_seconds * (1 + TIE_SHARE)]
-    if not (other.fits and usable):
+    job = dataclasses.replace(current.job, precision="bfloat16")
+    bfloat16_plan = plan(current.model, current.cluster, job, _MAX_CANDIDATES)
+    best = current.best if current.fits else bfloat16_plan.best
+    candidates = [
+        x for x in bfloat16_plan.costs if x.step_seconds <= best.step_seconds * (1 + TIE_SHARE)
+    ]
+    if not (bfloat16_plan.fits and candidates):
         return ""
-    simplest = min(usable, key=_complexity)
+    simplest = min(candidates, key=_complexity)
     drops = best.num_techniques - simplest.num_techniques
     is_simpler = drops >= (_FEWER_TECHNIQUES if simplest.num_techniques else 1)
-    if found.fits and not is_simpler:
+    if current.fits and not is_simpler:
         return ""
     note = "Adapters stay in float32."
-    if not found.model.adapter_rank:
+    if not current.model.adapter_rank:
         note = "Small updates are then rounded away, so prefer it for adapters."
     return (
-        f"{'Simpler' if found.fits else 'It fits'} with --precision bfloat16, which stores the weights "
-        f"in 16 bits: {simplest.layout}, {simplest.step_seconds:,.4g} s/step, "
+        f"{'Simpler' if current.fits else 'It fits'} with --precision bfloat16, which stores the "
+        f"weights in 16 bits: {simplest.layout}, {simplest.step_seconds:,.4g} s/step, "
         f"{simplest.memory_bytes / 1e9:,.3g} GB/device. {note}"
     )
 

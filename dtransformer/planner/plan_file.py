@@ -13,17 +13,19 @@ from dtransformer.planner.shape import ModelShape
 
 
 def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
-    """Return the first layout of a plan as YAML.
+    """Return the best layout of a plan as YAML.
 
-    A published folder and a preset give a whole config without data. Other models, and
-    bfloat16 weights without adapters, give the section `parallel:` only, which
-    `dtransformer train` refuses. Comments say how to complete the file.
+    A published folder or a preset gives a full config, except for the data. Other models, and
+    bfloat16 weights without adapters, give only the section `parallel:`, which
+    `dtransformer train` does not accept alone. Comments in the file explain how to complete it.
 
     Args:
-        plan: The plan.
-        folder: Folder of the published weights of the model, if any.
+        plan: A `Plan`.
+        folder: Folder of the model's published weights, or `None`.
     """
-    model, job, cluster = plan.model, plan.job, plan.cluster
+    model = plan.model
+    job = plan.job
+    cluster = plan.cluster
     content = {"parallel": fields_of(plan.best.config)}
     section = _model_section(model, folder)
     if section is None or (job.precision == "bfloat16" and not model.adapter_rank):
@@ -58,7 +60,7 @@ def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
 
 
 def _remaining_steps(section, folder):
-    """Return sentences that say what a config with this section `model` lacks."""
+    """Return sentences that explain how to complete a config with this `model` section."""
     steps = ["Add data.train, the file or files to train on."]
     if "preset" in section:
         steps.append("`preset:` starts from random weights. `from: FOLDER` reads published ones.")
@@ -68,7 +70,7 @@ def _remaining_steps(section, folder):
 
 
 def _model_section(model, folder):
-    """Return the section `model` of a config, or `None` if no config describes the network."""
+    """Return the config's `model` section, or `None` if no config describes the network."""
     full = dataclasses.replace(model, adapter_rank=0, frozen_blocks=0)
     if folder is not None:
         section = {"from": str(folder)}
@@ -94,7 +96,7 @@ def _task(model, folder):
 
 
 def _frozen_patterns(model: ModelShape) -> list[str]:
-    """Return patterns of the weights of all tables and of the first `frozen_blocks` blocks."""
+    """Return patterns for the weights of all tables and of the first `frozen_blocks` blocks."""
     patterns = ["*/table", "*embedding*/*"]
     remaining = model.frozen_blocks
     stacks = {

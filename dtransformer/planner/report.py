@@ -1,4 +1,4 @@
-"""A plan as text, as JSON and as a picture."""
+"""Plans as text, JSON and pictures."""
 
 import dataclasses
 import os
@@ -9,11 +9,11 @@ from dtransformer.errors import check_installed, refusing
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.budget import training_hours
 from dtransformer.planner.cost import Cost, evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
 
-_WORDS = {
+_KIND_NAMES = {
     "products": "matrix products and elementwise operations",
     "recompute": "recomputation",
     "bubble": "pipeline bubble",
@@ -33,13 +33,14 @@ _ASSUMPTIONS = (
 
 
 def text_of(plan: Plan, tokens: float | None = None) -> str:
-    """Return a plan as text: its layouts, the costs of the first, the reason and the accuracy.
+    """Return a plan as text: layouts, costs of the best layout, the reason and the accuracy.
 
     Args:
-        plan: The plan.
+        plan: A `Plan`.
         tokens: Number of training tokens, for columns with hours. `None` omits them.
     """
-    best, model = plan.best, plan.model
+    best = plan.best
+    model = plan.model
     trained = model.trained_parameters()
     share = "" if trained == model.parameters() else f", {trained:,} of them trained"
     lines = [
@@ -55,64 +56,65 @@ def text_of(plan: Plan, tokens: float | None = None) -> str:
         kind = "CPU" if plan.cluster.device.name == "cpu" else "GPU"
         header += ["hours", f"{kind}-hours"]
     rows = [header]
-    for number, cost in enumerate(plan.costs, start=1):
+    for i, cost in enumerate(plan.costs, start=1):
         speed = f"{cost.step_seconds:,.4g}", f"{cost.tokens_per_second:,.0f}"
         shares = f"{cost.flops_share:.1%}", f"{cost.memory_bytes / 1e9:,.3g}"
-        row = [number, cost.layout, *speed, *shares]
+        row = [i, cost.layout, *speed, *shares]
         if tokens:
             hours = training_hours(cost, tokens)
             row += [_hours_text(hours), _hours_text(hours * plan.cluster.num_devices)]
         rows.append(row)
     lines += columns(rows, right=(0, *range(2, len(header))))
-    lines += ["", *_spent(best), ""]
+    lines += ["", *_cost_tables(best), ""]
     if plan.fits:
-        lines.append(f"Take 1: {plan.why}.")
+        lines.append(f"Recommended: layout 1. {plan.why}")
     else:
-        lines.append(f"{fit_line(best)} {plan.why[0].upper()}{plan.why[1:]}.")
+        lines.append(f"{fit_line(best)} {plan.why}")
     return "\n".join([*lines, plan.cluster.device.accuracy(), _ASSUMPTIONS])
 
 
 def _hours_text(hours):
-    """Return hours with three significant digits, and in full from 1,000 on."""
+    """Return hours with three significant digits, or without decimals from 1,000 on."""
     return f"{hours:,.0f}" if hours >= 1000 else f"{hours:.3g}"
 
 
 def fit_line(cost: Cost) -> str:
-    """Return a sentence that says whether a layout fits, with the cheapest change if it does not."""
-    needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
+    """Return a sentence with the needed and available memory, and the change that makes it fit."""
+    needed = cost.memory_bytes / 1e9
+    available = cost.available_bytes / 1e9
     if cost.fits:
-        return f"It fits: {needed:,.4g} GB of {there:,.4g} GB per device."
+        return f"It fits: {needed:,.4g} GB of {available:,.4g} GB per device."
     message = (
         f"It does not fit: {needed:,.4g} GB per device, {cost.missing_bytes:,} bytes more than the "
-        f"available {there:,.4g} GB."
+        f"available {available:,.4g} GB."
     )
-    return f"{message} The cheapest change: {cost.change}." if cost.change else message
+    return f"{message} {cost.change}" if cost.change else message
 
 
-def _spent(cost):
-    """Return the lines of two tables: the time and the memory of a layout by kind."""
-    seconds = {_WORDS[kind]: value for kind, value in cost.seconds_by_kind.items()}
+def _cost_tables(cost):
+    """Return the lines of two tables: time and memory of a layout by kind."""
+    seconds = {_KIND_NAMES[kind]: value for kind, value in cost.seconds_by_kind.items()}
     gigabytes = {kind: value / 1e9 for kind, value in cost.bytes_by_kind.items()}
-    time = _shares(seconds, ("time", "s", "share"), ",.4g")
-    memory = _shares(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
+    time = _share_table(seconds, ("time", "s", "share"), ",.4g")
+    memory = _share_table(gigabytes, ("memory of the fullest rank", "GB", "share"), ",.3g")
     return [*time, "", *memory]
 
 
-def _shares(values, header, form):
-    """Return the lines of a table of all values except zeros, with their shares of the sum."""
+def _share_table(values, header, form):
+    """Return the lines of a table of the nonzero values with their shares of the total."""
     total = sum(values.values())
     rows = [(kind, f"{x:{form}}", f"{x / total:.1%}") for kind, x in values.items() if x]
     return columns([header, *rows], right=(1, 2))
 
 
 def json_of(plan: Plan, tokens: float | None = None) -> dict:
-    """Return a plan as a JSON object. Names of numbers end with their unit.
+    """Return a plan as a JSON object. Names of numeric fields end with their unit.
 
     Args:
-        plan: The plan.
-        tokens: Number of training tokens, for each layout's hours. `None` omits them.
+        plan: A `Plan`.
+        tokens: Number of training tokens, for hours per layout. `None` omits them.
     """
-    layouts = [json_of_cost(cost) for cost in plan.costs]
+    layouts = [cost_to_json(cost) for cost in plan.costs]
     if tokens:
         for fields, cost in zip(layouts, plan.costs):
             fields["hours"] = training_hours(cost, tokens)
@@ -134,50 +136,52 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
     }
 
 
-def json_of_cost(cost: Cost) -> dict:
+def cost_to_json(cost: Cost) -> dict:
     """Return a cost as a JSON object."""
-    own = {"config": fields_of(cost.config), "fits": cost.fits, "missing_bytes": cost.missing_bytes}
-    return {**vars(cost), **own}
+    extra = {
+        "config": fields_of(cost.config),
+        "fits": cost.fits,
+        "missing_bytes": cost.missing_bytes,
+    }
+    return {**vars(cost), **extra}
 
 
 def fields_of(config: TransformerOpParallelConfig) -> dict:
-    """Return the fields of a config that are not their defaults, as YAML and JSON have them."""
+    """Return the config fields that differ from their defaults, with plain values."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if value != default[name]}
 
 
-# Pictures of a plan, which need matplotlib: time and memory by kind, and the frontier of both.
-
-
 def draw(plan: Plan, path: str | os.PathLike) -> None:
-    """Write a picture of a plan: bars of its layouts, and all layouts by memory and time.
+    """Draw a plan with matplotlib: bars of its layouts, and all layouts by memory and time.
 
     Args:
-        plan: The plan.
-        path: Path of a .png, .svg or .pdf file.
+        plan: A `Plan`.
+        path: Path of a .png, .svg or .pdf file to write.
 
     Raises:
-        InputError: If matplotlib is missing or does not know the file type.
+        InputError: If matplotlib is missing or does not support the file type.
     """
-    check_installed("matplotlib", "pictures")
+    check_installed("matplotlib", "Pictures")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")
     times, memories, frontier = figure.subplots(1, 3)
-    _bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s/step")
-    _bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB/device")
+    _draw_bars(times, [cost.seconds_by_kind for cost in plan.costs], 1, "s/step")
+    _draw_bars(memories, [cost.bytes_by_kind for cost in plan.costs], 1e9, "GB/device")
     memories.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--")
-    _frontier(frontier, plan)
+    _draw_frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    with refusing(f"{path}: is no kind of picture that is known"):
+    with refusing(f"{path}: unknown file type"):
         figure.savefig(path, dpi=120)
 
 
-def _bars(axes, by_kind, unit, label):
-    """Draw a bar for each layout, with a part for each kind of cost that any layout has."""
-    start, places = 0, range(1, len(by_kind) + 1)
+def _draw_bars(axes, by_kind, unit, label):
+    """Draw a stacked bar per layout with one segment for each kind that is not zero everywhere."""
+    start = 0
+    places = range(1, len(by_kind) + 1)
     for kind in by_kind[0]:
         values = np.array([costs[kind] / unit for costs in by_kind])
         if values.any():
@@ -189,16 +193,17 @@ def _bars(axes, by_kind, unit, label):
     axes.legend(fontsize=7)
 
 
-def _frontier(axes, plan):
-    """Draw all layouts by memory and time, and the Pareto frontier."""
-    layouts = grid_of(plan.model, plan.cluster, plan.job)
+def _draw_frontier(axes, plan):
+    """Draw all layouts by memory and time, with the Pareto frontier."""
+    layouts = enumerate_layouts(plan.model, plan.cluster, plan.job)
     memory, time = evaluate(plan.model, plan.cluster, plan.job, layouts)
-    needed, seconds = memory.total / 1e9, time.total
+    needed = memory.total / 1e9
+    seconds = time.total
     axes.scatter(needed, seconds, s=4, color="lightgray", label="all layouts")
     order = np.lexsort((seconds, needed))
     best = np.minimum.accumulate(seconds[order])
     first = np.r_[True, best[1:] < best[:-1]]
-    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="none is better in both")
-    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="there is")
+    axes.plot(needed[order][first], best[first], "o-", markersize=3, label="Pareto frontier")
+    axes.axvline(plan.cluster.memory_bytes / 1e9, color="black", linestyle="--", label="available")
     axes.set(xscale="log", yscale="log", xlabel="GB/device", ylabel="s/step")
     axes.legend(fontsize=7)

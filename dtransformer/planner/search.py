@@ -1,4 +1,4 @@
-"""The search: every layout is computed, what does not fit is left out, the fastest are returned."""
+"""Search: evaluate every layout, drop layouts that do not fit and return the fastest."""
 
 import contextlib
 import dataclasses
@@ -8,28 +8,29 @@ import numpy as np
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.cost import Cost, cost_of, evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.cost import Cost, build_cost, evaluate
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.job import Job
-from dtransformer.planner.layouts import Layouts, layout_of
+from dtransformer.planner.layouts import Layouts, layout_from_config
 from dtransformer.planner.shape import ModelShape
 
-TIE_SHARE = 0.02  # of the time, which a layout may take more that leaves more memory, or is simpler
-ROOM_SHARE = 0.1  # of a device's memory, by which one has to leave more for that
-_MAX_GROWTH = 64  # times the devices, as far as a cluster is asked for that is large enough
+TIE_SHARE = 0.02  # A roomier or simpler layout may be slower by this fraction.
+ROOM_SHARE = 0.1  # Memory differences below this fraction of a device do not count.
+_MAX_GROWTH = 64  # Largest multiple of the devices that is tried if no layout fits.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which layouts are best for a job on a cluster.
+    """Best layouts for a job on a cluster.
 
     Args:
-        model, cluster, job: what was asked.
-        costs: the best layouts, as `Cost`s, the one to take first. Where none fits, the one that
-            lacks the least.
-        num_layouts: how many were computed.
-        num_fitting: how many of them fit.
-        why: one line: why the first is to be taken; or what would make it fit.
+        model, cluster, job: Inputs of `plan`. The job's precision is resolved.
+        costs: Tuple with the `Cost` of the best layouts, the recommended one first. If none
+            fits, only the layout that needs the least memory.
+        num_layouts: Number of evaluated layouts.
+        num_fitting: Number of layouts that fit.
+        why: One line with the reason for the recommended layout, or the change that makes a
+            layout fit.
     """
 
     model: ModelShape
@@ -42,135 +43,138 @@ class Plan:
 
     @property
     def best(self) -> Cost:
-        """The layout to take."""
+        """Cost of the recommended layout."""
         return self.costs[0]
 
     @property
     def fits(self) -> bool:
-        """Whether there is a layout that fits."""
+        """True if at least one layout fits."""
         return self.num_fitting > 0
 
 
 def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
-    """Return the best layouts of a model's training on a cluster.
+    """Return the best layouts for training a model on a cluster.
 
-    Only layouts are computed that this library trains. Of those within 2 % of the fastest the one
-    comes first that leaves the most memory; where that is within a tenth of the device's, the one
-    with the fewest techniques.
+    The search covers only layouts that this library can train. Among layouts within 2% of the
+    fastest, the one with the most free memory comes first. If free memory differs by less than a
+    tenth of a device, the one with the fewest techniques does.
 
     Args:
-        model: the `ModelShape`, such as `models.named("gpt_175b")`.
-        cluster: the `Cluster`.
-        job: the `Job`.
-        top: how many to return.
+        model: A `ModelShape`, such as `models.named("gpt_175b")`.
+        cluster: A `Cluster`.
+        job: A `Job`.
+        top: Integer. Maximum number of layouts to return.
 
     Raises:
-        InputError: no layout has what the job fixes, or the device has not its precision.
+        InputError: If no layout has the fields that the job fixes, or if the device does not
+            support the job's precision.
 
     Example:
 
     >>> from dtransformer.planner.clusters import device_named
     >>> from dtransformer.planner.models import named
-    >>> found = plan(named("llama2_7b"), Cluster(device_named("h100"), 8), Job(global_batch=64))
-    >>> found.fits, found.best.config.data_parallel * found.best.config.model_parallel
+    >>> result = plan(named("llama2_7b"), Cluster(device_named("h100"), 8), Job(global_batch=64))
+    >>> result.fits, result.best.config.data_parallel * result.best.config.model_parallel
     (True, 8)
     """
     job = job.on(cluster.device)
-    layouts = grid_of(model, cluster, job)
+    layouts = enumerate_layouts(model, cluster, job)
     memory, time = evaluate(model, cluster, job, layouts)
-    seconds, needed = time.total, memory.total
+    seconds = time.total
+    needed = memory.total
     fits = needed <= cluster.memory_bytes
     if not fits.any():
-        chosen = np.array([np.argmin(needed)])
-        why = _what_would_fit(model, cluster, job)
+        indices = np.array([np.argmin(needed)])
+        why = _explain_no_fit(model, cluster, job)
     else:
         order = np.flatnonzero(fits)[np.argsort(seconds[fits], kind="stable")]
-        chosen, why = _roomiest_first(layouts, seconds, needed, order, cluster, top)
-    costs = tuple(
-        cost_of(model, cluster, job, layouts, memory, time, int(number)) for number in chosen
-    )
+        indices, why = _select_best(layouts, seconds, needed, order, cluster, top)
+    costs = tuple(build_cost(model, cluster, job, layouts, memory, time, int(i)) for i in indices)
     return Plan(model, cluster, job, costs, len(layouts), int(fits.sum()), why)
 
 
-def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
-    """Return the numbers of the best layouts, and why the first of them is."""
+def _select_best(layouts: Layouts, seconds, needed, order, cluster, top):
+    """Return the indices of the best layouts, and the reason for the first."""
     fastest = order[0]
     near = order[seconds[order] <= seconds[fastest] * (1 + TIE_SHARE)]
     near = near[needed[near] <= needed[near].min() + ROOM_SHARE * cluster.memory_bytes]
     first = near[np.lexsort((needed[near], seconds[near], layouts.techniques[near]))][0]
-    others = [number for number in order[: top + 1] if number != first][: top - 1]
-    why = f"it is the fastest of {len(order):,} that fit"
+    rest = [i for i in order[: top + 1] if i != first][: top - 1]
+    why = f"It is the fastest of {len(order):,} layouts that fit."
     if first != fastest:
         slower = seconds[first] / seconds[fastest] - 1
         room = (needed[fastest] - needed[first]) / 1e9
-        better = f"leaves {room:,.3g} GB more" if room >= 0.05 else "is simpler"
+        better = f"leaves {room:,.3g} GB more memory" if room >= 0.05 else "is simpler"
         why = (
-            f"it is within {slower:.1%} of the fastest of {len(order):,} that fit, "
-            f"{layouts.describe(fastest)}, and {better}"
+            f"It is {slower:.1%} slower than the fastest of {len(order):,} layouts that fit, "
+            f"{layouts.describe(fastest)}, but {better}."
         )
-    return [first, *others], why
+    return [first, *rest], why
 
 
-def _what_would_fit(model, cluster, job):
-    """Return one line: with how many devices there is a layout that fits."""
-    number, per_node = cluster.num_devices, cluster.devices_per_node
-    for times in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
-        if number <= cluster.devices_per_node:
-            per_node = min(cluster.device.devices_per_node, number * times)
-        sizes = {"num_devices": number * times, "devices_per_node": per_node}
+def _explain_no_fit(model, cluster, job):
+    """Return one line with the smallest larger cluster that has a layout that fits."""
+    num_devices = cluster.num_devices
+    per_node = cluster.devices_per_node
+    for factor in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
+        if num_devices <= cluster.devices_per_node:
+            per_node = min(cluster.device.devices_per_node, num_devices * factor)
+        enough = num_devices * factor
+        sizes = {"num_devices": enough, "devices_per_node": per_node}
         with contextlib.suppress(InputError):
             larger = dataclasses.replace(cluster, **sizes)
-            memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
+            memory, _ = evaluate(model, larger, job, enumerate_layouts(model, larger, job))
             if (memory.total <= larger.memory_bytes).any():
-                return f"no layout of {number} devices fits; with {number * times} devices there is one"
+                return f"No layout of {num_devices} devices fits. {enough} devices are enough."
     return (
-        f"no layout fits, nor of {_MAX_GROWTH} times the devices: give a larger global batch, devices "
-        "with more memory, or fewer fixed fields"
+        f"No layout fits, even on {_MAX_GROWTH} times the devices. Use a larger global batch, "
+        "devices with more memory, or fewer fixed fields."
     )
 
 
 def cost(
     model: ModelShape, cluster: Cluster, job: Job, config: TransformerOpParallelConfig
 ) -> Cost:
-    """Return what one layout costs, and what would make it fit where it does not.
+    """Return the cost of one layout. If it does not fit, `change` is the cheapest fix.
 
     Args:
-        model: the `ModelShape`.
-        cluster: the `Cluster`.
-        job: the `Job`.
-        config: the layout, a `TransformerOpParallelConfig`.
+        model: A `ModelShape`.
+        cluster: A `Cluster`.
+        job: A `Job`. Its fixed fields are ignored.
+        config: The layout, a `TransformerOpParallelConfig`.
 
     Raises:
-        InputError: its degrees do not multiply to the devices, or do not divide the batch.
+        InputError: If the product of the degrees is not the number of devices, or if
+            `data_parallel · micro_batch_num` does not divide the batch.
     """
-    layouts = layout_of(config, job.global_batch, cluster)
+    layouts = layout_from_config(config, job.global_batch, cluster)
     job = dataclasses.replace(
         job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
     )
     memory, time = evaluate(model, cluster, job, layouts)
-    found = cost_of(model, cluster, job, layouts, memory, time, 0)
-    change = "" if found.fits else cheapest_change(model, cluster, job, layouts)
-    return dataclasses.replace(found, config=config.resolve(cluster.num_devices), change=change)
+    result = build_cost(model, cluster, job, layouts, memory, time, 0)
+    change = "" if result.fits else cheapest_change(model, cluster, job, layouts)
+    return dataclasses.replace(result, config=config.resolve(cluster.num_devices), change=change)
 
 
-def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, own: Layouts) -> str:
-    """Return one line: what would make a layout fit, and what it would cost.
+def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layouts) -> str:
+    """Return one line with the closest layout that fits, and its step time.
 
-    Of the layouts that fit those that change the fewest fields of it, and of these the fastest.
+    The closest layout changes the fewest fields of `current`. The fastest one breaks ties.
     """
     free = dataclasses.replace(job, fixed={})
     try:
-        layouts = grid_of(model, cluster, free)
+        layouts = enumerate_layouts(model, cluster, free)
     except InputError:
-        return _what_would_fit(model, cluster, free)
+        return _explain_no_fit(model, cluster, free)
     memory, time = evaluate(model, cluster, free, layouts)
     fits = np.flatnonzero(memory.total <= cluster.memory_bytes)
     if not len(fits):
-        return _what_would_fit(model, cluster, free)
-    some = layouts[fits]
-    # Micro-batches follow from the other degrees: fewer sequences each, and more of them, is one.
+        return _explain_no_fit(model, cluster, free)
+    fitting = layouts[fits]
+    # The size and the number of micro-batches depend on each other, so they count as one change.
     names = ("model", "stage", "context", "expert", "chunks", "schedule", "recompute", "level")
     names += ("sequence", "micro_batches")
-    changed = sum((getattr(some, name) != getattr(own, name)).astype(int) for name in names)
+    changed = sum((getattr(fitting, name) != getattr(current, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
-    return f"{some.describe(best)}: {time.total[fits][best]:,.3g} s/step"
+    return f"The cheapest change: {fitting.describe(best)}, {time.total[fits][best]:,.3g} s/step."

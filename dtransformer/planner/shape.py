@@ -1,4 +1,4 @@
-"""The shape of a Transformer, as numbers: what its parameters and its products are counted from."""
+"""Shape of a Transformer: its sizes, parameter counts and floating-point operations."""
 
 import collections
 import dataclasses
@@ -12,24 +12,24 @@ from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError, check_int, shown
 
 _DENSE = "mapping", "gate", "projection"
-# What may have adapters; the last ones are there where attention is through latents alone.
+# Names of adapted products. The second line applies to multi-head latent attention only.
 _ADAPTED = (
-    *("query", "key", "value", "output", *_DENSE, "head"),
-    *("latent", "query_down", "query_up", "key_value"),
-)
+    "query", "key", "value", "output", *_DENSE, "head",
+    "latent", "query_down", "query_up", "key_value",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
-    """Blocks of a stack that are alike.
+    """Group of identical blocks in a stack.
 
     Args:
-        number: how many.
-        length: positions of their stream.
-        attended: what each attention of a block attends to, in positions.
-        is_causal: whether the first attention sees what was before only.
-        has_experts: whether experts take the place of the feed-forward layer.
-        is_frozen: whether it is not trained, nor anything before it.
+        number: Number of blocks.
+        length: Positions of the blocks' stream.
+        attended: Tuple with the number of attended positions for each attention of a block.
+        is_causal: Boolean, whether the first attention masks later positions.
+        has_experts: Boolean, whether experts replace the feed-forward layer.
+        is_frozen: Boolean, whether the block and everything before it is frozen.
     """
 
     number: int
@@ -42,53 +42,53 @@ class BlockKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A Transformer as the planner sees it.
+    """Sizes of a Transformer, for counting parameters and operations.
 
-    A network has one stack of `num_layers` blocks, or an encoder and a decoder.
+    A network has either one stack of `num_layers` blocks, or an encoder and a decoder.
 
     Args:
-        name: what it is called in tables.
-        hidden_size: features h of the residual stream.
-        num_heads: number n of attention heads.
-        ffn_hidden_size: inner size f of the feed-forward layers; 4·h by default.
-        vocab_size: number V of pieces.
-        sequence_length: positions s of a sequence in training; of a target with an encoder.
-        num_layers: blocks of the one stack.
-        encoder_layers, decoder_layers: blocks of an encoder and a decoder.
-        source_length: positions of a source; `sequence_length` by default.
-        num_kv_heads: number m of heads of keys and values; n by default.
-        head_dim: features d of a head; h / n by default.
-        gated: whether feed-forward layers have a gate, and so three products.
-        use_bias: whether products have biases.
-        qkv_bias: whether queries, keys and values have; `use_bias` by default.
-        rms_norm: whether norms have a scale only.
-        tied_head: whether the head's kernel is the embeddings' table.
-        learned_positions: entries of tables of positions, of all of them together.
-        final_norms: norms after stacks of blocks; blocks that normalize last have none.
-        other_parameters: what else there is: poolers, norms of embeddings, token types.
-        head_products: how many numbers the head multiplies for a sequence; s·h·V by default.
-        is_causal: whether the one stack sees what was before only.
-        num_experts: experts that take the place of a feed-forward layer.
-        experts_chosen: experts that each token is sent to.
-        experts_every: which blocks of a stack have experts: every so many, the last of them.
-        shared_experts: experts that every token is sent to besides.
-        router_biases: number of biases of the router for each expert: of its choice, of its logits.
-        expert_hidden_size: inner size of an expert; f by default.
-        dense_blocks: numbers of the blocks of the one stack that have no experts, from 0.
-        sublayer_norms: number of norms of each sublayer: 2 where its output has one, too, 0.5 where
+        name: Name for tables and messages.
+        hidden_size: Features h of the residual stream.
+        num_heads: Number n of attention heads.
+        ffn_hidden_size: Inner size f of the feed-forward layers. Defaults to 4·h.
+        vocab_size: Vocabulary size V.
+        sequence_length: Positions s of a training sequence. With an encoder, of the target.
+        num_layers: Blocks of a single stack.
+        encoder_layers, decoder_layers: Blocks of an encoder and a decoder.
+        source_length: Positions of the source. Defaults to `sequence_length`.
+        num_kv_heads: Number m of key and value heads. Defaults to n.
+        head_dim: Features d of a head. Defaults to h / n.
+        gated: Boolean, whether feed-forward layers have a gate and hence three products.
+        use_bias: Boolean, whether products have biases.
+        qkv_bias: Boolean, whether queries, keys and values have biases. Defaults to `use_bias`.
+        rms_norm: Boolean, whether norms have only a scale.
+        tied_head: Boolean, whether the head's kernel is the embedding table.
+        learned_positions: Total number of rows in all position tables.
+        final_norms: Number of norms after stacks. Post-norm stacks have none.
+        other_parameters: Number of other parameters: poolers, embedding norms, token types.
+        head_products: Multiplications of the head per sequence. Defaults to s·h·V.
+        is_causal: Boolean, whether a single stack masks later positions.
+        num_experts: Number of experts that replace a feed-forward layer. 1 means a dense layer.
+        experts_chosen: Number of experts per token.
+        experts_every: The last of every `experts_every` blocks of a stack has experts.
+        shared_experts: Number of experts that receive every token.
+        router_biases: Number of router biases per expert, for its selection and its logits.
+        expert_hidden_size: Inner size of an expert. Defaults to f.
+        dense_blocks: Tuple of block indices of a single stack that have no experts.
+        sublayer_norms: Number of norms per sublayer. 2 if the output also has a norm, 0.5 if
             attention and the feed-forward layer share one.
-        other_block_parameters: of a block, what else there is: norms of queries and keys, sinks.
-        capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
-        frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
-        adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
-        adapter_kind: `"dora"` for adapters with a magnitude of each output, too.
-        adapter_targets: what has adapters: "query", "key", "value", "output", or of attention through
-            latents the names of `Latent.kernels`; "mapping", "gate" and "projection" of feed-forward
-            layers; "head".
-        latent: sizes of attention through latents; None for attention of plain projections.
+        other_block_parameters: Other parameters per block: norms of queries and keys, sinks.
+        capacity_factor: Capacity of an expert relative to an even share. 0 accepts all tokens.
+        frozen_blocks: Number of first blocks that are frozen together with the embedding tables.
+        adapter_rank: Rank r of low-rank adapters. They freeze all other weights. 0 disables them.
+        adapter_targets: Tuple of adapted products: "query", "key", "value", "output", "mapping",
+            "gate", "projection" and "head". Multi-head latent attention uses the names of
+            `Latent.kernels`.
+        adapter_kind: "lora", or "dora" for adapters with a magnitude per output.
+        latent: `Latent` sizes of multi-head latent attention. `None` uses plain projections.
 
     Raises:
-        InputError: a size is not a positive integer, or one does not divide another that it has to.
+        InputError: If a size is not a positive integer, or if sizes contradict each other.
     """
 
     name: str
@@ -140,8 +140,8 @@ class ModelShape:
         self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise InputError(
-                f"{self.name}: num_heads={self.num_heads} does not divide "
-                f"hidden_size={self.hidden_size}: change one, or set head_dim"
+                f"{self.name}: `num_heads={self.num_heads}` does not divide "
+                f"`hidden_size={self.hidden_size}`. Change one of them or set `head_dim`."
             )
         for name, default in defaults.items():
             if getattr(self, name) is None:
@@ -152,32 +152,33 @@ class ModelShape:
         for name in self.adapter_targets:
             if name not in self._adapters():
                 raise InputError(
-                    f"{self.name}: adapter_targets has {shown(name)}, expected some of "
-                    f"{', '.join(self._adapters())}"
+                    f"{self.name}: unknown name {shown(name)} in `adapter_targets`, expected "
+                    f"some of {', '.join(self._adapters())}."
                 )
         if self.experts_chosen > self.num_experts:
             raise InputError(
-                f"{self.name}: experts_chosen={self.experts_chosen} is more than "
-                f"num_experts={self.num_experts}"
+                f"{self.name}: `experts_chosen={self.experts_chosen}` must not exceed "
+                f"`num_experts={self.num_experts}`."
             )
         if (self.num_layers > 0) == (self.num_blocks > self.num_layers):
-            what = "both kinds of" if self.num_layers else "zero"
+            what = "two kinds of layers" if self.num_layers else "no layers"
             raise InputError(
-                f"{self.name}: has {what} layers: set num_layers, or encoder_layers and decoder_layers"
+                f"{self.name}: the model has {what}. Set either `num_layers`, or `encoder_layers` "
+                "and `decoder_layers`."
             )
 
-    def _check(self, least, *names):
+    def _check(self, minimum, *names):
         for name in names:
-            check_int(f"{self.name}: {name}", getattr(self, name), least)
+            check_int(f"{self.name}: {name}", getattr(self, name), minimum)
 
     @property
     def num_blocks(self) -> int:
-        """The number of all blocks."""
+        """Number of blocks in all stacks."""
         return self.num_layers + self.encoder_layers + self.decoder_layers
 
     @functools.cached_property
     def kinds(self) -> tuple[BlockKind, ...]:
-        """The unlike blocks, in the order of the first of each."""
+        """Distinct kinds of blocks with their counts, in the order of first appearance."""
         return tuple(
             dataclasses.replace(kind, number=number)
             for kind, number in collections.Counter(self._blocks()).items()
@@ -185,14 +186,15 @@ class ModelShape:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """Of every block of the network, in order, the position of its kind in `kinds`."""
+        """Index into `kinds` for every block of the network, in order."""
         blocks = self._blocks()
-        places = {kind: place for place, kind in enumerate(dict.fromkeys(blocks))}
-        return tuple(places[kind] for kind in blocks)
+        positions = {kind: position for position, kind in enumerate(dict.fromkeys(blocks))}
+        return tuple(positions[kind] for kind in blocks)
 
     def _blocks(self):
-        """Return the kind of every block, by itself."""
-        s, t = self.sequence_length, self.source_length
+        """Return the kind of each block, with `number=1`."""
+        s = self.sequence_length
+        t = self.source_length
         stacks = (
             (self.num_layers, BlockKind(1, s, (s,), self.is_causal)),
             (self.encoder_layers, BlockKind(1, t, (t,), is_causal=False)),
@@ -200,28 +202,29 @@ class ModelShape:
         )
         every = self.experts_every if self.num_experts > 1 else math.inf
         blocks = [
-            dataclasses.replace(
-                kind, has_experts=number % every == 0 and number - 1 not in self.dense_blocks
-            )
+            dataclasses.replace(kind, has_experts=i % every == 0 and i - 1 not in self.dense_blocks)
             for num_blocks, kind in stacks
-            for number in range(1, num_blocks + 1)
+            for i in range(1, num_blocks + 1)
         ]
-        first, rest = blocks[: self.frozen_blocks], blocks[self.frozen_blocks :]
+        first = blocks[: self.frozen_blocks]
+        rest = blocks[self.frozen_blocks :]
         return [dataclasses.replace(kind, is_frozen=True) for kind in first] + rest
 
     def attention_kernels(self) -> dict[str, tuple[int, int]]:
-        """Return the kernels of an attention by their names, as pairs of features.
+        """Return a dict from the kernel names of an attention to pairs of feature counts.
 
-        The second ones may be sharded, but for kernels `DOWN` of a `Latent`.
+        The model axis shards the second feature, except for the kernels in `Latent.DOWN`.
         """
-        h, n, d = self.hidden_size, self.num_heads, self.head_dim
+        h = self.hidden_size
+        n = self.num_heads
+        d = self.head_dim
         if self.latent is not None:
             return self.latent.kernels(h, n, d)
         shared = (h, self.num_kv_heads * d)
         return {"query": (h, n * d), "key": shared, "value": shared, "output": (h, n * d)}
 
     def attention_parameters(self) -> int:
-        """Return the parameters of the products of an attention."""
+        """Return the number of kernel parameters of an attention, without biases."""
         return sum(x * y for x, y in self.attention_kernels().values())
 
     def inner_size(self, kind: BlockKind) -> int:
@@ -229,90 +232,102 @@ class ModelShape:
         return self.expert_hidden_size if kind.has_experts else self.ffn_hidden_size
 
     def expert_parameters(self, kind: BlockKind) -> int:
-        """Return the parameters of the products of a feed-forward layer, of one expert."""
+        """Return the number of kernel parameters of a feed-forward layer or of one expert."""
         return (3 if self.gated else 2) * self.hidden_size * self.inner_size(kind)
 
     def experts_parameters(self, kind: BlockKind) -> int:
-        """Return the parameters of the products of a block's experts that can be sharded."""
+        """Return the number of kernel parameters of a block's routed experts, or 0."""
         return self.num_experts * self.expert_parameters(kind) if kind.has_experts else 0
 
     def routed_rows(self, is_on_mesh: bool | np.ndarray) -> np.ndarray:
-        """Return how many rows experts compute for a token of a block that has them.
+        """Return the number of expert rows per token of a block with experts.
 
-        On one device none is padded: one for each choice, at most. On a mesh those of the buffers.
+        On one device this is one row per chosen expert. On a mesh it is the size of the expert
+        buffers: chosen experts times capacity factor, or `num_experts` if all tokens are accepted.
 
         Args:
-            is_on_mesh: whether experts or their features are sharded; or an array of that.
+            is_on_mesh: Boolean or array of booleans, whether experts or their features are sharded.
         """
         buffers = self.experts_chosen * self.capacity_factor or self.num_experts
         return np.where(is_on_mesh, buffers, self.experts_chosen)
 
     def block_parameters(self, kind: BlockKind) -> int:
-        """Return the parameters of a block."""
-        h, f, number = self.hidden_size, self.inner_size(kind), len(kind.attended)
-        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        each = self.expert_parameters(kind) + self.use_bias * ((2 if self.gated else 1) * f + h)
+        """Return the number of parameters of a block, without adapters."""
+        h = self.hidden_size
+        f = self.inner_size(kind)
+        num_attentions = len(kind.attended)
+        heads = self.num_heads * self.head_dim
+        shared = self.num_kv_heads * self.head_dim
+        per_expert = self.expert_parameters(kind) + self.use_bias * (
+            (2 if self.gated else 1) * f + h
+        )
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
-        biases = number * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
-        found = number * self.attention_parameters() + biases
-        found += int((number + 1) * self.sublayer_norms) * self._norm()
-        found += self.other_block_parameters
+        biases = num_attentions * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
+        total = num_attentions * self.attention_parameters() + biases
+        total += int((num_attentions + 1) * self.sublayer_norms) * self._norm()
+        total += self.other_block_parameters
         if not kind.has_experts:
-            return found + each
-        # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.
-        common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
+            return total + per_expert
+        # Shared experts form one feed-forward layer with a single output bias.
+        shared_experts = (
+            self.shared_experts * per_expert - max(self.shared_experts - 1, 0) * self.use_bias * h
+        )
         router = h + self.router_biases
-        return found + self.num_experts * (each + router) + common
+        return total + self.num_experts * (per_expert + router) + shared_experts
 
     def _adapters(self):
-        """Return the products that may have adapters, of each kind; see `adapters_of_block`."""
-        h, dense = self.hidden_size, dict.fromkeys(_DENSE, (self.hidden_size, self.ffn_hidden_size))
-        found = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
-        is_there = {"gate": self.gated, "head": not self.tied_head}
-        has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
-        return dict.fromkeys(_ADAPTED, ()) | {
-            name: ((x, y, (h if name in to_stream else y) * has_magnitudes),)
-            * is_there.get(name, True)
-            for name, (x, y) in found.items()
-        }
+        """Return a dict from product names to features as in `adapters_of_block`, or `None`."""
+        h = self.hidden_size
+        dense = dict.fromkeys(_DENSE, (h, self.ffn_hidden_size))
+        products = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
+        if not self.gated:
+            del products["gate"]
+        if self.tied_head:
+            del products["head"]
+        adapters = dict.fromkeys(_ADAPTED)
+        for name, (x, y) in products.items():
+            outputs = h if name in ("output", "projection") else y
+            adapters[name] = x, y, outputs if self.adapter_kind == "dora" else 0
+        return adapters
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
         """Return the products of a block that have adapters.
 
-        A list of (features that are replicated, those that may be sharded, magnitudes).
+        Returns:
+            A list of `(replicated_features, sharded_features, magnitudes)` tuples of integers.
         """
         if not self.adapter_rank or kind.is_frozen:
             return []
-        found, times = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
-        times["head"] = 0
-        return [
-            x
-            for name in self.adapter_targets
-            for x in found[name] * times.get(name, len(kind.attended))
-        ]
+        adapters = self._adapters()
+        counts = {**dict.fromkeys(_DENSE, not kind.has_experts), "head": 0}
+        adapted = []
+        for name in self.adapter_targets:
+            if adapters[name] is not None:
+                adapted += [adapters[name]] * counts.get(name, len(kind.attended))
+        return adapted
 
     def adapter_parameters(self, kind: BlockKind) -> int:
-        """Return the parameters of the adapters of a block."""
-        return self._adapter_numbers(self.adapters_of_block(kind))
+        """Return the number of adapter parameters of a block."""
+        return self._count_adapters(self.adapters_of_block(kind))
 
-    def _adapter_numbers(self, products):
+    def _count_adapters(self, products):
         return sum(self.adapter_rank * (x + y) + magnitudes for x, y, magnitudes in products)
 
     def _norm(self):
         return self.hidden_size * (1 if self.rms_norm else 2)
 
     def embedding_parameters(self) -> int:
-        """Return the parameters of the tables of pieces and positions."""
+        """Return the number of parameters in the token and position tables."""
         return self.hidden_size * (self.vocab_size + self.learned_positions)
 
     def head_parameters(self) -> int:
-        """Return the parameters of a head of its own, and of the norms after stacks."""
+        """Return the number of parameters of an untied head and of the norms after stacks."""
         return self.final_norms * self._norm() + (
             0 if self.tied_head else self.hidden_size * self.vocab_size
         )
 
     def parameters(self) -> int:
-        """Return the number of parameters.
+        """Return the total number of parameters, without adapters.
 
         Example:
 
@@ -321,20 +336,24 @@ class ModelShape:
         '174.6 billion'
         """
         blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
-        own = self.embedding_parameters() + self.head_parameters() + self.other_parameters
-        return blocks + own
+        other_parameters = (
+            self.embedding_parameters() + self.head_parameters() + self.other_parameters
+        )
+        return blocks + other_parameters
 
     def trains(self, kind: BlockKind) -> bool:
-        """Return whether the weights of a block are trained themselves."""
+        """Return whether the weights of a block are trained, not counting adapters."""
         return not (kind.is_frozen or self.adapter_rank)
 
     @property
     def trains_tables(self) -> bool:
-        """Whether tables of embeddings are trained."""
+        """True if the embedding tables are trained."""
         return not (self.adapter_rank or self.frozen_blocks)
 
     def trained_parameters(self) -> int:
-        """Return the number of parameters that are trained, adapters among them.
+        """Return the number of trained parameters.
+
+        With adapters these are only the adapters' parameters, otherwise all that are not frozen.
 
         Example:
 
@@ -343,22 +362,25 @@ class ModelShape:
         4194304
         """
         if self.adapter_rank:
-            head = self._adapters()["head"] * ("head" in self.adapter_targets)
             blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
-            return blocks + self._adapter_numbers(head)
+            head = self._adapters()["head"]
+            has_head = head is not None and "head" in self.adapter_targets
+            return blocks + self._count_adapters([head] if has_head else [])
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
         return self.parameters() - frozen - tables
 
     def flops_per_sequence(self) -> float:
-        """Return the floating-point operations of a training step without recompute, a sequence.
+        """Return the floating-point operations per sequence of a step, without recomputation.
 
-        Six for each position and weight in a product, and those of the attention cores; four of a
-        weight that is frozen, two where nothing before it is trained.
+        Each position and weight of a product counts six operations. A weight that is frozen by
+        adapters counts four, a weight of a frozen block two. The attention scores are added.
         """
-        own = 4.0 if self.adapter_rank else 6.0
-        h, heads = self.hidden_size, self.num_heads * self.head_dim
-        kernels, active = self.attention_kernels(), self.experts_chosen + self.shared_experts
+        flops_per_weight = 4.0 if self.adapter_rank else 6.0
+        h = self.hidden_size
+        heads = self.num_heads * self.head_dim
+        kernels = self.attention_kernels()
+        active = self.experts_chosen + self.shared_experts
         flops = 0.0
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
@@ -366,7 +388,12 @@ class ModelShape:
             for t, (name, (x, y)) in itertools.product(kind.attended, kernels.items()):
                 products += (t if name in ("key", "value") else kind.length) * x * y
             scores = 2 * kind.length * heads * sum(kind.attended)
-            each = 2.0 * (products + scores) if kind.is_frozen else own * products + 6.0 * scores
-            flops += kind.number * each
-        head = self.sequence_length * h * self.vocab_size
-        return flops + own * (head if self.head_products is None else self.head_products)
+            if kind.is_frozen:
+                block_flops = 2.0 * (products + scores)
+            else:
+                block_flops = flops_per_weight * products + 6.0 * scores
+            flops += kind.number * block_flops
+        head = self.head_products
+        if head is None:
+            head = self.sequence_length * h * self.vocab_size
+        return flops + flops_per_weight * head

@@ -1,4 +1,4 @@
-"""Blocks of each pipeline stage, and the stages that are unlike: the worst of them decides."""
+"""Assignment of blocks to pipeline stages, and the most expensive stage of each layout."""
 
 import collections
 import dataclasses
@@ -14,12 +14,12 @@ from dtransformer.planner.shape import ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class StageKind:
-    """Stages of a pipeline that have the same to do.
+    """Group of pipeline stages with the same blocks.
 
     Args:
-        first: number of the first of them, from 0: it keeps the most micro-batches.
-        blocks: number of its blocks of each of the model's kinds.
-        has_embedding, has_head: whether it has the network's beginning, or its end.
+        first: Index of the first stage, from 0. It stores the most micro-batches.
+        blocks: Tuple with the number of blocks of each of the model's kinds.
+        has_embedding, has_head: Booleans, whether the stage has the first or the last chunk.
     """
 
     first: int
@@ -29,11 +29,11 @@ class StageKind:
 
 
 def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...]:
-    """Return the unlike stages of a model's blocks, spread evenly over the model chunks.
+    """Return the distinct stages of a model whose blocks are spread evenly over model chunks.
 
     Args:
-        model: the `ModelShape`.
-        placement: where the chunks are.
+        model: A `ModelShape`.
+        placement: `Placement` of the chunks on stages.
 
     Example:
 
@@ -45,38 +45,45 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
     StageKind(first=2, blocks=(0, 3), has_embedding=False, has_head=False)
     StageKind(first=3, blocks=(0, 3), has_embedding=False, has_head=True)
     """
-    order, total, stages = model.order, placement.num_chunks, placement.num_stages
+    order = model.order
+    total = placement.num_chunks
+    stages = placement.num_stages
     bounds = [-(-len(order) * i // total) for i in range(total + 1)]
     counts = np.zeros((stages, len(model.kinds)), int)
     for chunk, stage in enumerate(placement.stage_of_chunk):
         for kind in order[bounds[chunk] : bounds[chunk + 1]]:
             counts[stage, kind] += 1
-    found, ends = {}, placement.stage_of_chunk
+    first_stages = {}
+    stage_of_chunk = placement.stage_of_chunk
     for stage in range(stages):
-        key = (*counts[stage], stage == ends[0], stage == ends[-1])
-        found.setdefault(key, stage)
+        key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
+        first_stages.setdefault(key, stage)
     return tuple(
         StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
-        for key, first in found.items()
+        for key, first in first_stages.items()
     )
 
 
-def of_worst_stage(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:
-    """Return by kind what the stage of each layout has that has most in all: arrays [N].
+def worst_stage_costs(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:
+    """Return the costs of each layout's most expensive stage.
 
     Args:
-        model: the `ModelShape`.
-        layouts: the `Layouts`.
-        cost: a function of a `StageKind`, the name of a schedule, and the numbers of the layouts
-            that have both: what the stage has of a dict of kinds.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        cost: Function `(stage_kind, schedule, indices) -> dict` that returns arrays by kind for
+            the layouts at these indices.
+
+    Returns:
+        Dict from kinds to arrays [N], taken from the stage with the largest sum over kinds.
     """
-    columns, worst = collections.defaultdict(lambda: np.zeros(len(layouts))), -np.ones(len(layouts))
-    for chosen, _, schedule, p, v in layouts.by_pipeline():
+    columns = collections.defaultdict(lambda: np.zeros(len(layouts)))
+    worst = -np.ones(len(layouts))
+    for indices, _, schedule, p, v in layouts.by_pipeline():
         for stage in stage_kinds(model, SCHEDULES[schedule].place(p, v)):
-            found = cost(stage, schedule, chosen)
-            total = sum(found.values())
-            is_worse = total > worst[chosen]
-            worst[chosen] = np.where(is_worse, total, worst[chosen])
-            for kind, value in found.items():
-                columns[kind][chosen] = np.where(is_worse, value, columns[kind][chosen])
+            costs = cost(stage, schedule, indices)
+            total = sum(costs.values())
+            is_worse = total > worst[indices]
+            worst[indices] = np.where(is_worse, total, worst[indices])
+            for kind, value in costs.items():
+                columns[kind][indices] = np.where(is_worse, value, columns[kind][indices])
     return columns

@@ -1,9 +1,10 @@
-"""Time of a block's and a head's passes on a device, without what is sent.
+"""Computation time of blocks and the head on one device, without communication.
 
-Products take their operations over the speed that their sizes reach; what is no product takes the
-bytes that it reads and writes over the memory's bandwidth.
+A product takes its operations divided by the speed that its sizes reach. Other operations
+take the bytes that they read and write, divided by the memory bandwidth.
 """
 
+import functools
 import typing
 
 import numpy as np
@@ -12,24 +13,24 @@ from dtransformer.planner.clusters import Device
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 
-# Items that a forward pass reads and writes, counted from what the operations are; backward twice
-# as many. Of each element of the stream: two norms (2 · 2), and bias, dropout and residual twice
-# (2 · 3 and a mask of half an item). Of the inner features: the activation. Of each score: product,
-# softmax with scale and mask as one, dropout.
+# Items read and written per element in a forward pass, counted by operation. A backward pass
+# counts twice. Stream: two norms (2 · 2), and twice bias, dropout and residual (2 · 3, plus a mask
+# of half an item each). Inner features: the activation. Scores: product, fused softmax with scale
+# and mask, dropout.
 STREAM_ITEMS = 11
 INNER_ITEMS = 2
-HEAD_ITEMS = 4  # queries, keys, values and context are laid out by heads
+HEAD_ITEMS = 4  # Queries, keys, values and context are transposed by heads.
 SCORE_ITEMS = 4.5
-LOGIT_ITEMS = 10  # of each logit, forward and backward, in float32 in part
-STATE_PASSES = 2.5  # each number of weights, gradients and states is read, and most are written
+LOGIT_ITEMS = 10  # Forward and backward together, partly in float32.
+STATE_PASSES = 2.5  # Every weight, gradient and state is read, and most are written.
 
 
 class Passes(typing.NamedTuple):
-    """Seconds of a block for a micro-batch; every field is an array [N].
+    """Seconds of a block per micro-batch. Every field is an array [N].
 
     Args:
-        forward, backward: of the passes.
-        repeated: of what is recomputed for the backward pass.
+        forward, backward: Forward and backward pass.
+        repeated: Recomputation for the backward pass.
     """
 
     forward: np.ndarray
@@ -38,47 +39,68 @@ class Passes(typing.NamedTuple):
 
     @property
     def total(self):
-        """All of it."""
+        """Sum of the passes."""
         return sum(self)
 
 
 def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True):
-    """Return the seconds of products [rows, inputs] × [inputs, outputs], some times."""
-    own = device.constants
+    """Return the seconds of `times` products [rows, inputs] × [inputs, outputs].
+
+    Args:
+        device: A `Device`.
+        rows, inputs, outputs: Sizes of the product, numbers or arrays.
+        times: Number of products.
+        is_16_bit: Boolean, whether the product uses 16-bit numbers.
+    """
+    constants = device.constants
     peak = (device.tflops_16_bit if is_16_bit else device.tflops_32_bit) * 1e12
-    slower = (1 + own.half_rows / rows) * (1 + own.half_features / inputs)
-    slower = slower * (1 + own.half_features / outputs)
-    return 2.0 * rows * inputs * outputs * times * slower / (peak * own.product_share)
+    slowdown = (1 + constants.half_rows / rows) * (1 + constants.half_features / inputs)
+    slowdown = slowdown * (1 + constants.half_features / outputs)
+    return 2.0 * rows * inputs * outputs * times * slowdown / (peak * constants.product_share)
 
 
 def memory_seconds(device: Device, num_bytes):
-    """Return the seconds to read or write so many bytes."""
+    """Return the seconds that a device takes to read or write `num_bytes` bytes."""
     return num_bytes / (device.memory_gb_per_second * 1e9 * device.constants.memory_share)
 
 
 def block_passes(
     device: Device, model: ModelShape, kind: BlockKind, layouts: Layouts, is_16_bit=True
 ) -> Passes:
-    """Return the `Passes` of a block of a kind."""
-    t, item = layouts.model, 2 if is_16_bit else 4
-    h, d = model.hidden_size, model.head_dim
+    """Return the seconds of one block's passes for a micro-batch.
+
+    Args:
+        device: A `Device`.
+        model: A `ModelShape`.
+        kind: `BlockKind` of the block.
+        layouts: The `Layouts`.
+        is_16_bit: Boolean, whether products use 16-bit numbers.
+    """
+    t = layouts.model
+    item = 2 if is_16_bit else 4
+    h = model.hidden_size
+    d = model.head_dim
     length = kind.length / layouts.context
     rows = layouts.micro_batch * length
-    product = lambda *sizes: product_seconds(device, *sizes, is_16_bit=is_16_bit)
-    products, core, scores = 0.0, 0.0, 0.0
-    for number, other in enumerate(kind.attended):
-        queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
+    product = functools.partial(product_seconds, device, is_16_bit=is_16_bit)
+    products = 0.0
+    core = 0.0
+    scores = 0.0
+    for i, attended_length in enumerate(kind.attended):
+        queries = model.num_heads * d / t
+        shared = 2 * model.num_kv_heads * d / t
         if model.latent is not None:
             for name, (x, y) in model.attention_kernels().items():
                 products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
-        elif number == 0:
+        elif i == 0:
             products += product(rows, h, queries + shared) + product(rows, queries, h)
-        else:  # keys and values come from the source
-            others = layouts.micro_batch * other / layouts.context
-            products += 2 * product(rows, h, queries) + product(others, h, shared)
+        else:  # Cross-attention reads keys and values from the source.
+            source_rows = layouts.micro_batch * attended_length / layouts.context
+            products += 2 * product(rows, h, queries) + product(source_rows, h, shared)
         heads = layouts.micro_batch * model.num_heads / t
-        core += product(length, d, other, heads) + product(length, other, d, heads)
-        scores += heads * length * other
+        core += product(length, d, attended_length, heads)
+        core += product(length, attended_length, d, heads)
+        scores += heads * length * attended_length
     inner = _feed_forward_rows(model, kind, layouts)
     for each_rows, features, times in inner:
         products += product(each_rows, h, (2 if model.gated else 1) * features / t, times)
@@ -91,33 +113,40 @@ def block_passes(
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
-    beside = 0.0
+    adapter_seconds = 0.0
     for inputs, outputs, _ in model.adapters_of_block(kind):
-        beside += product(rows, inputs, model.adapter_rank)
-        beside += product(rows, model.adapter_rank, outputs / t)
+        adapter_seconds += product(rows, inputs, model.adapter_rank)
+        adapter_seconds += product(rows, model.adapter_rank, outputs / t)
     if kind.is_frozen:
         return Passes(forward + start, 0 * forward, 0 * forward)
-    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + beside + start])
+    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + adapter_seconds + start])
     # A frozen kernel has no gradient.
-    backward = 2 * (forward + beside + start) - (0 if model.trains(kind) else products)
-    return Passes(forward + beside + start, backward, repeated)
+    backward = 2 * (forward + adapter_seconds + start) - (0 if model.trains(kind) else products)
+    return Passes(forward + adapter_seconds + start, backward, repeated)
 
 
 def _feed_forward_rows(model, kind, layouts):
-    """Return rows, features inside and number of the feed-forward layers of a block on a device."""
+    """Return a list of `(rows, inner_features, count)` tuples: a block's feed-forward layers."""
     rows = layouts.micro_batch * kind.length / layouts.context
     if not kind.has_experts:
         return [(rows, model.inner_size(kind), 1.0)]
-    own = model.num_experts / layouts.expert
+    local_experts = model.num_experts / layouts.expert
     routed = rows * model.routed_rows(layouts.shards_experts)
-    found = [(routed / own, model.inner_size(kind), own)]
+    layers = [(routed / local_experts, model.inner_size(kind), local_experts)]
     if model.shared_experts:
-        found.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
-    return found
+        layers.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
+    return layers
 
 
 def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
-    """Return the seconds of the head and the loss for a micro-batch, forward and backward."""
+    """Return the seconds of the head and the loss per micro-batch, forward and backward.
+
+    Args:
+        device: A `Device`.
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        is_16_bit: Boolean, whether products use 16-bit numbers.
+    """
     rows = layouts.micro_batch * model.sequence_length / layouts.context
     entries = model.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
@@ -126,8 +155,12 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
 
 
 def update_seconds(device: Device, state_bytes):
-    """Return the seconds of the optimizer's update of what takes so many bytes on a rank.
+    """Return the seconds of the optimizer update.
 
-    It goes over long vectors, which all of the memory's bandwidth is for.
+    The update streams over long vectors, so it reaches the full memory bandwidth.
+
+    Args:
+        device: A `Device`.
+        state_bytes: Bytes of weights, gradients and states that the rank updates.
     """
     return STATE_PASSES * state_bytes / (device.memory_gb_per_second * 1e9)

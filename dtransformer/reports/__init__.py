@@ -1,1 +1,1 @@
-"""Reports of what is so, printed: sharding, communication, memory, throughput."""
+"""Reports on sharding, communication, memory, expert load and throughput."""

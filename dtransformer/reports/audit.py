@@ -1,7 +1,7 @@
-"""Audit of the collectives that a compiled function really sends, with their bytes.
+"""Audit of the collectives that a compiled function runs, with their bytes.
 
-On the mesh they are read from the functions that DTensor has lowered for the devices,
-after all of its passes; between data-parallel ranks from the operations of the traced graph.
+Collectives on the mesh are read from the functions that DTensor lowered for the devices, after all
+of its passes. Collectives between data-parallel ranks are read from the traced graph.
 """
 
 import collections
@@ -17,7 +17,7 @@ from dtransformer.parallel.ops.custom_gradient import GRADIENT_SCOPE
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.formulas import ring_elements
 
-# TensorFlow's and Horovod's operations -> what they do.
+# Collectives of TensorFlow's and Horovod's operations.
 _OPERATIONS = {
     "CollectiveReduceV2": "all-reduce",
     "CollectiveReduceScatterV2": "reduce-scatter",
@@ -33,28 +33,27 @@ _OPERATIONS = {
     "HorovodBroadcast": "broadcast",
 }
 
-# What the names of gradients begin with, and the rest of a name.
+# Splits the name of an operation into the prefix of gradients and the rest.
 _IN_GRADIENT = re.compile(rf"((?:{GRADIENT_SCOPE}|gradients/|gradient_tape/)*)(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a step.
+    """A collective of a training step.
 
     Args:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast";
-            or "send/recv", of one pipeline stage to another.
-        sent_as: the kind that it is carried out as: on CPUs DTensor's own all-gather is an
-            all-reduce of a padded buffer.
-        shape: shape of the result on a device, or of what it sends in an uneven all-to-all;
-            None for a dimension that is not known before it runs.
-        dtype: name of its type.
-        over: the mesh axis, "stages", or "ranks" for what Horovod carries.
-        group_size: number of devices, or ranks, that take part.
-        layer: path of the layer; the name of the operation elsewhere.
-        backward: whether it belongs to a gradient.
-        sends: number of elements that this rank sends, where it sends each rank another number;
-            None where all ranks send as many.
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast", or
+            "send/recv" between pipeline stages.
+        sent_as: Kind of the collective that implements it. For example, on CPUs DTensor
+            implements an all-gather as an all-reduce of a padded buffer.
+        shape: Shape of the result on a device. For an uneven all-to-all, the shape of the sent
+            tensor. Unknown dimensions are `None`.
+        dtype: Name of the dtype.
+        over: Mesh axis, "stages", or "ranks" for Horovod.
+        group_size: Number of participating devices or ranks.
+        layer: Path of the layer, or the operation's name outside layers.
+        backward: Boolean, whether it belongs to the backward pass.
+        sends: Number of elements that this rank sends in an uneven all-to-all, otherwise `None`.
     """
 
     kind: str
@@ -69,55 +68,61 @@ class Collective:
 
     @property
     def elements(self):
-        """The number of elements of the result; 0 where it is not known."""
+        """Number of elements of the result, 0 if it is unknown."""
         return 0 if None in self.shape else math.prod(self.shape)
 
     @property
     def elements_sent(self):
-        """The number of elements that each device sends, by a ring's algorithm."""
+        """Number of elements that each device sends in a ring."""
         if self.sends is not None:
             return self.sends
         if self.kind == "send/recv":
             return self.elements
-        whole = self.elements * (self.group_size if self.sent_as == "reduce-scatter" else 1)
-        return ring_elements(self.sent_as, whole, self.group_size)
+        elements = self.elements * (self.group_size if self.sent_as == "reduce-scatter" else 1)
+        return ring_elements(self.sent_as, elements, self.group_size)
 
     @property
     def bytes_sent(self):
-        """The bytes that each device sends, by a ring's algorithm."""
+        """Number of bytes that each device sends in a ring."""
         return round(self.elements_sent * tf.as_dtype(self.dtype).size)
 
 
 def mesh_collectives(function_names, calls):
-    """Return the `Collective`s of functions that DTensor has lowered.
+    """Return the collectives of functions that DTensor has lowered.
 
     Args:
-        function_names: names of functions of TensorFlow's context.
-        calls: of functions that were copied into them, see `recording_block_calls`.
+        function_names: Names of functions in TensorFlow's context. Deleted ones are skipped.
+        calls: Dict from scopes to the callers of shared functions, see `recording_block_calls`.
+
+    Returns:
+        A list of `Collective`s.
     """
-    found = []
+    collectives = []
     for name in function_names:
         try:
-            nodes = {n.name: n for n in _compat.function_def(name).node_def}
-        except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
+            nodes_by_name = {n.name: n for n in _compat.function_def(name).node_def}
+        except (tf.errors.NotFoundError, ValueError):  # TensorFlow has deleted the function.
             continue
-        own = [
+        collective_nodes = [
             node
-            for node in nodes.values()
+            for node in nodes_by_name.values()
             if node.op in _OPERATIONS
             and not node.op.startswith("Horovod")
-            and not node.attr["T"].placeholder  # TensorFlow's function of an operation run eagerly
+            and not node.attr["T"].placeholder  # Eager operations have generic functions.
         ]
-        names = _told_apart([node.name for node in own], calls)
-        found += [_of_node(node, nodes, name) for node, name in zip(own, names)]
-    return found
+        names = _add_caller_paths([node.name for node in collective_nodes], calls)
+        collectives += [
+            _mesh_collective(node, nodes_by_name, name)
+            for node, name in zip(collective_nodes, names)
+        ]
+    return collectives
 
 
-def _told_apart(names, calls):
-    """Return names of a function's collectives, with the callers of what was copied into it.
+def _add_caller_paths(names, calls):
+    """Return the names of collectives, with the caller's path if their block is shared.
 
-    A collective is there as often as its block is called, in this order; in gradients from the last
-    block to the first. Only a number at the end of its name, which TensorFlow gives, differs.
+    A shared block's collective appears once per call, in the order of the calls, or in reverse
+    order for gradients. The copies differ only in the numeric suffix that TensorFlow appends.
     """
     copies = collections.defaultdict(list)
     for place, name in enumerate(names):
@@ -133,7 +138,7 @@ def _told_apart(names, calls):
     return result
 
 
-def _of_node(node, nodes, name):
+def _mesh_collective(node, nodes, name):
     shape = node.attr["_output_shapes"].list.shape[0]
     size, key = (_constant(node.input[position], nodes) for position in (1, 2))
     gradient, name = _IN_GRADIENT.match(name).groups()
@@ -143,7 +148,7 @@ def _of_node(node, nodes, name):
         sent_as=sent_as,
         shape=tuple(dim.size for dim in shape.dim),
         dtype=tf.as_dtype(node.attr["T"].type).name,
-        over=_axis_of(key, size),
+        over=_shared_axis(key, size),
         group_size=int(size),
         layer=name,
         backward=bool(gradient),
@@ -151,15 +156,18 @@ def _of_node(node, nodes, name):
 
 
 def _constant(name, nodes):
-    """Return the constant that a node's input is taken from, through slices and reshapes."""
+    """Return the constant that a node's input is computed from by slicing, reshaping or casting."""
     node = nodes.get(name.split(":")[0])
     while node is not None and node.op in ("Reshape", "Slice", "Squeeze", "Identity", "Cast"):
         node = nodes.get(node.input[0].split(":")[0])
     return tf.make_ndarray(node.attr["value"].tensor) if node is not None else np.array(0)
 
 
-def _axis_of(keys, size):
-    """Return the mesh axis along which devices share a group's key."""
+def _shared_axis(keys, size):
+    """Return the mesh axis along which all devices have the same group key.
+
+    If no axis matches, return the axes of the given size, joined by "·", or "mesh".
+    """
     mesh = job.mesh()
     keys = np.asarray(keys).reshape(-1)
     if keys.size == mesh.size:
@@ -175,50 +183,52 @@ def _axis_of(keys, size):
 
 
 def rank_collectives(graph):
-    """Return the `Collective`s of ranks, outside of meshes, of a traced graph, a `tf.Graph`."""
-    found = []
-    for operation in _operations(graph):
+    """Return the collectives between ranks in a traced `tf.Graph`, outside meshes."""
+    collectives = []
+    for operation in _iterate_operations(graph):
         if operation.type in _OPERATIONS:
-            sizes, group = _sizes_sent(operation), _group_of(operation)
+            sizes = _split_sizes(operation)
+            group = _process_group(operation)
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
                 shape, sends = (shape, None) if sizes is None else ([sum(sizes)], sum(sizes))
-                if sends is not None:  # what is this rank's stays
+                if sends is not None:  # The local part of an all-to-all is not sent.
                     sends -= sizes[sorted(group.ranks).index(job.rank())]
-                kind, where = _OPERATIONS[operation.type], ("ranks", group.size, operation.name)
-                found.append(
+                kind = _OPERATIONS[operation.type]
+                where = ("ranks", group.size, operation.name)
+                collectives.append(
                     Collective(kind, kind, tuple(shape), output.dtype.name, *where, False, sends)
                 )
-    return found
+    return collectives
 
 
-def _sizes_sent(operation):
-    """Return the numbers of elements of an uneven all-to-all, by rank; None of other operations."""
+def _split_sizes(operation):
+    """Return the number of elements sent to each rank by an all-to-all, or `None` if unknown."""
     if operation.type != "HorovodAlltoall":
         return None
     splits = tf.get_static_value(operation.inputs[1])
     return None if splits is None or not len(splits) else [int(size) for size in splits]
 
 
-def _group_of(operation):
-    """Return the `Group` of this rank that an operation is over; by default the data-parallel one."""
+def _process_group(operation):
+    """Return the process group of an operation. Defaults to the data-parallel group."""
     if not operation.type.startswith("Horovod"):
         return job.data_parallel_group()
-    number = operation.get_attr("process_set_id")
+    process_set_id = operation.get_attr("process_set_id")
     groups = job.data_parallel_group(), job.model_parallel_group(), job.pipeline_group()
     for group in groups:
-        if group.process_set is not None and group.process_set.process_set_id == number:
+        if group.process_set is not None and group.process_set.process_set_id == process_set_id:
             return group
     return groups[0]
 
 
-def _operations(graph):
-    """Yield the operations of a graph and of the functions that it calls, each call's once."""
+def _iterate_operations(graph):
+    """Yield all operations of a graph, and of called functions once per call."""
     for operation in graph.get_operations():
         yield operation
         for attribute in operation.node_def.attr.values():
             if attribute.HasField("func"):
                 inner = _compat.graph_of_function(graph, attribute.func.name)
                 if inner is not None:
-                    yield from _operations(inner)
+                    yield from _iterate_operations(inner)

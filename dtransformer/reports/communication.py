@@ -1,4 +1,4 @@
-"""Report of what a device sends in a training step, beside what the theory has for it."""
+"""Report of the communication of a training step, next to its theoretical volume."""
 
 import collections
 import dataclasses
@@ -23,15 +23,14 @@ from dtransformer.tables import columns
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationReport:
-    """What a device sends in one step. Its `str` is a table.
+    """Communication of one device in a training step. `str(report)` is a table.
 
     Args:
-        collectives: tuple of `Collective`s.
-        formula: dict of layer path -> elements of the all-reduces, forward and backward,
-            that the theory has for it; of a reduce-scatter and an all-gather together
-            under sequence parallelism.
-        exchanged: dict of a block's path -> bytes that the theory has for the all-to-alls of its
-            experts.
+        collectives: Tuple of `Collective`s.
+        formula: Dict from block paths to the theoretical number of all-reduced elements, forward
+            and backward. Under sequence parallelism a reduce-scatter and an all-gather together
+            count as an all-reduce.
+        exchanged: Dict from block paths to the theoretical bytes of the experts' all-to-alls.
     """
 
     collectives: tuple
@@ -39,61 +38,64 @@ class CommunicationReport:
     exchanged: dict = dataclasses.field(default_factory=dict)
 
     def of_layer(self, path):
-        """Return the collectives of the layer at `path` and of those inside of it."""
+        """Return the collectives of the layer at `path` and of its sublayers."""
         return [c for c in self.collectives if f"/{path}/" in f"/{c.layer}/"]
 
     @property
     def bytes_sent(self):
-        """The bytes that each device sends."""
+        """Number of bytes that each device sends."""
         return sum(c.bytes_sent for c in self.collectives)
 
     def totals(self):
-        """Return, for every kind of layer, the number of collectives and the bytes sent."""
+        """Return a dict from kinds of layers to `(num_collectives, bytes_sent)` tuples."""
         totals = {}
         for collective in self.collectives:
             kind = layer_kind(collective.layer)
-            number, sent = totals.get(kind, (0, 0))
-            totals[kind] = number + 1, sent + collective.bytes_sent
+            count, num_bytes = totals.get(kind, (0, 0))
+            totals[kind] = count + 1, num_bytes + collective.bytes_sent
         return totals
 
     def __str__(self):
         header = ("layer", "pass", "kind", "shape", "type", "over", "ranks", "times", "bytes sent")
         times = collections.Counter(self.collectives)
         lines = [header]
-        for c, number in times.items():
+        for c, count in times.items():
             shape = "×".join("?" if size is None else str(size) for size in c.shape) or "scalar"
             direction = "update" if c.over == "ranks" else "backward" if c.backward else "forward"
-            sent = f"{number * c.bytes_sent:,}" if None not in c.shape else "?"
+            measure = f"{count * c.bytes_sent:,}" if None not in c.shape else "?"
             kind = c.kind if c.kind == c.sent_as else f"{c.kind} (as {c.sent_as})"
             lines.append(
-                (c.layer, direction, kind, shape, c.dtype, c.over, c.group_size, number, sent)
+                (c.layer, direction, kind, shape, c.dtype, c.over, c.group_size, count, measure)
             )
         lines = columns(lines)
         lines += ["", "By kind of layer:"]
         totals = [("layers", "collectives", "bytes sent")]
-        totals += [(kind, n, f"{sent:,}") for kind, (n, sent) in sorted(self.totals().items())]
+        totals += [
+            (kind, n, f"{measure:,}") for kind, (n, measure) in sorted(self.totals().items())
+        ]
         lines += columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
-        for what, theory, sent in (
+        for title, formula, measure in (
             ("elements summed over the model axis", self.formula, self.summed_elements),
             ("bytes of all-to-alls between experts", self.exchanged, self.exchanged_bytes),
         ):
-            if theory:
-                rows = [(path, f"{x:,}", f"{sent(path):,}") for path, x in theory.items()]
-                lines += ["", f"Blocks, {what}, by the theory:"]
+            if formula:
+                rows = [(path, f"{x:,}", f"{measure(path):,}") for path, x in formula.items()]
+                lines += ["", f"Theory and measurement by block, {title}:"]
                 lines += columns([("block", "theory", "sent"), *rows])
         return "\n".join(lines)
 
     def exchanged_bytes(self, path):
         """Return the bytes that a device sends in all-to-alls between the experts of a block."""
-        of_block = self.of_layer(path)
-        found = (c for c in of_block if c.over == "data" and c.kind == "all-to-all")
-        return sum(c.bytes_sent for c in found)
+        collectives = self.of_layer(path)
+        all_to_alls = (c for c in collectives if c.over == "data" and c.kind == "all-to-all")
+        return sum(c.bytes_sent for c in all_to_alls)
 
     def summed_elements(self, path):
-        """Return the elements that all-reduces of a layer sum, or equal in volume, on the mesh.
+        """Return the number of elements that a layer sums over the model axis.
 
-        Two all-to-alls, of a reduce-scatter and of an all-gather, send what one
-        all-reduce does. The shape of an all-to-all is that of all its shards.
+        An all-reduce counts fully and every other collective half. A reduce-scatter and an
+        all-gather, each implemented by an all-to-all with the shape of all shards, have the volume
+        of an all-reduce.
         """
         elements = 0
         for c in self.of_layer(path):
@@ -103,7 +105,7 @@ class CommunicationReport:
 
 
 def layer_kind(path):
-    """Return a layer's path without the numbers of blocks, to sum over equal layers.
+    """Return a layer's path without block indices, to group equal layers.
 
     Example:
 
@@ -114,36 +116,44 @@ def layer_kind(path):
 
 
 def communication_report(network, collectives, input_shapes, graphs):
-    """Return the `CommunicationReport` of the training step that was compiled last.
+    """Return the communication report of the training step that was compiled last.
 
     Args:
-        network: the `keras.Model` that is trained.
-        collectives: list of the `Collective`s of the engine.
-        input_shapes: nested shapes of the inputs that a mesh computes at once, or None.
-        graphs: list of the `tf.Graph`s that the rest of the step was traced in.
+        network: The trained `keras.Model`.
+        collectives: List of `Collective`s of the engine.
+        input_shapes: Nested shapes of the inputs that a mesh computes in one call, or `None`.
+        graphs: List of `tf.Graph`s with the rest of the step.
+
+    Returns:
+        A `CommunicationReport`.
     """
-    of_ranks = [one for graph in graphs for one in audit.rank_collectives(graph)]
+    rank_collectives = [c for graph in graphs for c in audit.rank_collectives(graph)]
     if job.mesh() is None:
-        return CommunicationReport((*collectives, *of_ranks))
+        return CommunicationReport((*collectives, *rank_collectives))
     names = {layer.name for layer in _compat.flat_layers(network)}
-    named = [
+    layer_collectives = [
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
     ]
-    formula, exchanged = {}, {}
+    formula = {}
+    exchanged = {}
     if hasattr(network, "stream_shapes"):
-        shapes, times = network.stream_shapes(input_shapes), get_parallel_config().micro_batch_num
+        shapes = network.stream_shapes(input_shapes)
+        num_micro_batches = get_parallel_config().micro_batch_num
         if axis_size(mesh_axis("mlp")) > 1:
-            formula = {k: times * x for k, x in block_formula(network, shapes).items()}
-        exchanged = {k: times * x for k, x in expert_formula(network, shapes).items()}
-    return CommunicationReport((*named, *of_ranks), formula, exchanged)
+            formula = {k: num_micro_batches * x for k, x in block_formula(network, shapes).items()}
+        exchanged = {k: num_micro_batches * x for k, x in expert_formula(network, shapes).items()}
+    return CommunicationReport((*layer_collectives, *rank_collectives), formula, exchanged)
 
 
 def expert_formula(network, stream_shapes):
-    """Return the bytes of all-to-alls between experts: a dict of "stack/block" and a number.
+    """Return the theoretical bytes of all-to-alls between experts.
 
     Args:
-        network, stream_shapes: as of `block_formula`.
+        network, stream_shapes: See `block_formula`.
+
+    Returns:
+        A dict from "stack/block" to bytes. Empty without expert parallelism.
     """
     if mesh_axis("expert") is None:
         return {}
@@ -158,7 +168,7 @@ def expert_formula(network, stream_shapes):
 
 
 def _blocks(network, stream_shapes):
-    """Yield the stacks of a network and their blocks that are here."""
+    """Yield `(stack, block)` for the blocks of this rank's pipeline stage."""
     for stack in _compat.flat_layers(network):
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
             for block in filter(is_here, stack.blocks):
@@ -166,51 +176,59 @@ def _blocks(network, stream_shapes):
 
 
 def block_formula(network, stream_shapes):
-    """Return the elements that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
+    """Return the theoretical number of all-reduced elements of each block.
 
-    As `planner.formulas.sums_over_model` counts them; backward there is none where no weight before
-    a layer is trained. The low-rank addition of a sharded kernel sums b·s·r more: forward where its
-    inputs are sharded, backward where its outputs are. Of experts the buffers
-    are summed; see `expert_traffic`.
+    `planner.formulas.sums_over_model` counts the all-reduces (Shoeybi et al., 2019, §3). A layer
+    has no backward all-reduce if neither it nor an earlier layer is trained. A low-rank adapter of
+    a sharded kernel adds b·s·r elements, forward if its inputs are sharded and backward if its
+    outputs are. Experts sum their buffers, see `expert_load.summed_elements`.
 
     Args:
-        network: a `keras.Model`.
-        stream_shapes: dict of the name of a stack of blocks and (b, s, h).
+        network: A `keras.Model`.
+        stream_shapes: Dict from names of block stacks to (b, s, h).
 
     Returns:
-        A dict of "stack/block" and a number of elements.
+        A dict from "stack/block" to a number of elements.
     """
     shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
-    formula, place = {}, {id(weight): i for i, weight in enumerate(network.variables)}
-    first = min((place[id(weight)] for weight in network.trainable_variables), default=len(place))
-    if job.stage()[0]:  # a stage before has weights, too
-        first = -1
+    formula = {}
+    positions = {id(weight): i for i, weight in enumerate(network.variables)}
+    first_trained = min(
+        (positions[id(weight)] for weight in network.trainable_variables), default=len(positions)
+    )
+    if job.stage()[0]:  # Earlier stages have trained weights.
+        first_trained = -1
     for stack, block in _blocks(network, stream_shapes):
         shape = stream_shapes[stack.name]
-        elements, features = math.prod(shape) // shards, shape[-1]
-        parts = _sublayers(block)
-        summed = [
-            summed_elements(part, shape) if isinstance(part, MoE) else elements for part in parts
+        elements = math.prod(shape) // shards
+        features = shape[-1]
+        sublayers = _sublayers(block)
+        summed_counts = [
+            summed_elements(part, shape) if isinstance(part, MoE) else elements
+            for part in sublayers
         ]
-        begins = [place[id(part.variables[0])] for part in parts]
+        first_positions = [positions[id(part.variables[0])] for part in sublayers]
         config = block.recompute_config
-        repeats = config.recompute and first < place[id(block.variables[-1])]
-        repeated = sum(summed[:-1])
-        if isinstance(parts[-1], MoE):  # of which gradients of gates need the outputs
-            repeated += buffer_elements(parts[-1], shape)
+        is_repeated = config.recompute and first_trained < positions[id(block.variables[-1])]
+        repeated = sum(summed_counts[:-1])
+        if isinstance(sublayers[-1], MoE):  # The gradients of gates need the experts' outputs.
+            repeated += buffer_elements(sublayers[-1], shape)
         sums = sums_over_model(
-            sum(summed) / elements,
-            sum(x for begin, x in zip(begins, summed) if first < begin) / elements,
-            recomputes_block=repeats,
+            sum(summed_counts) / elements,
+            sum(x for begin, x in zip(first_positions, summed_counts) if first_trained < begin)
+            / elements,
+            recomputes_block=is_repeated,
             repeats_sums=config.mp_comm_recompute,
             shards_input=config.recompute_slice_activation,
             repeated=repeated / elements,
         )
-        norms = sum(map(_norms, block.variables)) / elements
-        sums += sum(_rank(weight) for weight in block.variables) / features + norms
-        if repeats and config.mp_comm_recompute:
-            of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
-            sums += sum(of_inputs) / features + norms
+        norms = sum(map(_num_summed_norms, block.variables)) / elements
+        sums += sum(_sharded_adapter_rank(weight) for weight in block.variables) / features + norms
+        if is_repeated and config.mp_comm_recompute:
+            input_ranks = [
+                _sharded_adapter_rank(weight, of_inputs=True) for weight in block.variables
+            ]
+            sums += sum(input_ranks) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 
@@ -221,38 +239,40 @@ def _sublayers(block):
     return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward))]
 
 
-def _rank(weight, of_inputs=False):
-    """Return the rank of a sharded kernel's low-rank addition; 0 for any other weight.
+def _sharded_adapter_rank(weight, of_inputs=False):
+    """Return the rank of a sharded kernel's low-rank adapter, or 0 for other weights.
 
     Args:
-        weight: a Keras variable.
-        of_inputs: whether those count only whose inputs are sharded.
+        weight: A Keras variable.
+        of_inputs: Boolean, whether to count only kernels with sharded inputs.
     """
     addition = low_rank_of(weight)
     if addition is None:
         return 0
-    inputs, outputs = weight.logical_axes[0], weight.logical_axes[weight.num_inputs]
+    inputs = weight.logical_axes[0]
+    outputs = weight.logical_axes[weight.num_inputs]
     sides = [inputs] if of_inputs else [inputs, outputs]
-    return addition.a.shape[-1] * any(mesh_axis(side) == "model" for side in sides)
+    is_sharded = any(mesh_axis(side) == "model" for side in sides)
+    return addition.a.shape[-1] if is_sharded else 0
 
 
-def _norms(weight):
-    """Return how many norms that magnitudes are divided by are sums over the mesh axis."""
+def _num_summed_norms(weight):
+    """Return the number of magnitude norms that are summed over the model axis."""
     m = getattr(low_rank_of(weight), "m", None)
     return 0 if m is None or mesh_axis(weight.logical_axes[0]) != "model" else math.prod(m.shape)
 
 
 def _layer_path(scope, names):
-    """Return the layer's path of an operation's name.
+    """Return the layer path in an operation's name.
 
-    TensorFlow adds numbers to scopes that it enters again; the trainer's and the network's
-    own names come first, the operation's last.
+    TensorFlow appends numbers to scopes that are entered again. The path is preceded by the names
+    of the trainer and the network, and followed by the name of the operation.
     """
     parts = []
     for part in scope.split("/"):
-        base, _, number = part.rpartition("_")
-        parts.append(base if part not in names and base and number.isdigit() else part)
-    known = [i for i, part in enumerate(parts) if part in names]
-    if len(known) > 1:
-        return "/".join(parts[known[0] + 1 : known[-1] + 1])
-    return parts[known[0]] if known else re.sub(r"(_\d+)+$", "", parts[0])
+        base, _, suffix = part.rpartition("_")
+        parts.append(base if part not in names and base and suffix.isdigit() else part)
+    positions = [i for i, part in enumerate(parts) if part in names]
+    if len(positions) > 1:
+        return "/".join(parts[positions[0] + 1 : positions[-1] + 1])
+    return parts[positions[0]] if positions else re.sub(r"(_\d+)+$", "", parts[0])

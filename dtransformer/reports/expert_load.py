@@ -1,6 +1,6 @@
-"""Report of how the tokens of an epoch were spread over the experts, and what that sends on a mesh.
+"""Report of the distribution of an epoch's tokens over experts, and its communication on a mesh.
 
-Traffic is the theory's: functions of a `MoEConfig` and a stream's shape (Lepikhin et al., 2020,
+The volume is theoretical: a function of `MoEConfig` and the stream's shape (Lepikhin et al., 2020,
 GShard, arXiv 2006.16668, §3).
 """
 
@@ -20,20 +20,20 @@ from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.runtime import job
 from dtransformer.tables import columns
 
-# What a `MoE` tells besides the tokens of each expert.
+# Values that a `MoE` reports after the token counts of its experts.
 NUMBERS = "choices", "tokens", "entropy"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerLoad:
-    """The load of one layer's experts.
+    """Load of the experts of one layer.
 
     Args:
-        layer: path of the `MoE`.
-        taken: tuple of the number of tokens that each expert took.
-        choices: number of choices, of which experts dropped a part.
-        tokens: number of tokens.
-        entropy: sum over tokens of the entropy of the router's probabilities, in nats.
+        layer: Path of the `MoE`.
+        taken: Tuple with the number of tokens that each expert accepted.
+        choices: Number of choices, including dropped ones.
+        tokens: Number of tokens.
+        entropy: Sum over tokens of the entropy of the router's probabilities, in nats.
 
     Example:
 
@@ -50,99 +50,112 @@ class LayerLoad:
 
     @classmethod
     def of(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
-        """Return that of what a `MoE` tells: [E + 3]."""
-        taken, others = loads[: -len(NUMBERS)], loads[-len(NUMBERS) :]
-        return cls(layer, tuple(map(float, taken)), *map(float, others))
+        """Return the load from the array [E + 3] that a `MoE` reports for `layer`."""
+        accepted = loads[: -len(NUMBERS)]
+        scalars = loads[-len(NUMBERS) :]
+        return cls(layer, tuple(map(float, accepted)), *map(float, scalars))
 
     @property
     def dropped_share(self) -> float:
-        """The share of choices that experts did not take."""
+        """Fraction of choices that experts did not accept."""
         return 1 - sum(self.taken) / self.choices if self.choices else 0.0
 
     @property
     def mean_entropy(self) -> float:
-        """The mean entropy of the router's probabilities, at most ln E."""
+        """Mean entropy of the router's probabilities in nats, at most ln E."""
         return self.entropy / self.tokens if self.tokens else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLoad:
-    """The load of all layers' experts. Its `str` is a table.
+    """Load of the experts of all layers. `str(load)` is a table.
 
     Args:
-        layers: tuple of `LayerLoad`s.
+        layers: Tuple of `LayerLoad`s.
     """
 
     layers: tuple[LayerLoad, ...]
 
     def __str__(self):
-        lines = [("layer", "tokens", "dropped", "entropy", "of at most", "share of each expert")]
-        for one in self.layers:
-            total = max(sum(one.taken), 1)
-            shares = " ".join(f"{taken / total:.1%}" for taken in one.taken)
-            most, entropy = math.log(len(one.taken)), one.mean_entropy
-            numbers = f"{one.tokens:,.0f}", f"{one.dropped_share:.1%}", f"{entropy:.3f}"
-            lines.append((one.layer, *numbers, f"{most:.3f}", shares))
+        lines = [("layer", "tokens", "dropped", "entropy", "maximum", "share of each expert")]
+        for load in self.layers:
+            total = max(sum(load.taken), 1)
+            shares = " ".join(f"{taken / total:.1%}" for taken in load.taken)
+            max_entropy = math.log(len(load.taken))
+            entropy = load.mean_entropy
+            texts = f"{load.tokens:,.0f}", f"{load.dropped_share:.1%}", f"{entropy:.3f}"
+            lines.append((load.layer, *texts, f"{max_entropy:.3f}", shares))
         return "\n".join(columns(lines, right=(1, 2, 3, 4)))
 
     def write(self, path: str | os.PathLike) -> None:
-        """Write a picture, .png: the load of each expert of each layer.
+        """Write a .png picture with the load of each expert of each layer.
+
+        Args:
+            path: Path of the file.
 
         Raises:
-            ImportError: matplotlib is not there.
+            InputError: If matplotlib is missing or the file cannot be written.
         """
         figure = self.plot()
         with replacing(path) as fresh:
             figure.savefig(fresh, dpi=120, format="png")
 
     def plot(self):
-        """Return a matplotlib figure: the load of each expert, as a multiple of the mean."""
-        check_installed("matplotlib", "pictures")
+        """Return a matplotlib figure with the load of each expert as a multiple of the mean."""
+        check_installed("matplotlib", "Pictures")
         from matplotlib.figure import Figure
 
-        most = max(len(one.taken) for one in self.layers)
+        max_experts = max(len(load.taken) for load in self.layers)
         figure = Figure(
-            figsize=(2 + 0.6 * most, 1.5 + 0.4 * len(self.layers)), layout="constrained"
+            figsize=(2 + 0.6 * max_experts, 1.5 + 0.4 * len(self.layers)), layout="constrained"
         )
-        axes, table = figure.subplots(), np.full((len(self.layers), most), np.nan)
-        for row, one in enumerate(self.layers):
-            mean = max(sum(one.taken), 1) / len(one.taken)
-            table[row, : len(one.taken)] = np.asarray(one.taken) / mean
+        axes = figure.subplots()
+        table = np.full((len(self.layers), max_experts), np.nan)
+        for row, load in enumerate(self.layers):
+            mean = max(sum(load.taken), 1) / len(load.taken)
+            table[row, : len(load.taken)] = np.asarray(load.taken) / mean
         image = axes.imshow(table, vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
-        figure.colorbar(image, label="load, of the mean")
-        names = [f"{one.layer} ({one.dropped_share:.1%} dropped)" for one in self.layers]
+        figure.colorbar(image, label="load / mean load")
+        names = [f"{load.layer} ({load.dropped_share:.1%} dropped)" for load in self.layers]
         axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_xticks(range(most))
+        axes.set_xticks(range(max_experts))
         axes.set_xlabel("expert")
         return figure
 
 
 def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
-    """Return the elements of the buffers [g, E, c, h] of a device's groups of tokens.
+    """Return the number of elements of the expert buffers [g, E, c, h] on a device.
 
     Args:
-        layer: the `MoE`.
-        stream_shape: (b, s, h) of the residual stream.
+        layer: A `MoE`.
+        stream_shape: Shape (b, s, h) of the residual stream.
     """
     batch, length, features = stream_shape
-    config, shards = layer.config, axis_size(mesh_axis("batch"))
+    config = layer.config
+    shards = axis_size(mesh_axis("batch"))
     if config.expert_group_size is None:
-        groups, size = 1, batch * length // shards
-        most = capacity(batch * length, config)
+        groups = 1
+        size = batch * length // shards
+        max_tokens = capacity(batch * length, config)
     else:
         size = min(config.expert_group_size, length)
         in_sequence = math.ceil(length / size) // axis_size(axis_of_groups(length, size))
         groups = batch // shards * in_sequence
-        most = capacity(size, config)
-    places = size if most is None else min(most, size)
-    return groups * config.expert_num * places * features
+        max_tokens = capacity(size, config)
+    slots = size if max_tokens is None else min(max_tokens, size)
+    return groups * config.expert_num * slots * features
 
 
 def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
-    """Return the elements that all-reduces over the model axis sum, forward, and as many backward.
+    """Return the number of elements that are all-reduced over the model axis in the forward pass.
 
-    Outputs of experts are summed forward, gradients of their inputs backward: for a gate and what it
-    multiplies together. Shared experts are an ordinary feed-forward layer.
+    The backward pass has the same number. Experts' outputs are summed forward, and gradients of
+    their inputs backward, with one sum for a gate and its mapping. A shared expert counts as an
+    ordinary feed-forward layer.
+
+    Args:
+        layer: A `MoE`.
+        stream_shape: Shape (b, s, h) of the residual stream.
     """
     elements = buffer_elements(layer, stream_shape)
     shared = 0
@@ -153,23 +166,33 @@ def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
 
 
 def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes: bool) -> int:
-    """Return the bytes that a device sends to those that hold other experts.
+    """Return the bytes that a device sends to devices with other experts.
 
-    The buffers' bytes · (e − 1) / e for each all-to-all: tokens go to experts and outputs come back,
-    forward; and so do their gradients, backward. What is recomputed is sent once more.
+    Each all-to-all sends the buffers' bytes · (e − 1) / e. There are four: tokens and outputs in
+    the forward pass, and their gradients in the backward pass. Recomputation repeats the first two.
+
+    Args:
+        layer: A `MoE`.
+        stream_shape: Shape (b, s, h) of the residual stream.
+        recomputes: Boolean, whether the layer is recomputed.
     """
-    shards, item_bytes = axis_size(mesh_axis("expert")), tf.as_dtype(layer.compute_dtype).size
-    each = buffer_elements(layer, stream_shape) * item_bytes * (shards - 1) / shards
-    return round(each * (6 if recomputes else 4))
+    shards = axis_size(mesh_axis("expert"))
+    item_bytes = tf.as_dtype(layer.compute_dtype).size
+    bytes_per_call = buffer_elements(layer, stream_shape) * item_bytes * (shards - 1) / shards
+    return round(bytes_per_call * (6 if recomputes else 4))
 
 
-def kept_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
-    """Return how many rows of features experts are given for a sequence, on all its shards.
+def num_expert_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
+    """Return the number of rows that experts compute per sequence, over all shards of the sequence.
 
-    On a mesh those of the buffers; on one device, where none is padded, at most k for each token.
+    On one device this is k per token. On a mesh it is the number of rows in the buffers.
+
+    Args:
+        layer: A `MoE`.
+        stream_shape: Shape (b, s, h) of the residual stream.
     """
     batch, length, features = stream_shape
     if job.mesh() is None:
         return length * layer.config.num_experts_chosen
-    on_shards = buffer_elements(layer, stream_shape) * axis_size(mesh_axis("length_shards"))
-    return on_shards / (features * batch / axis_size(mesh_axis("batch")))
+    elements = buffer_elements(layer, stream_shape) * axis_size(mesh_axis("length_shards"))
+    return elements / (features * batch / axis_size(mesh_axis("batch")))

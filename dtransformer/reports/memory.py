@@ -1,4 +1,4 @@
-"""Report of a rank's memory: by the plan and the theory, next to what is measured.
+"""Report of a rank's memory: planned by theory, next to measured bytes.
 
 References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
 Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5.
@@ -28,20 +28,20 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
-from dtransformer.planner.formulas import NCCL_BYTES, kept_bytes
-from dtransformer.reports.expert_load import kept_rows
+from dtransformer.planner.formulas import NCCL_BYTES, saved_activation_bytes
+from dtransformer.reports.expert_load import num_expert_rows
 from dtransformer.tables import columns
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """One use of memory.
+    """Memory of one kind.
 
     Args:
-        what: "weights", "gradients", "optimizer states" or "activations"; on GPUs "NCCL's buffers",
-            which TensorFlow's allocator does not see.
-        planned: bytes on this rank, by the plan or by the theory.
-        measured: bytes of the tensors that there are; None where that is not known.
+        what: "weights", "gradients", "optimizer states" or "activations". On GPUs also "NCCL's
+            buffers", which TensorFlow's allocator does not include.
+        planned: Planned bytes on this rank.
+        measured: Bytes of existing tensors, or `None` if unknown.
     """
 
     what: str
@@ -51,12 +51,12 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory of this rank. Its `str` is a table.
+    """Memory of this rank. `str(report)` is a table.
 
     Args:
-        rows: tuple of `MemoryRow`s.
-        peak: largest number of bytes that the process, or its GPUs, had so far.
-        attention: how attention of each stack of blocks is computed, as text; see `attention`.
+        rows: Tuple of `MemoryRow`s.
+        peak: Peak memory of the process, or of its GPUs, in bytes.
+        attention: Attention implementation of each stack of blocks, as text.
     """
 
     rows: tuple
@@ -64,11 +64,14 @@ class MemoryReport:
     attention: str = ""
 
     def __getitem__(self, what):
-        """Return the `MemoryRow` of a use."""
+        """Return the row of a kind of memory."""
         return next(row for row in self.rows if row.what == what)
 
     def __str__(self):
-        number = lambda value: "–" if value is None else f"{value:,}"
+
+        def number(value):
+            return "–" if value is None else f"{value:,}"
+
         lines = [("bytes of this rank", "planned", "measured")]
         lines += [(row.what, number(row.planned), number(row.measured)) for row in self.rows]
         lines.append(("all", number(sum(row.planned for row in self.rows)), "–"))
@@ -78,30 +81,36 @@ class MemoryReport:
 
 
 def memory_report(network, optimizer, update, input_shapes, num_kept=1):
-    """Return the `MemoryReport` of a trainer whose step was run.
+    """Return the memory report of a trainer that has run a step.
 
     Args:
-        network: the `keras.Model`.
-        optimizer: its Keras optimizer.
-        update: its `ShardedOptimizer`.
-        input_shapes: nested shapes of what this rank's mesh computes at once, or None.
-        num_kept: how many such activations are kept at once.
+        network: The `keras.Model`.
+        optimizer: Its Keras optimizer.
+        update: Its `ShardedOptimizer`.
+        input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
+            `None`.
+        num_kept: Number of such inputs whose activations are stored simultaneously.
+
+    Returns:
+        A `MemoryReport`.
     """
-    plan, level = update.partition, update.partition.level
+    plan = update.partition
+    level = update.partition.level
     trained = network.trainable_variables
-    kinds = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
-    copied = [w for w in trained if isinstance(w, MasterShardedVariable)]
+    sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
+    master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
     frozen = network.non_trainable_variables
-    copies_of_frozen = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
-    others = own_shards(frozen) + copies_of_frozen
+    frozen_copies = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
+    other_weights = own_shards(frozen) + frozen_copies
     weights = own_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
-    weights += [w.copy for w in copied] + others
+    weights += [w.copy for w in master_weights] + other_weights
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
-    states += own_shards(copied)
-    planned_weights, planned_gradients = _bytes(others), 0
+    states += own_shards(master_weights)
+    planned_weights = _bytes(other_weights)
+    planned_gradients = 0
     for row in plan.parameters:
-        kind = kinds.get(row.path)
+        kind = sharded_weights.get(row.path)
         planned_weights += _weight_bytes(row, kind)
         if isinstance(kind, MasterShardedVariable):
             planned_states += row.updated_elements(plan.index) * row.item_bytes
@@ -115,39 +124,43 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
-    if device_type() == "GPU" and logical_gpus() == 1:  # else all is sent through the host
-        rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _communicators()),)
-    return MemoryReport(rows, _peak(), _attention(network, input_shapes))
+    # Communication between several logical GPUs goes through the host, without NCCL.
+    if device_type() == "GPU" and logical_gpus() == 1:
+        rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _num_communicators()),)
+    return MemoryReport(rows, _peak(), _describe_attention(network, input_shapes))
 
 
-def _communicators():
-    """Return how many communicators this rank has: of its groups, of its mesh's axes, of all of them."""
+def _num_communicators():
+    """Return the number of NCCL communicators: one per process group, mesh axis and mesh."""
     axes = job.mesh().dim_names if job.mesh() is not None else []
     return job.current().groups.num_communicators + len(axes) + (len(axes) > 1)
 
 
 def _state_bytes(optimizer, states, update):
-    """Return the bytes of an optimizer's states by the plan: some for each element that is updated.
+    """Return the planned bytes of an optimizer's states.
 
-    States of other shapes, such as Adafactor's sums over rows, are counted as they are.
+    States in the shape of a parameter count per updated element. Others, such as Adafactor's row
+    statistics, count with their actual size.
     """
-    plan, others, planned = update.partition, _bytes(states), 0
+    plan = update.partition
+    remaining = _bytes(states)
+    planned = 0
     lists = _compat.optimizer_states(getattr(optimizer, "inner_optimizer", optimizer)).values()
-    lists = [each for each in lists if isinstance(each, list) and len(each) == len(update.units)]
-    for number, unit in enumerate(update.units):
+    lists = [x for x in lists if isinstance(x, list) and len(x) == len(update.units)]
+    for unit_index, unit in enumerate(update.units):
         rows = [plan.parameters[i] for i in unit.positions]
         shape = unit.parameter.shape
-        of_unit = [each[number] for each in lists if each[number] is not None]
-        of_unit = [v for v in of_unit if tuple(v.shape) == tuple(shape)]
-        others -= _bytes(of_unit)
-        planned += len(of_unit) * sum(
+        unit_states = [x[unit_index] for x in lists if x[unit_index] is not None]
+        unit_states = [v for v in unit_states if tuple(v.shape) == tuple(shape)]
+        remaining -= _bytes(unit_states)
+        planned += len(unit_states) * sum(
             row.updated_elements(plan.index) * row.item_bytes for row in rows
         )
-    return planned + others
+    return planned + remaining
 
 
 def _item_bytes(row, variable):
-    """Return the bytes of an entry of a weight as it is computed with."""
+    """Return the bytes per element of the weight that layers compute with."""
     return (
         variable.copy.dtype.size if isinstance(variable, MasterShardedVariable) else row.item_bytes
     )
@@ -160,29 +173,37 @@ def _weight_bytes(row, variable):
 
 
 def activation_bytes(network, input_shapes, num_kept=1):
-    """Return the bytes that the blocks' activations take until the backward pass.
+    """Return the bytes of the activations that blocks save for the backward pass.
 
-    Those of one device, of the blocks of its pipeline stage, by `planner.formulas.kept_bytes`.
-    Under `context_parallel` a device has those of its shard of each sequence.
+    The result is for one device and the blocks of its pipeline stage, see
+    `planner.formulas.saved_activation_bytes`. Under `context_parallel` a device saves its shard of each
+    sequence.
 
     Args:
-        network: a `keras.Model` with the method `stream_shapes`; others give 0.
-        input_shapes: nested shapes of what the mesh computes at once.
-        num_kept: how many such activations are kept at once.
+        network: A `keras.Model`. Without a method `stream_shapes` the result is 0.
+        input_shapes: Nested shapes of the inputs that the mesh computes in one call.
+        num_kept: Number of such inputs whose activations are stored simultaneously.
     """
-    config, total = get_parallel_config(), 0
-    share = num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
+    config = get_parallel_config()
+    total = 0
+    batch_fraction = (
+        num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
+    )
     item = tf.as_dtype(network.compute_dtype).size
-    for stack, (b, s, h), memory in _streams(network, input_shapes):
+    for stack, (b, s, h), memory in _iterate_stacks(network, input_shapes):
         for block in filter(is_here, stack.blocks):
-            lengths = _lengths(block, s, memory)
-            kinds = [_implementation(stack, s, length) for length in lengths]
-            total += b * share * _of_block(block, (b, s, h), lengths, kinds, item, config)
+            lengths = _attended_lengths(block, s, memory)
+            implementations = [_implementation(stack, s, length) for length in lengths]
+            total += (
+                b
+                * batch_fraction
+                * _block_bytes(block, (b, s, h), lengths, implementations, item, config)
+            )
     return round(total)
 
 
-def _streams(network, input_shapes):
-    """Yield the stacks of blocks, the shapes of their streams, and the length of a memory."""
+def _iterate_stacks(network, input_shapes):
+    """Yield `(stack, stream_shape, memory_length)` for each stack of blocks."""
     if not hasattr(network, "stream_shapes") or input_shapes is None:
         return
     streams = network.stream_shapes(input_shapes)
@@ -191,57 +212,61 @@ def _streams(network, input_shapes):
             yield stack, streams[stack.name], next(iter(streams.values()))[1]
 
 
-def _lengths(block, length, memory):
-    """Return what each attention of a block attends to, in positions."""
+def _attended_lengths(block, length, memory):
+    """Return the number of attended positions for each attention of a block."""
     return [length, memory] if isinstance(block, TransformerDecoderLayer) else [length]
 
 
-def _attention(network, input_shapes):
-    """Return how attention of each stack of blocks is computed, as text."""
-    found = []
-    for stack, (_, s, _), memory in _streams(network, input_shapes):
+def _describe_attention(network, input_shapes):
+    """Return a text with the attention implementation of each stack."""
+    descriptions = []
+    for stack, (_, s, _), memory in _iterate_stacks(network, input_shapes):
         if stack.blocks:
-            lengths = _lengths(stack.blocks[0], s, memory)
-            kinds = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
-            found.append(f"{stack.name} {' and '.join(kinds)}")
-    return ", ".join(found)
+            lengths = _attended_lengths(stack.blocks[0], s, memory)
+            implementations = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
+            descriptions.append(f"{stack.name} {' and '.join(implementations)}")
+    return ", ".join(descriptions)
 
 
 def _implementation(stack, num_queries, num_keys):
-    """Return how attention of a stack's blocks is computed, but for what a mask may ask for."""
+    """Return the attention implementation of a stack's blocks, without regard to masks."""
     if mesh_axis("length_shards") is not None:
         return "blockwise"
-    given = stack.blocks[0].arguments | stack.arguments
-    n, bias = given["num_heads"], given.get("alibi") or given["relative_ranges"] is not None
-    d, dropout = given.get("head_dim") or given["hidden_size"] // n, given["attention_dropout_rate"]
-    sizes = [(n, num_queries), (given.get("num_kv_heads") or n, num_keys)]
+    arguments = stack.blocks[0].arguments | stack.arguments
+    n = arguments["num_heads"]
+    bias = arguments.get("alibi") or arguments["relative_ranges"] is not None
+    d = arguments.get("head_dim") or arguments["hidden_size"] // n
+    dropout = arguments["attention_dropout_rate"]
+    sizes = [(n, num_queries), (arguments.get("num_kv_heads") or n, num_keys)]
     q, k = (tf.TensorSpec([1, m, length, d], stack.compute_dtype) for m, length in sizes)
-    options = {"bias": bias, "soft_cap": given.get("soft_cap"), "dropout": dropout or None}
+    options = {"bias": bias, "soft_cap": arguments.get("soft_cap"), "dropout": dropout or None}
     with tf.Graph().as_default(), trace.on_mesh(job.mesh() is not None):
-        return implementation_for(given.get("implementation", "auto"), q, k, **options)
+        return implementation_for(arguments.get("implementation", "auto"), q, k, **options)
 
 
-def _of_block(block, shape, lengths, kinds, item, config):
-    """Return the bytes that a block keeps of each sequence.
+def _block_bytes(block, shape, lengths, implementations, item, config):
+    """Return the bytes that a block saves per sequence.
 
     Args:
-        block: the block.
-        shape: (b, s, h) of its stream.
-        lengths: what each of its attentions attends to, in positions.
-        kinds: how each of them is computed.
-        item: bytes of an activation.
-        config: the parallel config.
+        block: The block.
+        shape: Shape (b, s, h) of its stream.
+        lengths: Number of attended positions for each of its attentions.
+        implementations: Implementation of each attention.
+        item: Bytes of an activation element.
+        config: The parallel config.
     """
-    choice, options = block.recompute_config, block.arguments
+    recompute = block.recompute_config
+    options = block.arguments
     _, s, h = shape
     experts = {}
-    if isinstance(moe := getattr(block, "feed_forward", None), MoE):
-        experts["expert_rows"] = kept_rows(moe, shape)
-        experts["experts_chosen"] = moe.config.num_experts_chosen
-        experts["shared_experts"] = moe.config.shared_experts
-    inner = moe.ffn_hidden_size if experts else options["ffn_hidden_size"]
-    n, latent = options["num_heads"], Latent.of(options.get("latent"))
-    return kept_bytes(
+    if isinstance(feed_forward := getattr(block, "feed_forward", None), MoE):
+        experts["expert_rows"] = num_expert_rows(feed_forward, shape)
+        experts["experts_chosen"] = feed_forward.config.num_experts_chosen
+        experts["shared_experts"] = feed_forward.config.shared_experts
+    inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
+    n = options["num_heads"]
+    latent = Latent.of(options.get("latent"))
+    return saved_activation_bytes(
         length=s,
         attended=lengths,
         hidden_size=h,
@@ -254,10 +279,10 @@ def _of_block(block, shape, lengths, kinds, item, config):
         item_bytes=item,
         model_parallel=config.model_parallel,
         is_sequence_sharded=config.sequence_parallel,
-        recomputes_block=choice.recompute,
-        is_input_sharded=choice.recompute_slice_activation,
-        recomputed=choice.select,
-        by_blocks=[kind != "reference" for kind in kinds],
+        recomputes_block=recompute.recompute,
+        is_input_sharded=recompute.recompute_slice_activation,
+        recomputed=recompute.select,
+        by_blocks=[kind != "reference" for kind in implementations],
         latent_features=latent.features if latent is not None else 0,
         **experts,
     )

@@ -1,4 +1,4 @@
-"""Report of how every weight is sharded, as a table."""
+"""Report of the sharding of every weight, as a table."""
 
 import dataclasses
 import math
@@ -14,16 +14,17 @@ from dtransformer.tables import columns
 
 @dataclasses.dataclass(frozen=True)
 class WeightRow:
-    """One weight of the plan.
+    """Sharding of one weight.
 
     Args:
-        path: its path in the network.
-        shape: shape of the full weight.
-        dtype: name of its type.
-        axes: the logical name, or None, of every dimension; () where it has none.
-        sharded_over: the mesh axis, or None, that shards every dimension; ("ranks",) where
-            each rank of the data-parallel group has a flat shard.
-        num_shards: number of different shards of the weight.
+        path: Path of the weight in the network.
+        shape: Shape of the full weight.
+        dtype: Name of its dtype.
+        axes: Tuple with the logical axis, or `None`, of each dimension. Empty if the weight has
+            no logical axes.
+        sharded_over: Tuple with the mesh axis, or `None`, that shards each dimension.
+            `("ranks",)` if each data-parallel rank has a flat shard.
+        num_shards: Number of distinct shards.
     """
 
     path: str
@@ -35,25 +36,25 @@ class WeightRow:
 
     @property
     def elements_per_device(self):
-        """The number of elements that each device holds."""
+        """Number of elements on each device, rounded up."""
         return -(-math.prod(self.shape) // self.num_shards)
 
     @property
     def bytes_per_device(self):
-        """The bytes that each device holds."""
+        """Number of bytes on each device."""
         return self.elements_per_device * tf.as_dtype(self.dtype).size
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlan:
-    """How the weights of a network are sharded. Its `str` is a table.
+    """Sharding of a network's weights. `str(plan)` is a table.
 
     Args:
-        rows: tuple of `WeightRow`s.
-        num_local_devices: number of devices of each rank.
-        shard: the `dtransformer.parallel.zero.partition.Partition`, printed below; None without one.
-        stages: tuple of the names of the layers of each pipeline stage; () without a pipeline. The
-            rows are those of this rank's.
+        rows: Tuple of `WeightRow`s of this rank's pipeline stage.
+        num_local_devices: Number of devices per rank.
+        shard: `dtransformer.parallel.zero.partition.Partition` to print below the table, or
+            `None`.
+        stages: Tuple with the layer names of each pipeline stage. Empty without a pipeline.
     """
 
     rows: tuple
@@ -63,7 +64,12 @@ class WeightPlan:
 
     @classmethod
     def of(cls, variables, shard=None, stages=()):
-        """Return the plan of a list of Keras variables."""
+        """Build the plan from a list of Keras variables.
+
+        Args:
+            variables: List of Keras variables.
+            shard, stages: See the class.
+        """
         mesh = job.mesh()
         rows = tuple(
             WeightRow(
@@ -80,40 +86,45 @@ class WeightPlan:
 
     @property
     def elements_per_device(self):
-        """The number of elements that each device holds."""
+        """Number of elements of all weights on each device."""
         return sum(row.elements_per_device for row in self.rows)
 
     @property
     def bytes_per_device(self):
-        """The bytes that each device holds."""
+        """Number of bytes of all weights on each device."""
         return sum(row.bytes_per_device for row in self.rows)
 
     def __str__(self):
-        names = lambda axes: "(" + ", ".join(axis or "–" for axis in axes) + ")"
+
+        def axis_names(axes):
+            return "(" + ", ".join(axis or "–" for axis in axes) + ")"
+
         header = ("weight", "shape", "type", "dimensions", "sharded over", "bytes per rank")
         table = [header]
         for row in self.rows:
             num_bytes = row.bytes_per_device * self.num_local_devices
             shape = "×".join(map(str, row.shape)) or "scalar"
-            axes = names(row.axes), names(row.sharded_over)
+            axes = axis_names(row.axes), axis_names(row.sharded_over)
             table.append((row.path, shape, row.dtype, *axes, f"{num_bytes:,}"))
         lines = columns(table, right=(len(header) - 1,))
         elements = sum(math.prod(row.shape) for row in self.rows)
         sharded = sum(row.bytes_per_device for row in self.rows if any(row.sharded_over))
         lines += [
             lines[1],
-            f"{len(self.rows)} weights of {elements:,} elements; each device holds "
-            f"{self.elements_per_device:,}: {sharded:,} bytes of sharded weights and "
-            f"{self.bytes_per_device - sharded:,} of replicated ones, {self.bytes_per_device:,} in all; "
-            f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
+            f"{len(self.rows)} weights with {elements:,} elements. Each device stores "
+            f"{self.elements_per_device:,} of them: {sharded:,} bytes of sharded weights and "
+            f"{self.bytes_per_device - sharded:,} bytes of replicated weights, "
+            f"{self.bytes_per_device:,} bytes in total. Devices per rank: {self.num_local_devices}.",
         ]
-        for number, names in enumerate(self.stages):
-            lines.append(f"stage {number} has {', '.join(names) or 'no layer'}")
-        return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])
+        for i, names in enumerate(self.stages):
+            lines.append(f"Stage {i}: {', '.join(names) or 'no layers'}")
+        if self.shard is not None:
+            lines += ["", str(self.shard)]
+        return "\n".join(lines)
 
 
 def _shards(variable):
-    """Return what shards a weight's dimensions, and the number of its different shards."""
+    """Return the mesh axes that shard a weight's dimensions, and the number of distinct shards."""
     if isinstance(variable, FullyShardedVariable):
         return ("ranks",), job.data_parallel_group().size
     axes = sharding_specs(variable)

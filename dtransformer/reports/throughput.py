@@ -1,4 +1,4 @@
-"""Tokens per second, FLOP/s, and their share of what the machine can do."""
+"""Tokens per second, FLOP/s and utilization of the device's peak."""
 
 import contextlib
 import functools
@@ -13,7 +13,8 @@ from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.models import from_network
 
-# Rows and columns, and how many before one element is read: on a GPU 1024³ takes 3 µs, a launch as long.
+# Matrix size and number of products before a result is read. On a GPU a product of 1024³ takes 3
+# µs, as long as a kernel launch, so larger matrices are needed.
 PRODUCTS = {"CPU": (1024, 1), "GPU": (8192, 8)}
 
 
@@ -21,42 +22,49 @@ PRODUCTS = {"CPU": (1024, 1), "GPU": (8192, 8)}
 def measured_peak(dtype="float32", size=None, seconds=0.1):
     """Return the FLOP/s of large square products on this rank's device.
 
-    Measured once per process and type, by the best of several products.
+    The fastest of several measurements counts. The result is cached per process and arguments.
 
     Args:
-        dtype: name of the type that is computed in.
-        size: number of rows and columns of the matrices; by default those of `PRODUCTS`.
-        seconds: how long to measure.
+        dtype: Name of the dtype.
+        size: Number of rows and columns of the matrices. Defaults to the entry of `PRODUCTS`.
+        seconds: Duration of the measurement.
     """
-    usual, times = PRODUCTS[device_type()]
-    size = size or usual
+    default_size, num_products = PRODUCTS[device_type()]
+    size = size or default_size
     matrix = tf.cast(tf.random.stateless_normal([size, size], [0, 0]) * size**-0.5, dtype)
     products = tf.function(
-        lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(times), x)[0, 0]
+        lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(num_products), x)[0, 0]
     )
     products(matrix).numpy()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best = float("inf")
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
         products(matrix).numpy()
         best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 * times / best
+    return 2.0 * size**3 * num_products / best
 
 
 def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
-    """Return what a training step has of tokens, padded ones too, and of FLOP, by shapes alone.
+    """Return the tokens and the floating-point operations of a training step, from shapes only.
+
+    Tokens include padding. If the network has the method `stream_shapes`, they are all positions of
+    its stacks, otherwise the elements of integer labels, or rows. Operations come from the
+    network's method `flops_per_step` if it exists. Otherwise the planner counts them for networks
+    from `dtransformer.models`, with a third less under adapters, because their kernels have no
+    gradients. The count is 0 for other networks.
 
     Args:
-        network: a `keras.Model`. Where it has the method `stream_shapes`, all positions of its
-            stacks are tokens; elsewhere labels that are integers, or rows. FLOP are those of the
-            method `flops_per_step`, or as the planner counts a network of `dtransformer.models`:
-            beside adapters a third less, as their kernels have no gradients.
-        inputs, labels: nested tensors of a batch.
+        network: A `keras.Model`.
+        inputs, labels: Nested tensors of a batch.
+
+    Returns:
+        A `(tokens, flops)` tuple of floats.
     """
     flat = [x for x in tf.nest.flatten(labels) if x is not None] or tf.nest.flatten(inputs)
     shape = tuple(flat[0].shape)
-    are_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
-    tokens = math.prod(shape) if are_ids else shape[0]
+    has_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
+    tokens = math.prod(shape) if has_ids else shape[0]
     flops = float(network.flops_per_step(inputs)) if hasattr(network, "flops_per_step") else 0.0
     if hasattr(network, "stream_shapes"):
         shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
@@ -65,47 +73,54 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
             (rows, source, _), (_, target, _) = streams[0], streams[-1]
             rank = int(any(low_rank_of(x) and not x.trainable for x in network.variables))
-            given = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
-            with contextlib.suppress(InputError):  # the planner has no network without blocks
-                flops = rows * from_network(network, **given).flops_per_sequence()
+            changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
+            with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
+                flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops
 
 
 class Throughput:
-    """Counts tokens and FLOP of an epoch against the clock.
+    """Tokens and floating-point operations per second of an epoch.
 
-    The first step of a run, which compiles, is not counted.
+    The first step of a run is not counted, because it compiles.
 
     Attributes:
-        peak: FLOP/s that all ranks were measured to do together. Where others used the machine
-            meanwhile, steps may be faster: what they do is the peak, then.
+        peak: Measured FLOP/s of all ranks together. If a step is faster, because other processes
+            slowed down the measurement, its FLOP/s become the new peak.
     """
 
     def __init__(self):
         self.start(0.0)
 
     def start(self, peak):
-        """Begin anew, with a peak."""
+        """Set the peak and reset all counters."""
         self.peak = peak
         self.reset()
 
     def reset(self):
-        """Forget what was counted."""
+        """Reset all counters."""
         self.seconds = self.tokens = self.flops = self.waited = 0.0
 
     def add(self, seconds, tokens=0.0, flops=0.0, waited=0.0):
-        """Count a step of all ranks, of whose seconds this one waited some for its data."""
+        """Count a step of all ranks.
+
+        Args:
+            seconds: Duration of the step.
+            tokens: Number of tokens.
+            flops: Number of floating-point operations.
+            waited: Seconds of the step that this rank waited for data.
+        """
         self.waited += waited
         self.seconds += seconds
         self.tokens += tokens
         self.flops += flops
 
     def add_read(self, seconds):
-        """Count what steps that have been added took longer: they end when their logs are read."""
+        """Add the seconds of reading logs to the counted steps, which end with that read."""
         self.seconds += seconds if self.seconds else 0.0
 
     def logs(self):
-        """Return the means since the last reset, by the name they are logged under."""
+        """Return a dict with the mean rates since the last reset."""
         if not self.seconds:
             return {"tokens_per_second": 0.0}
         logs = {"tokens_per_second": self.tokens / self.seconds}

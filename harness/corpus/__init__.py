@@ -1,6 +1,6 @@
-"""The grammar that wrote the embedded corpus, `dtransformer/datasets/embedded.tsv.xz`.
+"""Grammar that generates the embedded corpus, `dtransformer/datasets/embedded.tsv.xz`.
 
-The words are tables (`lexicon`); `english`, `french` and `numerals` hold the rules of a language,
-`phrases` builds noun phrases and clauses in both at once, `sentences` are the patterns, and
-`corpus` draws from them. `python -m harness.corpus` writes the file anew.
+`lexicon` contains the words, and `english`, `french` and `numerals` the rules of each language.
+`phrases` builds noun phrases and clauses in both languages, `sentences` contains the patterns, and
+`corpus` draws from them. `python -m harness.corpus` writes the file again.
 """

@@ -1,4 +1,4 @@
-"""The corpus: distinct sentence pairs, drawn from the patterns."""
+"""Corpus of distinct sentence pairs, drawn from the patterns."""
 
 import random
 
@@ -6,7 +6,10 @@ from harness.corpus.sentences import PATTERNS
 
 
 class Draw:
-    """Draws from a seed, alike in every Python: of `random`, only `random()` promises that."""
+    """Random draws that are identical in every Python version.
+
+    Of the module `random`, only `random()` guarantees reproducible values.
+    """
 
     def __init__(self, seed):
         self._random = random.Random(seed).random
@@ -16,7 +19,7 @@ class Draw:
         return int(self._random() * number)
 
     def chance(self, percent):
-        """Return True in `percent` of a hundred cases."""
+        """Return True with a probability of `percent` / 100."""
         return self.below(100) < percent
 
     def choice(self, options):

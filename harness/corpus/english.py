@@ -1,4 +1,4 @@
-"""The rules of English: regular forms, and a subject with its verb."""
+"""Rules of English: regular forms, and a subject with its verb."""
 
 _NEGATED = {"am": "am not", "will": "won't", "can": "can't"}
 

@@ -17,19 +17,21 @@ _ENDINGS = {
     "future": ("ai", "a", "ons", "ez", "ont"),
     "imperfect": ("ais", "ait", "ions", "iez", "aient"),
 }
-_IRREGULAR = dict(rows("irregular verbs", ":"))  # infinitive -> present | future | participle
+# Infinitive to "present | future | participle".
+_IRREGULAR = dict(rows("irregular verbs", ":"))
 _WITH_ETRE = frozenset("aller arriver partir rester venir".split())
-_STATES = frozenset("aimer avoir coûter être vouloir".split())  # their past is the imperfect
-# A tense as English has it -> the French tense, or the auxiliary whose present it takes.
+_STATES = frozenset("aimer avoir coûter être vouloir".split())  # Their past is the imperfect.
+# English tense to French tense, or to the auxiliary verb that is used in the present.
 TENSES = {"present": "present", "progressive": "present", "past progressive": "imperfect"}
 TENSES |= {"past": "compound", "will": "future", "going to": "aller", "can": "pouvoir"}
 TENSES |= {"must": "devoir", "want to": "vouloir"}
 NEGATIONS = {"": "", "not": "pas", "never": "jamais", "no longer": "plus"}
-# English -> French before a masculine, a feminine and a plural noun.
+# English determiner to French forms for masculine, feminine and plural nouns.
 _DETERMINERS = {word: forms.split() for word, forms in rows("determiners", ":")}
 _BEFORE_VOWEL = {"ce": "cet", "ma": "mon", "sa": "son"}
 _BEFORE_VOWEL |= {"beau": "bel", "nouveau": "nouvel", "vieux": "vieil"}
-_VOWEL = r"(?!(?:huit|onze)\b)[aàâeéèêiîoôuœyh]"  # every other h of this corpus is mute
+# In this corpus every h is mute except in "huit".
+_VOWEL = r"(?!(?:huit|onze)\b)[aàâeéèêiîoôuœyh]"
 _ELIDED = re.compile(rf"\b(je|me|ne|que|le|la|de) (?={_VOWEL})", re.IGNORECASE)
 _CONTRACTED = {"à le": "au", "à les": "aux", "de le": "du", "de les": "des"}
 
@@ -48,7 +50,7 @@ def smooth(text):
 
 
 def before(word, following):
-    """Return a determiner or adjective as it stands before a word: "mon amie", "vieil ami"."""
+    """Return the form of a determiner or adjective before a word: "mon amie", "vieil ami"."""
     vowel = re.match(_VOWEL, following, re.IGNORECASE)
     return _BEFORE_VOWEL.get(word, word) if vowel else word
 

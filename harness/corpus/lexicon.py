@@ -1,4 +1,4 @@
-"""The words of the corpus, as tables: every English word has one sense, hence one translation."""
+"""Words of the corpus. Every English word has one sense and hence one translation."""
 
 import functools
 from collections import namedtuple
@@ -7,7 +7,8 @@ from harness.corpus import english, french
 from harness.corpus.tables import rows
 
 NAMES = {name: gender == "f" for name, gender in rows("names")}
-TIMES = {tense: words.split(", ") for tense, words in rows("times", ": ")}  # of English|French
+# Lists of "English|French" texts by tense.
+TIMES = {tense: words.split(", ") for tense, words in rows("times", ": ")}
 
 Noun = namedtuple("Noun", "kind english english_plural french french_plural feminine")
 Adjective = namedtuple("Adjective", "english comparative masculine feminine place")

@@ -1,4 +1,4 @@
-"""Noun phrases and clauses, built in both languages at once."""
+"""Noun phrases and clauses, built in both languages together."""
 
 import re
 from typing import NamedTuple
@@ -16,12 +16,12 @@ class Phrase(NamedTuple):
 
     @property
     def plural(self):
-        """Whether it stands for several."""
+        """True if the phrase is plural."""
         return self.person in ("nous", "ils")
 
 
-# As the subject, as an English object, as French ones: direct, indirect.
-# "you" is one polite man, "they" are men or mixed: English leaves it open, a corpus must not.
+# Columns: subject, English object, French direct object, French indirect object. "you" is always a
+# polite singular masculine and "they" is masculine, so that every sentence has one translation.
 PRONOUNS = (
     (Phrase("I", "je", "je"), "me", "me", "me"),
     (Phrase("you", "vous", "vous"), "you", "vous", "vous"),
@@ -33,7 +33,7 @@ PRONOUNS = (
 
 
 def taken_up(phrase):
-    """Return the pronoun that takes up a subject: "she" for "my sister"."""
+    """Return the pronoun that refers to a subject, such as "she" for "my sister"."""
     if phrase.person not in ("il", "ils"):
         return phrase
     english_word = "they" if phrase.plural else "she" if phrase.feminine else "he"
@@ -42,9 +42,9 @@ def taken_up(phrase):
 
 
 def noun_phrase(noun, determiner, plural=False, adjective=None, negative=False):
-    """Return a `lexicon.Noun` with its determiner and a `lexicon.Adjective`, or none.
+    """Return the phrase of a `lexicon.Noun` with a determiner and an optional `lexicon.Adjective`.
 
-    The determiner is one of `french.determiner`, a number from 2 on, or an owner ("Paul's").
+    The determiner is a key of `french.determiner`, a number from 2 on, or an owner ("Paul's").
     The object of a negated verb is negative: "any bread", "pas de pain".
     """
     phrase = Phrase("", "", "ils" if plural else "il", noun.feminine)
@@ -69,7 +69,7 @@ def noun_phrase(noun, determiner, plural=False, adjective=None, negative=False):
 
 
 def joined(*parts):
-    """Return the (English, French) of some phrases, pairs or texts "English|French"."""
+    """Return the joined (English, French) of phrases, pairs or "English|French" texts."""
     pairs = [part.split("|") if isinstance(part, str) else part[:2] for part in parts]
     return tuple(" ".join(words) for words in zip(*pairs, strict=True))
 
@@ -80,11 +80,14 @@ def clause(
     """Return the (English, French) of a clause.
 
     Args:
-        subject: a `Phrase`; `verb` a `lexicon.Verb`; `rest` what stands behind it, see `joined`.
-        tense: a key of `french.TENSES`; `polarity` one of `french.NEGATIONS`.
-        question: whether the English auxiliary comes first.
+        subject: A `Phrase`.
+        verb: A `lexicon.Verb`.
+        tense: A key of `french.TENSES`.
+        polarity: A key of `french.NEGATIONS`.
+        *rest: Parts after the verb, see `joined`.
+        question: Boolean, whether the English auxiliary comes first.
         clitic: (English, French) of an object pronoun.
-        agreement: the `Phrase` of a direct one, with which a participle agrees.
+        agreement: `Phrase` of a direct object pronoun. The participle agrees with it.
     """
     english_words = english.clause(subject, verb, tense, polarity, question)
     french_words = french.clause(subject, verb, tense, polarity, clitic[1], agreement)
@@ -92,7 +95,7 @@ def clause(
 
 
 def sentence(*parts, mark="."):
-    """Return parts as a finished sentence: shortened, with a capital and a mark."""
+    """Return joined parts as a sentence with elisions, a capital letter and a final mark."""
     english_text, french_text = (" ".join(text.split()) for text in joined(*parts))
     english_text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", english_text) + mark
     french_text = french.smooth(french_text) + (mark if mark == "." else f" {mark}")

@@ -1,4 +1,4 @@
-"""The patterns of the corpus: each function draws a sentence, as a pair (English, French)."""
+"""Patterns of the corpus. Each function draws a sentence as an (English, French) pair."""
 
 import re
 
@@ -8,11 +8,12 @@ from harness.corpus.phrases import PRONOUNS, Phrase, clause, joined, sentence
 
 _PEOPLE, _PLACES = nouns("person kin"), nouns("furniture building site vehicle")
 _THINGS = nouns("object text clothes furniture vehicle animal")
-_ACTIONS = verbs("event instant activity") + 3 * verbs("motion")  # few verbs, with "être"
+# The few verbs of motion are drawn more often, because their past uses "être".
+_ACTIONS = verbs("event instant activity") + 3 * verbs("motion")
 (_BE,), (_HAVE,) = verbs("be"), verbs("age")
 _OWNERS = ("my", "your", "his", "her", "our", "their", *(f"{name}'s" for name in lexicon.NAMES))
 _KNOWN, _ANY = ("the", "the", "this", "own"), ("the", "the", "a", "a", "this", "own")
-_DETERMINERS = {"motion": ("the",), "liking": ("", "", "the", "this")}  # of objects
+_DETERMINERS = {"motion": ("the",), "liking": ("", "", "the", "this")}  # Determiners of objects.
 _INSTANT, _STATE = ("past", "past", "will", "going to"), ("present", "present", "past")
 _EVENT = (*_INSTANT, "progressive", "progressive", "past progressive", "can", "must", "want to")
 _TENSES = {"instant": _INSTANT, "state": _STATE, "liking": _STATE, "cost": ("present", "will")}
@@ -23,7 +24,7 @@ _MOODS = [item for item in ADJECTIVES if item.english in ("happy", "tired", "sic
 
 
 def _thing(draw, options, determiners=_ANY, bare=50, negative=False):
-    """Return a noun phrase of one of some nouns, in `bare` percent without an adjective."""
+    """Return a noun phrase for one of the nouns, in `bare` percent of cases without an adjective."""
     noun, determiner = draw.choice(options), draw.choice(determiners)
     suited = () if noun.kind == "kin" else adjectives(noun, "before", "after", "attribute")
     adjective = draw.choice(suited) if suited and not draw.chance(bare) else None
@@ -38,7 +39,7 @@ def _thing(draw, options, determiners=_ANY, bare=50, negative=False):
 
 
 def _subject(draw):
-    """Return who does something: a pronoun, a name or a noun phrase."""
+    """Return a subject: a pronoun, a name or a noun phrase."""
     if draw.chance(40):
         return draw.choice(PRONOUNS)[0]
     if draw.chance(25):
@@ -48,14 +49,14 @@ def _subject(draw):
 
 
 def _on_and_at(draw):
-    """Return when something is: on a day or a date, and at a time."""
+    """Return two expressions of time: on a day or a date, and at a time of day."""
     date = numerals.date(1 + draw.below(28), draw.below(12))
     on = joined("on|", draw.choice((date, draw.choice(numerals.DAYS))))
     return on, joined("at|à", numerals.clock_time(draw.below(12), 5 * draw.below(12)))
 
 
 def _when(draw, tense):
-    """Return words that say when: an adverb, a day, a date or a time; in half the cases none."""
+    """Return an adverb, a day, a date or a time. In half of the cases it is empty."""
     if draw.chance(50):
         return "|"
     if "progressive" in tense:
@@ -65,14 +66,14 @@ def _when(draw, tense):
 
 
 def _does(draw, options, subject=None, rest=(), tense=None, plain=False, **more):
-    """Return a clause with one of some verbs, its object and the `rest`; for `more` see `clause`.
+    """Return a clause with one of the verbs, its object and `rest`. See `clause` for `more`.
 
-    A plain one is positive and says no time.
+    A plain clause is positive and has no expression of time.
     """
     verb, subject = draw.choice(options), subject or _subject(draw)
     tenses = _TENSES.get(verb.group, _EVENT)
     tense, polarity = tense or draw.choice(tenses), ""
-    if not plain and draw.chance(25):  # "was never" would need another French tense
+    if not plain and draw.chance(25):  # "was never" would need another French tense.
         adverb = "not" if tense == "past" and tenses[0] == "present" else _ADVERBS.get(tense, "not")
         polarity = draw.choice(("not", "not", adverb))
     if verb.nouns and verb.group not in ("cost", "schedule"):
@@ -83,7 +84,7 @@ def _does(draw, options, subject=None, rest=(), tense=None, plain=False, **more)
 
 
 def _quality(draw, phrase, options):
-    """Return an adjective behind "is", which agrees with a phrase."""
+    """Return the adjective after "is", in agreement with a phrase."""
     adjective = draw.choice(options)
     degree = "very|très" if adjective.comparative != "-" and draw.chance(30) else "|"
     french_word = french.agree(adjective.masculine, adjective.feminine, phrase)

@@ -1,4 +1,4 @@
-"""Tables of words, as `words.txt` has them: a heading in brackets, then a row a line."""
+"""Tables of words from `words.txt`: a heading in brackets, then one row per line."""
 
 import functools
 import pathlib
@@ -16,7 +16,7 @@ def _tables():
 
 
 def rows(name: str, separator: str | None = None) -> list[list[str]]:
-    """Return the cells of a table's rows; white space separates them by default."""
+    """Return the cells of a table's rows. The default separator is white space."""
     return [[cell.strip() for cell in row.split(separator)] for row in _tables()[name]]
 
 

@@ -1,1 +1,1 @@
-"""Published tables beside the planner: the numbers, the systems they were measured with, the errors."""
+"""Published measurements next to the planner's estimates: data, systems and errors."""

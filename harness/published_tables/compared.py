@@ -1,4 +1,4 @@
-"""The planner beside what was published: each row of theirs, ours, and the errors."""
+"""Comparison of the planner with published tables: each row with both values and the error."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import numpy as np
 
 from dtransformer.planner.formulas import micro_batches_alive, state_bytes
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.models import named
 from harness.published_tables import published
 from harness.published_tables.systems import (
@@ -25,13 +25,13 @@ _HELD_OUT_NOTE = "No constant is fitted to this table."
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a published table.
+    """Row of a published table.
 
     Args:
-        what: what was measured.
-        published, ours: the numbers.
-        digits: decimals as printed, where ours has to be theirs to the printed digit; None where
-            it is a measured time.
+        what: Description of the measurement.
+        published, ours: The published value and the planner's.
+        digits: Number of printed decimals if both values must agree exactly, or `None` for
+            measured times.
     """
 
     what: str
@@ -41,27 +41,27 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Ours over theirs, less 1."""
+        """Relative error of the planner: `ours / published - 1`."""
         return self.ours / self.published - 1
 
     @property
     def is_same(self) -> bool:
-        """Whether ours is theirs, as printed."""
+        """True if both values agree in all printed digits."""
         places = 0 if self.digits is None else self.digits
         return abs(self.ours - self.published) <= 0.5000001 * 10**-places
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A published table beside ours.
+    """Published table next to the planner's values.
 
     Args:
-        title: what it is, and where it is published.
-        unit: of its numbers.
-        rows: tuple of `Row`s.
-        note: what holds of it, in a sentence.
-        regret: where its rows are layouts of one job: by how much the layout that the planner
-            would choose is slower than the best; None elsewhere.
+        title: Content and source of the table.
+        unit: Unit of its values.
+        rows: Tuple of `Row`s.
+        note: A sentence about the table.
+        regret: If the rows are layouts of one job, the relative slowdown of the planner's choice
+            compared to the fastest layout. Otherwise `None`.
     """
 
     title: str
@@ -72,24 +72,24 @@ class Table:
 
     @property
     def mean_error(self) -> float:
-        """The mean of the rows' errors without sign."""
+        """Mean of the rows' absolute errors."""
         return float(np.mean([abs(row.error) for row in self.rows]))
 
     @property
     def worst_error(self) -> float:
-        """The largest of them."""
+        """Largest absolute error of a row."""
         return max(abs(row.error) for row in self.rows)
 
 
 def tables() -> list[Table]:
-    """Return every published table beside ours."""
-    found = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
-    found += table_2()
-    return found + [layouts_of(model) for model in published.LAYOUT_MODELS]
+    """Return all published tables with the planner's values."""
+    all_tables = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
+    all_tables += table_2()
+    return all_tables + [layouts_of(model) for model in published.LAYOUT_MODELS]
 
 
 def sizes() -> Table:
-    """Return the parameters of table 1's models."""
+    """Return the parameter counts of the models in table 1."""
     rows = [
         Row(row.step.model, row.billions, named(row.step.model).parameters() / 1e9, digits=1)
         for row in published.table_1()
@@ -98,11 +98,11 @@ def sizes() -> Table:
 
 
 def step_seconds() -> Table:
-    """Return the FLOP of table 1's steps: the formula beside a count of the products."""
+    """Return the FLOPs of the steps in table 1: the published formula and the planner's count."""
     rows = []
     for row in published.table_1():
         model = named(row.step.model)
-        # With full recompute the blocks' forward passes are computed twice: 4/3 of them.
+        # Full recomputation runs the blocks' forward passes twice, a factor of 4/3.
         head = 6.0 * model.sequence_length * model.hidden_size * model.vocab_size
         counted = (model.flops_per_sequence() - head) * 4 / 3 + head
         formula = published.flop_of_step(row.step.model, row.step.global_batch)
@@ -112,7 +112,7 @@ def step_seconds() -> Table:
 
 
 def model_states() -> Table:
-    """Return the ZeRO paper's model states a device."""
+    """Return the model states per device of the ZeRO paper."""
     rows = []
     for billions, devices in published.ZERO_STATES.items():
         for count, levels in devices.items():
@@ -127,36 +127,36 @@ def model_states() -> Table:
 
 
 def activations() -> Table:
-    """Return the bytes a device of Korthikanti et al.'s figure 1."""
+    """Return the bytes per device of Korthikanti et al.'s figure 1."""
     rows, steps = [], {step.model: step for step in published.table_5("full")}
     choices = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     names = ("nothing recomputed", "sequence parallel", "attention recomputed", "both", "full")
-    for name, (states, *kept) in published.FIGURE_1.items():
+    for name, (states, *saved) in published.FIGURE_1.items():
         step, model = steps[name], named(name)
         (kind,) = model.kinds
         products = model.attention_parameters() + model.expert_parameters(model.kinds[0])
         share = kind.number / (step.tensor * step.stages)
-        own = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
-        rows.append(Row(f"{name}, states", states, own, digits=2))
+        state_gib = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
+        rows.append(Row(f"{name}, states", states, state_gib, digits=2))
         schedule = "interleaved" if step.chunks > 1 else "1f1b"
         numbers = step.stages, 0, step.global_batch, step.chunks
         alive = float(micro_batches_alive(schedule, *numbers))
-        for (recompute, sequence), what, value in zip(choices, names, kept, strict=True):
+        for (recompute, sequence), what, value in zip(choices, names, saved, strict=True):
             layout = Layouts.of(
                 model=step.tensor,
                 micro_batch=step.micro_batch,
                 recompute=recompute,
                 sequence=sequence,
             )
-            of_block = float(activations_of_block(model, kind, layout)[0])
-            of_all = of_block * kind.number / step.stages * alive
-            rows.append(Row(f"{name}, {what}", value, of_all / _GIB, digits=2))
+            block_bytes = float(block_activation_bytes(model, kind, layout)[0])
+            total_bytes = block_bytes * kind.number / step.stages * alive
+            rows.append(Row(f"{name}, {what}", value, total_bytes / _GIB, digits=2))
     title = "Memory per device, Korthikanti et al., 2022, figure 1"
     return Table(title, "GiB", tuple(rows))
 
 
 def table_1() -> Table:
-    """Return the steps of Narayanan et al.'s table 1."""
+    """Return the step times of Narayanan et al.'s table 1."""
     rows = [
         _row(row.step, OVERLAPPING if row.step.overlaps else MEGATRON)
         for row in published.table_1()
@@ -167,7 +167,7 @@ def table_1() -> Table:
 
 
 def table_5() -> list[Table]:
-    """Return the steps of Korthikanti et al.'s table 5, of both columns."""
+    """Return the step times of Korthikanti et al.'s table 5, one table per column."""
     titles = {
         "full": "Step time with full recompute, Korthikanti et al., 2022, table 5",
         "attention": "Step time with attention recompute and sequence parallelism, the same table",
@@ -184,18 +184,18 @@ def table_5() -> list[Table]:
 
 
 def table_2() -> list[Table]:
-    """Return Narayanan et al.'s table 2: tensor × pipeline, and ZeRO-3 without."""
-    found = []
+    """Return the step times of Narayanan et al.'s table 2, for tensor × pipeline and for ZeRO-3."""
+    tables = []
     for scheme, system, level in (("PTD", MEGATRON, 0), ("ZeRO-3", ZERO_3, 3)):
         rows = [_row(step, system, level) for step, _ in published.table_2(scheme)]
         kind = "tensor and pipeline parallelism" if scheme == "PTD" else "ZeRO-3 only"
         title = f"Step time with {kind}, Narayanan et al., 2021, table 2"
-        found.append(Table(title, "s", tuple(rows), _HELD_OUT_NOTE))
-    return found
+        tables.append(Table(title, "s", tuple(rows), _HELD_OUT_NOTE))
+    return tables
 
 
 def layouts_of(model: str) -> Table:
-    """Return the measured layouts of a model."""
+    """Return the step times of a model's measured layouts."""
     steps = published.layouts_of(model)
     ours = predicted_seconds(steps, DEEPSPEED)
     rows = tuple(
@@ -209,7 +209,7 @@ def layouts_of(model: str) -> Table:
 
 
 def held_out_error(models=published.HELD_OUT_MODELS) -> float:
-    """Return the mean error on the measured layouts of models; of those held out by default."""
+    """Return the mean error on the measured layouts of models, by default of all held-out models."""
     errors = [abs(row.error) for model in models for row in layouts_of(model).rows]
     return float(np.mean(errors))
 
@@ -227,26 +227,26 @@ def _describe(step) -> str:
     return f"{step.model} on {devices}: {layout.replace('model', 'tensor')}"
 
 
-def lines_of(found: list[Table], form: Callable) -> list[str]:
-    """Return all tables as lines.
+def lines_of(tables: list[Table], form: Callable) -> list[str]:
+    """Return all tables as lines of Markdown.
 
     Args:
-        found: list of `Table`s.
-        form: a function of a list of rows of cells, the header first, that returns lines.
+        tables: List of `Table`s.
+        form: Function from a list of rows of cells, the header first, to lines.
     """
     lines = []
-    for table in found:
+    for table in tables:
         is_exact = table.rows[0].digits is not None
-        last = "equal" if is_exact else "error"
-        cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", last)]
+        verdict = "equal" if is_exact else "error"
+        cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", verdict)]
         for row in table.rows:
             number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
             message = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
             cells.append((row.what, number(row.published), number(row.ours), message))
         lines += ["", f"## {table.title}", "", *form(cells), ""]
         if is_exact:
-            same = sum(row.is_same for row in table.rows)
-            lines.append(f"{same} of {len(table.rows)} rows agree to the last printed digit.")
+            num_equal = sum(row.is_same for row in table.rows)
+            lines.append(f"{num_equal} of {len(table.rows)} rows agree to the last printed digit.")
         else:
             message = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
             if table.regret is not None:
@@ -255,29 +255,29 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
     return lines
 
 
-def summary(found: list[Table]) -> list[tuple]:
-    """Return the rows of the table of all tables, header first: errors and the planner's choice."""
+def summary(tables: list[Table]) -> list[tuple]:
+    """Return the rows of a summary table, the header first: errors and regret of each table."""
     rows = [("table", "rows", "mean error", "largest error", "choice slower by")]
-    for table in found:
+    for table in tables:
         if table.rows[0].digits is not None:
-            same = sum(row.is_same for row in table.rows)
-            rows.append((table.title, len(table.rows), f"{same} rows equal", "", ""))
+            num_equal = sum(row.is_same for row in table.rows)
+            rows.append((table.title, len(table.rows), f"{num_equal} rows equal", "", ""))
         else:
             regret = "" if table.regret is None else f"{table.regret:.1%}"
             errors = f"{table.mean_error:.1%}", f"{table.worst_error:.1%}"
             rows.append((table.title, len(table.rows), *errors, regret))
-    held = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
-    rows.append(("all held-out layouts", held, f"{held_out_error():.1%}", "", ""))
+    num_held_out = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
+    rows.append(("all held-out layouts", num_held_out, f"{held_out_error():.1%}", "", ""))
     return rows
 
 
-# Both pages have a part between these marks.
+# Both pages have a generated part between these marks.
 BEGIN = "<!-- Written by benchmarks/planner_page.py. -->"
 END = "<!-- End of the written part. -->"
 
 
 def pages() -> dict[str, str]:
-    """Return the written part of each page, by the file name of the page in docs/."""
+    """Return the generated part of each page as a dict by file name in docs/."""
     all_tables = tables()
     rows = "\n".join(lines_of(all_tables, _markdown)).strip()
     return {
@@ -287,7 +287,7 @@ def pages() -> dict[str, str]:
 
 
 def with_written_part(page: str, part: str) -> str:
-    """Return a page with a new written part."""
+    """Return a page with its generated part replaced."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"

@@ -1,6 +1,6 @@
-"""Published measurements that the planner is checked against: numbers, with their sources.
+"""Published measurements for checking the planner, with their sources.
 
-Sequences have 2,048 positions, vocabularies 51,200 pieces, all is measured on A100 of 80 GB.
+All models use sequences of 2,048 tokens and a vocabulary of 51,200, on A100 GPUs with 80 GB.
 """
 
 import dataclasses
@@ -10,15 +10,15 @@ from dtransformer.planner.models import named
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that was measured.
+    """A measured training step.
 
     Args:
-        model: name of the model in `dtransformer.architectures`.
-        tensor, stages, chunks, data: the degrees.
-        global_batch, micro_batch: sequences of a step, and of a micro-batch.
-        seconds: of the step.
-        overlaps: whether gradients are reduced during the backward pass.
-        recompute: "full", or "attention" with sequence parallelism.
+        model: Name of the model in `dtransformer.architectures`.
+        tensor, stages, chunks, data: Parallel degrees.
+        global_batch, micro_batch: Sequences per step and per micro-batch.
+        seconds: Duration of the step.
+        overlaps: Boolean, whether the gradient reduction overlaps with the backward pass.
+        recompute: "full", or "attention" together with sequence parallelism.
     """
 
     model: str
@@ -33,9 +33,9 @@ class Measured:
     recompute: str = "full"
 
 
-# Narayanan et al., 2021, arXiv 2104.04473, table 1; micro-batches, chunks and overlap are those of
-# Megatron-LM's scripts for it. Model, billions of parameters, devices, tensor, stages, chunks, data,
-# batch, micro-batch, overlaps, TFLOP/s a device, with what is recomputed.
+# Narayanan et al., 2021, arXiv 2104.04473, table 1. Micro-batches, chunks and overlap come from
+# Megatron-LM's scripts. Columns: model, billions of parameters, devices, tensor, stages, chunks,
+# data, batch, micro-batch, overlaps, TFLOP/s per device including recomputation.
 _TABLE_1 = (
     ("gpt_1.7b", 1.7, 32, 1, 1, 1, 32, 512, 16, True, 137),
     ("gpt_3.6b", 3.6, 64, 2, 1, 1, 32, 512, 16, True, 138),
@@ -49,7 +49,8 @@ _TABLE_1 = (
     ("gpt_1t", 1008.0, 3072, 8, 64, 1, 6, 3072, 1, False, 163),
 )
 
-# The same, table 2: scheme, model, devices, tensor × stages, batch, micro-batch, TFLOP/s a device.
+# Same paper, table 2. Columns: scheme, model, devices, tensor × stages, batch, micro-batch, TFLOP/s
+# per device.
 _TABLE_2 = (
     ("ZeRO-3", "gpt_175b", 384, 1, 1536, 4, 144),
     ("ZeRO-3", "gpt_175b", 768, 1, 1536, 2, 88),
@@ -65,8 +66,9 @@ _TABLE_2 = (
     ("PTD", "gpt_530b", 2240, 280, 2240, 1, 159),
 )
 
-# Korthikanti et al., 2022, arXiv 2205.05198, table 5: model, tensor, stages, chunks, devices, batch,
-# micro-batch, seconds with full recompute, and with that of attention and sequence parallelism.
+# Korthikanti et al., 2022, arXiv 2205.05198, table 5. Columns: model, tensor, stages, chunks,
+# devices, batch, micro-batch, seconds with full recomputation, and seconds with attention
+# recomputation and sequence parallelism.
 _TABLE_5 = (
     ("gpt_22b", 8, 1, 1, 8, 4, 4, 1.42, 1.10),
     ("gpt_175b", 8, 8, 3, 64, 64, 1, 18.13, 13.75),
@@ -83,8 +85,8 @@ FIGURE_1 = {
     "gpt_1t": (32.96, 131.25, 76.56, 81.25, 26.56, 12.50),
 }
 
-# Rajbhandari et al., 2020, arXiv 1910.02054, figure 1 and table 1: GB of model states a device, for
-# billions of parameters; of each number of devices those of levels 1, 2 and 3.
+# Rajbhandari et al., 2020, arXiv 1910.02054, figure 1 and table 1: GB of model states per device,
+# by billions of parameters and number of devices, for levels 1, 2 and 3.
 ZERO_STATES = {
     7.5: {
         1: (120, 120, 120),
@@ -113,7 +115,7 @@ ZERO_STATES = {
 }
 
 # VIA-Research/vTrain, data/ground_truth_multi.csv (MIT licence): layouts measured with
-# Megatron-DeepSpeed; model, devices, batch, and of each layout tensor, data, stages, micro-batch and
+# Megatron-DeepSpeed. Keys: model, devices, batch. Columns: tensor, data, stages, micro-batch,
 # milliseconds.
 _LAYOUTS = {
     ("gpt_3.6b", 64, 512): (
@@ -158,13 +160,13 @@ _LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Table1Row:
-    """A row of table 1.
+    """Row of table 1.
 
     Args:
-        step: the `Measured` step, whose seconds are those of the row's TFLOP/s.
-        billions: parameters, as printed.
-        devices: number of devices.
-        tflops: TFLOP/s a device, as printed.
+        step: `Measured` step. Its seconds follow from the row's TFLOP/s.
+        billions: Printed number of parameters in billions.
+        devices: Number of devices.
+        tflops: Printed TFLOP/s per device.
     """
 
     step: Measured
@@ -174,54 +176,58 @@ class Table1Row:
 
 
 def table_1() -> list[Table1Row]:
-    """Return the ten models of table 1."""
-    found = []
+    """Return the rows of table 1 for all ten models."""
+    rows = []
     for model, billions, devices, t, p, v, d, batch, b, overlaps, tflops in _TABLE_1:
         seconds = flop_of_step(model, batch) / (devices * tflops * 1e12)
         step = Measured(model, t, p, v, d, batch, b, seconds, overlaps)
-        found.append(Table1Row(step, billions, devices, tflops))
-    return found
+        rows.append(Table1Row(step, billions, devices, tflops))
+    return rows
 
 
 def flop_of_step(model: str, batch: int) -> float:
-    """Return the FLOP of a step with full recompute, by the formula of the paper's §5.1."""
+    """Return the FLOPs of a step with full recomputation, by the formula in section 5.1."""
     shape = named(model)
     s, h, layers, entries = 2048, shape.hidden_size, shape.num_layers, shape.vocab_size
     return 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + entries / (16 * layers * h))
 
 
 def table_2(scheme: str) -> list[tuple[Measured, float]]:
-    """Return the steps of table 2 of "PTD" or of "ZeRO-3", and their TFLOP/s a device."""
-    found = []
+    """Return the steps of table 2 and their TFLOP/s per device.
+
+    Args:
+        scheme: "PTD" or "ZeRO-3".
+    """
+    steps = []
     for name, model, devices, mp, batch, b, tflops in _TABLE_2:
         if name == scheme:
             tensor = 8 if mp > 1 else 1
             stages = max(mp // 8, 1)
             seconds = flop_of_step(model, batch) / (devices * tflops * 1e12)
-            # Chunks are not printed: table 1 interleaves such pipelines, the 530 B model's with 3.
+            # Table 2 does not state the chunks. Table 1 interleaves these pipelines.
             chunks = {35: 3, 12: 2}.get(stages, 1)
             step = Measured(model, tensor, stages, chunks, devices // mp, batch, b, seconds)
-            found.append((step, tflops))
-    return found
+            steps.append((step, tflops))
+    return steps
 
 
 def table_5(recompute: str) -> list[Measured]:
-    """Return the steps of table 5 with "full" recompute, or with that of "attention"."""
-    found = []
+    """Return the steps of table 5 with "full" or "attention" recomputation."""
+    steps = []
     for model, t, p, v, devices, batch, b, full, attention in _TABLE_5:
         seconds = full if recompute == "full" else attention
         data = devices // (t * p)
-        found.append(Measured(model, t, p, v, data, batch, b, seconds, recompute=recompute))
-    return found
+        steps.append(Measured(model, t, p, v, data, batch, b, seconds, recompute=recompute))
+    return steps
 
 
 def layouts_of(model: str) -> list[Measured]:
-    """Return the measured layouts of one of `LAYOUT_MODELS`."""
+    """Return the measured layouts of a model in `LAYOUT_MODELS`."""
     ((batch, rows),) = [(key[2], rows) for key, rows in _LAYOUTS.items() if key[0] == model]
     return [Measured(model, t, p, 1, d, batch, b, ms / 1000) for t, d, p, b, ms in rows]
 
 
 LAYOUT_MODELS = tuple(model for model, _, _ in _LAYOUTS)
-# Constants are fitted on these, and on table 1; on the other models they are tested.
+# The constants are fitted to these models and to table 1, and tested on the other models.
 FITTED_MODELS = ("gpt_3.6b", "gpt_18b")
 HELD_OUT_MODELS = tuple(model for model in LAYOUT_MODELS if model not in FITTED_MODELS)

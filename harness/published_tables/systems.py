@@ -1,4 +1,4 @@
-"""The systems that the published tables were measured with, as data."""
+"""Training systems of the published measurements."""
 
 import dataclasses
 
@@ -7,43 +7,43 @@ import numpy as np
 from dtransformer.planner.clusters import Cluster, device_named
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
-from dtransformer.planner.memory import memory_of
+from dtransformer.planner.memory import estimate_memory
 from dtransformer.planner.models import named
-from dtransformer.planner.time import time_of
+from dtransformer.planner.time import estimate_time
 from harness.published_tables.published import Measured
 
 MEGATRON = System(
     weight_bytes=2,
     gradient_bytes=4,
     state_bytes=12,
-    sent_gradient_bytes=4,  # float32, as it keeps them: 18 bytes a parameter
+    sent_gradient_bytes=4,  # Gradients are float32, so all states have 18 bytes per parameter.
     hidden_share=0.0,
     hides_on_mesh=True,
     repeats_last_sum=True,
-    shards_sends=True,  # "scatter/gather optimization", Narayanan et al., 2021, §4.1
+    shards_sends=True,  # Scatter/gather optimization, Narayanan et al., 2021, §4.1.
 )
-OVERLAPPING = dataclasses.replace(MEGATRON, hidden_share=0.9)  # the rows that reduce meanwhile
+OVERLAPPING = dataclasses.replace(MEGATRON, hidden_share=0.9)  # Rows with overlapped reduction.
 DEEPSPEED = dataclasses.replace(MEGATRON, sent_gradient_bytes=2, shards_sends=False)
-# Each of the twelve weights and biases of a block is gathered by itself.
-ZERO_3 = dataclasses.replace(MEGATRON, gathers_a_block=12)
+# Each of the twelve weights and biases of a block is gathered separately.
+ZERO_3 = dataclasses.replace(MEGATRON, gathers_per_block=12)
 
 
 def predicted_seconds(steps: list[Measured], system: System, device=None, level: int = 0):
-    """Return the seconds that the planner has for measured steps of one model: an array [N].
+    """Return the planner's seconds for measured steps, as an array [N].
 
     Args:
-        steps: list of `Measured` steps of one model and one number of devices.
-        system: the `System` that they were measured with.
-        device: the `Device`; A100 of 80 GB by default.
-        level: of optimizer sharding.
+        steps: List of `Measured` steps of one model on one number of devices.
+        system: `System` of the measurement.
+        device: A `Device`. Defaults to an A100 with 80 GB.
+        level: Level of optimizer sharding.
     """
     first = steps[0]
     devices = first.tensor * first.stages * first.data
     cluster = Cluster(device or device_named("a100-80"), devices)
     model = named(first.model)
     layouts = measured_layouts(steps, level)
-    memory = memory_of(model, layouts, system, by_blocks=False)
-    return time_of(model, cluster, layouts, system, memory).total
+    memory = estimate_memory(model, layouts, system, by_blocks=False)
+    return estimate_time(model, cluster, layouts, system, memory).total
 
 
 def measured_layouts(steps: list[Measured], level: int = 0) -> Layouts:

@@ -262,7 +262,7 @@ def test_prepare_keeps_what_is_there(tmp_path, capsys):
     assert str(out / "train.en") in capsys.readouterr().out
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert main([*command, "30"]) == 2
-    assert "train.en is there with other content" in capsys.readouterr().err
+    assert "train.en already exists with other content" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert main([*command, "30", "--overwrite"]) == 0
     assert (out / "train.en").read_bytes() != before["train.en"]

@@ -185,7 +185,7 @@ def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
         (expected,) = generator(path)([text])
         assert run(path, *prompts(" fox "), "--chat", "--system", "The dog.", "--json") == 0
         assert json.loads(capsys.readouterr().out) == {"prompt": " fox ", "text": expected}
-    with pytest.raises(InputError, match="fails for the messages .*: TemplateError: no tools"):
+    with pytest.raises(InputError, match="does not take .*: TemplateError: no tools"):
         tokenizer.chat([{"role": "tool", "content": "x"}])
 
 

@@ -140,15 +140,15 @@ def test_texts_and_completions_are_learnt():
 @pytest.mark.parametrize(
     "record, told",
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
-        ({"messages": []}, "Expected a list of messages with `role` and `content`"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 must have `content` and `role`"),
-        ({"messages": [{"role": "user", "content": 3}]}, "message 1: `content` must be a text, got 3"),
-        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "excludes all answers"),
-        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "`weight` must be 1, or 0"),
-        ({"prompt": "a", "completion": ""}, "`completion` is empty"),
-        ({"text": ""}, "`text` is empty"),
-        ({"txt": "a"}, "`text` is missing; the record has 'txt'"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of an assistant"),
+        ({"messages": []}, "expected a list of role and content"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 is"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1: content is 3"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "weight 0"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "weight is 0.5, expected 1, or 0"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"text": ""}, "text is empty"),
+        ({"txt": "a"}, "text is missing; it has 'txt'"),
     ],
 )
 def test_wrong_records_are_told_with_their_place(record, told):
@@ -160,7 +160,7 @@ def test_wrong_records_are_told_with_their_place(record, told):
 def test_an_answer_that_cannot_be_found_is_refused():
     """The template renders what comes before an answer by how many messages there are."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(InputError, match="message 2: The template renders the messages before"):
+    with pytest.raises(InputError, match="message 2: the template renders the messages before"):
         conversation(TURNS, ChatTemplate(source), "assistant", "here")
 
 
@@ -171,9 +171,9 @@ def test_an_answer_that_cannot_be_found_is_refused():
         ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "template"),
         ("{{ messages.__class__.__mro__ }}", "template"),
         ("{{ strftime_now.__self__.replace }}", "template"),
-        ("{{ 'x' * 999999999 }}", "supports only numbers up to"),
-        ("{{ '%999999999d' % 1 }}", "supports only numbers up to"),
-        ("{{ 2 ** 99999999 }}", "exponent"),
+        ("{{ 'x' * 999999999 }}", "small numbers"),
+        ("{{ '%999999999d' % 1 }}", "small numbers"),
+        ("{{ 2 ** 99999999 }}", "power"),
         ("{{ 'x' | center(999999999) }}", "center"),
         ("{% set x = messages.append(3) %}", "template"),
         (
@@ -200,7 +200,7 @@ def test_an_answer_that_cannot_be_found_is_refused():
             "",
         ),
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{% for %}", "is not a valid chat template"),
+        ("{% for %}", "is no chat template"),
     ],
 )
 def test_a_template_may_do_little(source, told):
@@ -230,11 +230,11 @@ def test_forms_of_records(tmp_path):
     assert read("c.txt", "one\n\ntwo\n") == [{"text": "one"}, {"text": "two"}]
     (one,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
     assert one == {"prompt": "a", "completion": "b"}
-    with pytest.raises(InputError, match="A turn of `conversations` must have `value` and `from`"):
+    with pytest.raises(InputError, match="a turn of conversations is .*expected from and value"):
         read("a.jsonl", json.dumps({"conversations": [{"from": ["human"], "value": "a"}]}))
-    with pytest.raises(InputError, match="x.csv: CSV, TSV and Excel tables are not supported"):
+    with pytest.raises(InputError, match="x.csv: tables of text are not read"):
         read("x.csv", "text,label\na,1\n")
-    with pytest.raises(InputError, match="e.jsonl, line 1 has no field 'q'"):
+    with pytest.raises(InputError, match="e.jsonl, line 1 has no 'q'"):
         read("e.jsonl", '{"r": "b"}', prompt="q")
 
 
@@ -251,7 +251,7 @@ def test_prompts_of_preferences():
     prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
     assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])
     assert preferred({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == ("a", "b", "c")
-    with pytest.raises(InputError, match="begin with different messages"):
+    with pytest.raises(InputError, match="no messages in common"):
         preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
 
 
@@ -292,14 +292,14 @@ def test_what_the_system_is_told_is_the_first_message(record, tmp_path):
     ]  # fmt: skip
     assert found["tools"] == []
     found["system"] = "again"
-    with pytest.raises(InputError, match="Remove one of them"):
+    with pytest.raises(InputError, match="leave one out"):
         read(tmp_path, found)
 
 
 def test_earlier_turns_of_alpaca(tmp_path):
     record = {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]]}
     assert [x["content"] for x in read(tmp_path, record)["messages"]] == ["p", "b", "q", "a"]
-    with pytest.raises(InputError, match="`history` must be a list of pairs"):
+    with pytest.raises(InputError, match="history is .*, expected pairs"):
         read(tmp_path, {**record, "history": ["p"]})
 
 
@@ -322,7 +322,7 @@ def test_white_space_of_answers_is_learnt_where_places_leave_it_out(tokenizer):
 def test_a_prompt_that_chosen_does_not_begin_with():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
-    with pytest.raises(InputError, match="does not begin with `prompt`"):
+    with pytest.raises(InputError, match="chosen does not begin with the prompt"):
         preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
 
 

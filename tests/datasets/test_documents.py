@@ -50,8 +50,8 @@ def test_json_lines(tmp_path, name):
     content = ("\n".join(lines) + "\n\n").encode()
     path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
     assert documents([path]) == TEXTS
-    assert "no field 'body', only 'text, more'" in refused(documents, [path], field="body")
-    assert "must be a text" in refused(documents, [path], field="more")
+    assert "no 'body', it has 'text, more'" in refused(documents, [path], field="body")
+    assert "expected a text" in refused(documents, [path], field="more")
 
 
 def write_table(table, path):
@@ -76,8 +76,8 @@ def test_arrow_and_parquet(tmp_path, name):
     write_table(pyarrow.table(pairs), path)
     assert documents([path], field="question") == [*TEXTS, ""] * 700
     assert documents([path], field=["question", "answer"])[2] == ["last", "yes"]
-    assert "row 1 has no field 'text', only 'question, answer, n'" in refused(documents, [path])
-    assert "'n' must be a text, got 0" in refused(documents, [path], field="n")
+    assert "row 1 has no 'text', it has 'question, answer, n'" in refused(documents, [path])
+    assert "'n' is 0, expected a text" in refused(documents, [path], field="n")
     write_table(pyarrow.table([TEXTS, TEXTS], ["text", "text"]), two := tmp_path / f"two_{name}")
     assert "has two columns 'text'" in refused(documents, [two])
     written(path, path.read_bytes()[:-9])
@@ -106,8 +106,8 @@ def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
         ("x.txt", b"a\n" * 2**20 + b"\xff", [f"line {2**20 + 1}", "0xff"]),
         ("x.gz", gzip.compress(b"text\n" * 9, mtime=0)[:-9], ["gzip"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', ["line 2", "JSON"]),
-        ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "a JSON object"]),
-        ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "one object per line"]),
+        ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "an object"]),
+        ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "give JSON lines"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b \\ud83d c"}', ["line 2", "U+D83D is half of a"]),
         ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "twice"]),
     ],
@@ -150,6 +150,6 @@ def test_a_list_that_is_too_large_is_to_be_lines(tmp_path, monkeypatch):
 
 def test_options_that_cannot_be(tmp_path):
     path = written(tmp_path / "x.txt", "a")
-    assert "boundary='page'" in refused(documents, [path], boundary="page")
+    assert "boundary is 'page'" in refused(documents, [path], boundary="page")
     assert "has no fields a, b" in refused(documents, [path], field=["a", "b"])
-    assert "Cannot combine 2 fields" in refused(documents, [path], field=["a", "b"], sentences=True)
+    assert "parts of one kind" in refused(documents, [path], field=["a", "b"], sentences=True)

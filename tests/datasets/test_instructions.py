@@ -96,6 +96,6 @@ def test_ranks_share_and_resume_one_plan(shards):
 
 def test_a_prompt_without_an_answer_is_refused(tmp_path):
     shards = some_shards(tmp_path / "x", [["a", "b"], ["a", "b", "c"]])
-    assert "Document 1 has 3 parts" in refused(some_batches, shards)
+    assert "document 1 has 3 parts" in refused(some_batches, shards)
     shards = some_shards(tmp_path / "y", ["ab", "cd"])
-    assert "Document 0 has 1 parts" in refused(some_batches, shards)
+    assert "document 0 has 1 parts" in refused(some_batches, shards)

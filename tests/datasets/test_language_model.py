@@ -199,7 +199,7 @@ def test_a_position_of_other_data_is_refused(shards, tmp_path):
     "options, told",
     [
         ({"length": 0}, "length must be an integer of at least 1, got 0"),
-        ({"batch_size": 1000}, "do not fill a batch of 1000"),
+        ({"batch_size": 1000}, "fill no batch of 1000"),
         ({"batch_size": 2, "num_shards": 3}, "3 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
         ({"pad_rows_to_multiple_of": 0}, "pad_rows_to_multiple_of must be"),

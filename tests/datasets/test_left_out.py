@@ -32,16 +32,16 @@ def test_few_are_printed_and_many_warned_of(tmp_path, capsys):
     few = some_shards(tmp_path / "few", [short] * 20 + [long])
     options = {"length": 8, "batch_size": 1}
     assert InstructionBatches(few, **options).num_left_out == 1
-    told = "InstructionBatches: 1 of 21 documents are longer than 8 tokens and are left out. Increase"
+    told = "InstructionBatches: 1 of 21 documents are longer than 8 tokens, and left out: give a greater"
     assert told in capsys.readouterr().out
     many = some_shards(tmp_path / "many", [short] * 4 + [long] * 2)
     with pytest.warns(
         UserWarning, match="InstructionBatches: 2 of 6 documents are longer than 8 t"
     ):
         InstructionBatches(many, **options)
-    with pytest.warns(UserWarning, match="2 of 6 documents are longer than 8 tokens and are cut off"):
+    with pytest.warns(UserWarning, match="2 of 6 documents are longer than 8 tokens, and cut off"):
         InstructionBatches(many, training=False, **options)
-    with pytest.warns(UserWarning, match="LanguageModelBatches: 2 of 5 rows do not fill a batch of 3"):
+    with pytest.warns(UserWarning, match="LanguageModelBatches: 2 of 5 rows fill no batch of 3"):
         LanguageModelBatches(some_shards(tmp_path / "lm", ["abcdef"] * 5), length=8, batch_size=3)
     ids = tf.ragged.constant([[5] * 9, [7], [8], [9]], "int32")
     with pytest.warns(
@@ -86,12 +86,12 @@ def test_documents_of_a_language_model(tmp_path):
     shards = write_token_shards(["<ab>|", "<cd>|", "<ef>"], Marked(), tmp_path / "all")
     options = {"length": 5, "batch_size": 1, "training": False}
     with pytest.warns(
-        UserWarning, match="3 of 3 sampled documents .* (begin|end) with .* not added"
+        UserWarning, match="3 of 3 documents .* (begin|end) with .* and none gets it"
     ):
         rows = ids_of(LanguageModelBatches(shards, **options))
     assert sum(rows, []) == [START, 4, 5, END, 29, START, 6, 7, END, 29, START, 8, 9, END]
     shards = write_token_shards(["<ab>", "cd", "ef"], Marked(), tmp_path / "one")
-    with pytest.warns(UserWarning, match="1 of 3 sampled documents .* and get it again"):
+    with pytest.warns(UserWarning, match="1 of 3 documents .* and get it once more"):
         rows = ids_of(LanguageModelBatches(shards, **options))
     assert sum(rows, [])[:2] == [START, START]
 

@@ -200,7 +200,7 @@ def test_pairs_need_sentences_and_documents(tmp_path):
     no_parts = some_shards(tmp_path / "x", ["ab", "cd"])
     one = some_shards(tmp_path / "y", [["ab", "cd"]])
     for shards in (no_parts, one):
-        assert "at least two documents" in refused(some_batches, "pairs", shards)
+        assert "two documents or more" in refused(some_batches, "pairs", shards)
 
 
 # Missing spans.
@@ -252,7 +252,7 @@ def test_sentinels_of_the_tokenizer(shards):
     inputs, labels = batches.row(0, 0)
     assert batches.vocab_size == VOCAB and inputs["target"][0] == START
     assert labels[0] == VOCAB - 1
-    assert "there are 1 `sentinel_ids`" in refused(some_batches, "spans", shards, sentinel_ids=[1])
+    assert "1 sentinel_ids" in refused(some_batches, "spans", shards, sentinel_ids=[1])
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,6 @@ def test_added_tokens_that_a_model_lacks_are_refused(tmp_path):
     load_tokenizer(tmp_path)
     path.write_text(json.dumps({"added_tokens_decoder": added}))
     with pytest.raises(
-        InputError, match=r"has '<\|im_start\|>', which is not in tokenizer.model. Put"
+        InputError, match=r"has '<\|im_start\|>', which is not in tokenizer.model: put"
     ):
         load_tokenizer(tmp_path)

@@ -108,11 +108,11 @@ def test_an_epoch_goes_on_where_it_was_left():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"packed_length": 20}, "`packed_length=20` is less than the longest sentence"),
-        ({"batch_tokens": 128}, "Specify either"),
+        ({"packed_length": 20}, "packed_length=20 does not hold the longest sentence, 21 tokens"),
+        ({"batch_tokens": 128}, "give one of the two"),
         (
             {"batch_size": 1, "num_shards": 2},
-            "1 rows of `packed_length=64`, which is less than the 2 data ranks",
+            "1 rows of packed_length=64, which is less than the 2 data ranks",
         ),
     ],
     ids=str,

@@ -154,7 +154,7 @@ def refusal(folder):
 
 
 def test_no_tokenizer(tmp_path):
-    assert "does not exist" in refusal(tmp_path / "none")
+    assert "no such folder" in refusal(tmp_path / "none")
     (tmp_path / "vocab.json").write_text("{}")
     assert "expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
 
@@ -162,13 +162,13 @@ def test_no_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "content, told",
     [
-        ("{}", "is not a valid file of the library"),
+        ("{}", "is no tokenizer of the library"),
         ("[1", "is damaged"),
-        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is not a valid file of the library"),
+        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is no tokenizer of the library"),
         ("\xff", "is damaged"),
         (
             json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}}),
-            "Expected ids of at most 2,147,483,646, got 2,147,483,648",
+            "an id is 2,147,483,648, expected at most 2,147,483,646",
         ),
     ],
 )
@@ -181,7 +181,7 @@ def test_models_of_something_else(llama):
     data = (llama / "tokenizer.model").read_bytes()
     for wrong in (b"", b"hello", data[:500], b"\x00" * 100, data[1:], b"\xff" * 50):
         (llama / "tokenizer.model").write_bytes(wrong)
-        assert "is not a SentencePiece model" in refusal(llama)
+        assert "is no model of SentencePiece" in refusal(llama)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ def test_models_of_something_else(llama):
         ({"tokenizer_config": []}, "expected an object of JSON"),
         (
             {"tokenizer_config": {"eos_token": ["</s>"]}},
-            "`eos_token` is ['</s>'], which the tokenizer",
+            "eos_token is ['</s>'], which the tokenizer",
         ),
-        ({"tokenizer_config": {"eos_token": "<eot>"}}, "`eos_token` is '<eot>', which the tokenizer"),
-        ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "Put the model's tokenizer.json"),
-        ({"generation_config": {"eos_token_id": "2"}}, "`eos_token_id` must be an id or a list"),
+        ({"tokenizer_config": {"eos_token": "<eot>"}}, "eos_token is '<eot>', which the tokenizer"),
+        ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "put its tokenizer.json"),
+        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id must be an id, or a list"),
     ],
 )
 def test_files_beside_it_that_do_not_fit(llama, files, told):

@@ -95,7 +95,7 @@ def test_labels_are_the_next_tokens_of_the_same_record():
 
 def test_data_that_changed_cannot_be_gone_on_with():
     position = batches().position()
-    with pytest.raises(InputError, match="The saved position has `data="):
+    with pytest.raises(InputError, match="the saved position has data="):
         batches(records(LENGTHS + 1)).restore(position)
 
 

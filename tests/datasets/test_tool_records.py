@@ -25,7 +25,7 @@ def test_templates_are_given_the_tools(as_text):
     found = rendered(record, template, "assistant", "here")
     assert found.text.startswith("<add>")
     assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
-    with pytest.raises(InputError, match="tools must be a list of objects"):
+    with pytest.raises(InputError, match="tools are .*, expected a list of objects"):
         rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
 
 

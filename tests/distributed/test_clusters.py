@@ -83,6 +83,6 @@ def test_a_report_counts_clusters_and_what_stays_outside():
     )
     assert report.clusters == 3 and report.outside["function"] == 1
     assert str(report) == (
-        "XLA compiles 3 clusters of a step; 1,010 operations stay outside: 1000 CollectiveReduceV2, "
+        "XLA compiles 3 clusters of a step. 1,010 operations stay outside: 1000 CollectiveReduceV2, "
         "1 Op0, 1 Op1, 1 Op2, 1 Op3, 1 Op4, 1 Op5, 1 Op6, …"
     )

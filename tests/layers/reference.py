@@ -1,14 +1,14 @@
-"""The layers' small parts again, in NumPy float64, with gradients derived by hand.
+"""Small parts of the layers in NumPy float64, with hand-derived gradients.
 
-Written from spec/layers.md and independent of TensorFlow and of dtransformer, so
-that a mistake in a layer is not repeated here. tests/layers/test_reference.py
-checks every gradient against numeric differentiation.
+Written from spec/layers.md, independent of TensorFlow and dtransformer, so that a mistake in a
+layer is not repeated here. tests/layers/test_reference.py compares every gradient with numeric
+differentiation.
 
-Every function returns `(output, backward)`. `backward(gradient of the output)`
-returns `(gradients of the inputs as a tuple, gradients of the weights as a dict)`,
-the weights' dict having the keys and shapes of the `weights` that went in.
+Every function returns an `(output, backward)` tuple. `backward(output gradient)` returns the input
+gradients as a tuple and the weight gradients as a dictionary with the keys and shapes of `weights`.
 
-b batch, s queries, t keys, h hidden, n heads, d head size, f inner size, V classes.
+Letters in shapes: b batch, s queries, t keys, h hidden, n heads, d head size, f inner size, V
+classes.
 """
 
 import math
@@ -82,9 +82,9 @@ def rms_norm(x, weights, epsilon=1e-6):
 
 
 def masked_softmax(scores, allowed):
-    """Softmax over the allowed entries of the last dimension; all others are 0.
+    """Softmax over the allowed elements of the last dimension. All others are 0.
 
-    `allowed` is broadcast to `scores`. A row with nothing allowed is all 0.
+    `allowed` is broadcast to `scores`. A row without allowed elements is 0.
     """
     allowed = np.broadcast_to(allowed, scores.shape)
     top = np.max(scores, axis=-1, keepdims=True, where=allowed, initial=-np.inf)
@@ -122,11 +122,11 @@ def causal_mask(padding):
 def cross_entropy(
     logits, labels, mask=None, label_smoothing=0.0, ignore_id=None, vocab_size=None, z_loss=0.0
 ):
-    """The mean over the counted tokens of the smoothed negative log-likelihood.
+    """Mean smoothed negative log-likelihood of the weighted tokens.
 
-    logits [..., W], labels [...]. Only the first V = `vocab_size` columns exist.
-    Smoothing (Szegedy et al., 2016): (1 - e) * nll + e * mean over V of -log p. The z-loss
-    (Chowdhery et al., 2022) adds its factor times the square of log sum exp.
+    Logits are `[..., W]`, labels `[...]`. Only the first V = `vocab_size` columns are classes.
+    Smoothing (Szegedy et al., 2016): (1 − e) · nll + e · mean over V of −log p. The z-loss
+    (Chowdhery et al., 2022) adds its factor times the square of logsumexp.
     """
     classes = vocab_size or logits.shape[-1]
     counted = np.ones(labels.shape) if mask is None else np.asarray(mask, np.float64)
@@ -138,10 +138,10 @@ def cross_entropy(
     true = logits[..., :classes]
     shifted = true - true.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    # An ignored label may be no class at all (-100): its one-hot row is all 0.
+    # An ignored label may be outside of the classes (-100). Its one-hot row is 0.
     one_hot = (labels[..., None] == np.arange(classes)).astype(np.float64)
     target = (1.0 - label_smoothing) * one_hot + label_smoothing / classes
-    normalizer = (true - log_p)[..., :1]  # log Σ exp
+    normalizer = (true - log_p)[..., :1]  # logsumexp
     loss = -(share[..., None] * target * log_p).sum()
     loss += z_loss * (share[..., None] * normalizer**2).sum()
 

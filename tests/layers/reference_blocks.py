@@ -1,7 +1,7 @@
-"""Attention, feed-forward, encoder and decoder again, in NumPy float64.
+"""Attention, feed-forward layer, encoder and decoder in NumPy float64.
 
-The same protocol as reference.py: `(output, backward)`, weights as nested dicts
-whose keys are the attribute names of the Keras layers.
+Functions return `(output, backward)` as in reference.py. Weights are nested dictionaries whose keys
+are the attribute names of the Keras layers.
 """
 
 import math
@@ -14,8 +14,8 @@ from tests.layers import reference
 def attention(query, key, value, weights, mask=None):
     """Multi-head attention (Vaswani et al., 2017, section 3.2).
 
-    query [b, s, h], key and value [b, t, h] -> [b, s, h]. `mask` is [b, t],
-    [b, s, t] or [b, 1, t]; not 0 means that the query may attend to the key.
+    Query `[b, s, h]`, key and value `[b, t, h]` -> `[b, s, h]`. `mask` is `[b, t]`, `[b, s, t]` or
+    `[b, 1, t]`, nonzero where the query may attend to the key.
     """
     scale = 1.0 / math.sqrt(weights["query_kernel"].shape[-1])
     q, q_backward = _heads(query, weights["query_kernel"], weights["query_bias"])
@@ -93,7 +93,7 @@ def decoder_layer(
     post_layernorm_residual=False,
     hidden_act="gelu",
 ):
-    """Self-attention, attention to the encoder's output, feed-forward."""
+    """Self-attention, cross-attention, feed-forward layer."""
 
     def look(y):
         output, back = attention(
@@ -126,7 +126,7 @@ def decoder_layer(
 
 
 def encoder(x, weights, mask=None, post_layernorm_residual=False, hidden_act="gelu"):
-    """The stack: `weights["blocks"]` in order, and "final_norm" where it is there."""
+    """Stack of `weights["blocks"]` and, if present, "final_norm"."""
     backwards = []
     for block in weights["blocks"]:
         x, back = encoder_layer(x, block, mask, post_layernorm_residual, hidden_act)
@@ -152,7 +152,7 @@ def decoder(
     post_layernorm_residual=False,
     hidden_act="gelu",
 ):
-    """The stack; every block reads the same encoder output."""
+    """Stack of blocks that all attend to the same encoder output."""
     backwards = []
     options = (decoder_mask, memory_mask, post_layernorm_residual, hidden_act)
     for block in weights["blocks"]:
@@ -183,7 +183,7 @@ def _heads(x, kernel, bias):
 
 
 def _allowed(mask):
-    """[b, t] or [b, s or 1, t] -> boolean, to be broadcast to [b, n, s, t]."""
+    """Convert a mask `[b, t]` or `[b, s or 1, t]` to bool for broadcasting to `[b, n, s, t]`."""
     if mask is None:
         return np.array(True)
     mask = np.asarray(mask) != 0
@@ -191,7 +191,7 @@ def _allowed(mask):
 
 
 def _self(result):
-    """One input in the three roles: its gradient is the sum of theirs."""
+    """Use one input for queries, keys and values, and sum their gradients."""
     output, back = result
 
     def backward(grad):
@@ -202,7 +202,7 @@ def _self(result):
 
 
 def _pre_norm(x, function, norm):
-    """x + function(norm(x)); backward gives (x, *others), function's, norm's gradients."""
+    """x + function(norm(x)). The backward pass returns gradients of inputs, function and norm."""
     normal, norm_backward = reference.layer_norm(x, norm)
     change, function_backward = function(normal)
 

@@ -1,4 +1,4 @@
-"""Runs a Keras layer and the reference on the same numbers and compares everything."""
+"""Comparison of a Keras layer with the reference: output and all gradients."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @contextlib.contextmanager
 def dtype_policy(name):
-    """Layers made inside have Keras' dtype policy `name`, as users set it."""
+    """Set the dtype policy `name` for layers created in the `with` block."""
     outer = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
     try:
@@ -26,21 +26,22 @@ def dtype_policy(name):
 
 
 def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=LAYERS):
-    """Output and every gradient of a layer against the reference.
+    """Compare a layer's output and all gradients with the reference.
 
     Args:
-        policy: The dtype policy to make the layer under.
-        make: Function without arguments that makes the layer.
-        reference: Function (*inputs, weights) -> (output, backward); without the
-            weights where there are none.
-        inputs: List of arrays; float arrays get gradients, ids do not.
-        weights: Nested dict of arrays under the layer's attribute names; the
-            layer must have these weights and no others.
-        call: Function (layer, *tensors) -> the output; the layer itself if None.
-        tolerance: A table of tests/tolerances.py.
+        policy: Name of the dtype policy.
+        make: Function without arguments that creates the layer.
+        reference: Function of `(*inputs, weights)` that returns `(output, backward)`. It takes no
+            weights if `weights` is `None`.
+        inputs: List of arrays. Float arrays have gradients, ids do not.
+        weights: Nested dictionary of arrays with the layer's attribute names. The layer must have
+            exactly these weights.
+        call: Function of `(layer, *tensors)` that returns the output. Defaults to calling the
+            layer.
+        tolerance: Table in tests/tolerances.py.
 
     Returns:
-        The layer, with `weights` in its variables.
+        The layer with `weights` as its variables.
     """
     with dtype_policy(policy):
         layer = make()
@@ -59,18 +60,18 @@ def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=
 
     expected, backward = reference(*inputs) if weights is None else reference(*inputs, weights)
     input_gradients, weight_gradients = backward(factor)
-    wanted = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    wanted.update(weights_of.leaves(weight_gradients))
+    expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
+    expected_gradients.update(weights_of.leaves(weight_gradients))
     assert output.dtype == tf.as_dtype(keras.DTypePolicy(policy).compute_dtype)
     assert_all_close({"output": output}, {"output": expected}, tolerance[policy])
-    assert_all_close(gradients, wanted, tolerance[policy])
+    assert_all_close(gradients, expected_gradients, tolerance[policy])
     return layer
 
 
 def assign(layer, weights):
-    """Puts nested weights into a layer; returns its variables by their path.
+    """Assign nested weights to a layer and return its variables by path.
 
-    Fails where the layer lacks one, has it in another shape, or has others.
+    Fails if the layer has other weights or other shapes.
     """
     variables = {}
     for path, value in weights_of.leaves(weights):
@@ -81,7 +82,7 @@ def assign(layer, weights):
         part.assign(value)
         variables[path] = part
     known = {id(variable) for variable in variables.values()}
-    others = [v.path for v in layer.trainable_variables if id(v) not in known]
-    assert not others, f"weights that the contract does not name: {others}"
+    unexpected = [v.path for v in layer.trainable_variables if id(v) not in known]
+    assert not unexpected, f"weights that the contract does not name: {unexpected}"
     assert len(layer.trainable_variables) == len(variables)
     return variables

@@ -1,4 +1,4 @@
-"""A mixture of experts in NumPy, float64: one token after the other."""
+"""Mixture of experts in NumPy float64, one token at a time."""
 
 import math
 
@@ -8,7 +8,7 @@ from tests.layers import reference
 
 
 def route(config, logits, bias):
-    """Return the experts chosen for a token, their gates, and the probabilities of all."""
+    """Return a token's experts, their gates, and the probabilities of all experts."""
     if config.router_type == "softmax":
         scores = np.exp(logits - logits.max())
         scores /= scores.sum()
@@ -28,7 +28,7 @@ def route(config, logits, bias):
 
 
 def groups_of(config, batch, length):
-    """Return lists of the positions (row, column) that share places, in their order."""
+    """Return the token groups as lists of positions (row, column) in capacity order."""
     everyone = [[(row, column) for column in range(length)] for row in range(batch)]
     if config.expert_group_size is None:
         return [[position for row in everyone for position in row]], batch * length
@@ -38,20 +38,20 @@ def groups_of(config, batch, length):
 
 
 def moe(config, x, weights, mask=None, hidden_act="gelu"):
-    """Return the output, what is added to the loss, and which (row, column, expert) are dropped.
+    """Return the output, the auxiliary loss, and the set of dropped (row, column, expert).
 
     Args:
-        config: a `MoEConfig`.
-        x: [b, s, h].
-        weights: dict of the layer's weights by their names.
-        mask: [b, s], or None.
+        config: A `MoEConfig`.
+        x: Array of shape `[b, s, h]`.
+        weights: Dictionary of the layer's weights.
+        mask: Array of shape `[b, s]`, or `None`.
     """
     activation = lambda x: reference.ACTIVATIONS[hidden_act](x)[0]
     batch, length, _ = x.shape
     output, costs, dropped = np.zeros_like(x), [], set()
     groups, size = groups_of(config, batch, length)
     share = config.num_experts_chosen * config.capacity_factor / config.expert_num
-    most = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
+    max_tokens = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
     for group in groups:
         tokens = [p for p in group if mask is None or mask[p]]
         load, taken = np.zeros(config.expert_num), np.zeros(config.expert_num)
@@ -63,7 +63,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
             square += np.log(np.exp(logits).sum()) ** 2
             for expert, gate in zip(chosen, gates):
                 load[expert] += 1
-                if taken[expert] >= most:
+                if taken[expert] >= max_tokens:
                     dropped.add((*position, expert))
                     continue
                 taken[expert] += 1

@@ -1,8 +1,8 @@
-"""Random numbers for the comparisons: inputs, masks and the weights of each layer.
+"""Random inputs, masks and weights for comparisons with the reference.
 
-Every number is a multiple of 1/64 below 4, which float32, bfloat16 and float16
-all hold exactly: what differs from the reference is then the layer's arithmetic
-alone. The weights are nested dicts under the Keras layers' attribute names.
+Every number is a multiple of 1/64 below 4, which float32, bfloat16 and float16 represent exactly.
+Differences from the reference therefore come only from the layer's arithmetic. Weights are nested
+dictionaries with the attribute names of the Keras layers.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def padding_mask(rng, batch, length):
 
 
 def attention_mask(rng, batch, queries, keys):
-    """[b, s, t] of 0/1 with holes; in the first sentence, the last query sees nothing."""
+    """Return 0/1 masks `[b, s, t]`. The last query of the first row sees no key."""
     mask = (rng.random((batch, queries, keys)) < 0.6).astype(np.int32)
     mask[0, -1] = 0
     return mask
@@ -90,11 +90,11 @@ def stack(rng, block, layers, hidden, heads, inner, final_norm):
 
 
 def leaves(tree, path=""):
-    """Pairs (path such as "blocks.0.attention.query_kernel", array) of nested weights."""
+    """Yield pairs of a path, such as "blocks.0.attention.query_kernel", and an array."""
     if isinstance(tree, np.ndarray):
         return [(path, tree)]
     items = enumerate(tree) if isinstance(tree, list) else tree.items()
-    found = []
+    pairs = []
     for key, value in items:
-        found += leaves(value, f"{path}.{key}" if path else str(key))
-    return found
+        pairs += leaves(value, f"{path}.{key}" if path else str(key))
+    return pairs

@@ -25,21 +25,21 @@ def result_and_gradient(function, x):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 4e-3)])
 @pytest.mark.parametrize("name", PAIRS)
-def test_results_and_gradients_are_those_of_keras(name, dtype, tolerance, traced):
-    own, of_keras = PAIRS[name]
-    assert get_activation(name) is own
+def test_values_and_gradients_match_keras(name, dtype, tolerance, traced):
+    function, keras_function = PAIRS[name]
+    assert get_activation(name) is function
     x = np.concatenate([np.linspace(-12, 12, 97), [0.0, -0.0, 1e-4, -50.0, 50.0]])
-    run = tf.function(own) if traced else own
-    found = result_and_gradient(run, tf.constant(x, dtype))
-    expected = result_and_gradient(of_keras, tf.constant(x, "float64"))
-    for own, reference in zip(found, expected):
-        assert own.dtype == dtype
-        np.testing.assert_allclose(own, reference, rtol=tolerance, atol=tolerance)
+    run = tf.function(function) if traced else function
+    results = result_and_gradient(run, tf.constant(x, dtype))
+    expected = result_and_gradient(keras_function, tf.constant(x, "float64"))
+    for function, reference in zip(results, expected):
+        assert function.dtype == dtype
+        np.testing.assert_allclose(function, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype, large", [("float32", 1e6), ("float16", 700.0)])
-def test_gradients_of_large_values(name, dtype, large):
+def test_gradients_of_large_values_are_0_and_1(name, dtype, large):
     x = tf.constant([-large, large], dtype)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -48,7 +48,7 @@ def test_gradients_of_large_values(name, dtype, large):
 
 
 class Doubled:
-    """An activation of a user's own, which has no hash."""
+    """Custom activation without a hash."""
 
     __hash__ = None
 
@@ -57,27 +57,27 @@ class Doubled:
 
 
 def gpt_oss_gate(gate, x):
-    """As in gpt-oss' published code, by NumPy's clip."""
+    """Gate of the published gpt-oss code, with NumPy's clip."""
     gate, x = tf.minimum(gate, 7), tf.clip_by_value(x, -7, 7)
     return (x + 1) * gate / (1 + tf.exp(-1.702 * gate))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("bfloat16", 3e-2)])
-def test_a_clamped_gate_is_that_of_gpt_oss(dtype, tolerance):
+def test_clamped_swiglu_matches_gpt_oss(dtype, tolerance):
     values = np.random.default_rng(0).normal(size=(2, 60)) * 6
-    own = functools.partial(gated_product, get_activation("clamped_swiglu"))
-    found = product_and_gradients(own, *tf.cast(values, dtype))
+    function = functools.partial(gated_product, get_activation("clamped_swiglu"))
+    results = product_and_gradients(function, *tf.cast(values, dtype))
     expected = product_and_gradients(gpt_oss_gate, *tf.constant(values))
     assert (values[0] > 7).any() and (np.abs(values[1]) > 7).any()
-    for x, reference in zip(found, expected):
+    for x, reference in zip(results, expected):
         scale = np.abs(reference).max()
         np.testing.assert_allclose(
             tf.cast(x, "float64"), reference, rtol=tolerance, atol=tolerance * scale
         )
 
 
-def test_a_gate_is_no_activation_by_itself():
-    with pytest.raises(ValueError, match="'clamped_swiglu' is a gate's: give gated=True"):
+def test_gated_activation_requires_gated_layer():
+    with pytest.raises(ValueError, match="'clamped_swiglu'` requires `gated=True`"):
         FeedForward(4, 8, hidden_act="clamped_swiglu")
 
 
@@ -94,26 +94,26 @@ OTHERS = {"relu": [keras.activations.relu] * 2, "own": [Doubled()] * 2}
     ],
 )
 @pytest.mark.parametrize("name", [*PAIRS, *OTHERS])
-def test_gates_have_the_gradients_of_products(name, way, dtype, tolerance):
-    own, of_keras = {**PAIRS, **OTHERS}[name]
+def test_gated_product_gradients_match_autodiff(name, way, dtype, tolerance):
+    function, keras_function = {**PAIRS, **OTHERS}[name]
     values = np.random.default_rng(0).normal(size=(2, 60)) * 3
-    run = lambda *args: product_and_gradients(functools.partial(gated_product, own), *args)
+    run = lambda *args: product_and_gradients(functools.partial(gated_product, function), *args)
     run = run if way == "eager" else tf.function(run, jit_compile=way == "xla")
-    found = run(*tf.cast(values, dtype))
-    expected = product_and_gradients(lambda gate, x: of_keras(gate) * x, *tf.constant(values))
-    for own, reference in zip(found, expected):
-        assert own.dtype == dtype
-        own = tf.cast(own, "float64")
-        np.testing.assert_allclose(own, reference, rtol=tolerance, atol=4 * tolerance)
+    results = run(*tf.cast(values, dtype))
+    expected = product_and_gradients(lambda gate, x: keras_function(gate) * x, *tf.constant(values))
+    for function, reference in zip(results, expected):
+        assert function.dtype == dtype
+        function = tf.cast(function, "float64")
+        np.testing.assert_allclose(function, reference, rtol=tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_gates_are_the_activation_times_x_to_the_last_bit(name, dtype):
-    """Eagerly: TensorFlow's optimizing moves constants along a graph's products."""
-    own = PAIRS[name][0]
+def test_gated_product_is_bitwise_equal_to_activation_times_x(name, dtype):
+    """Runs eagerly, since graph optimizers reorder products with constants."""
+    activation = PAIRS[name][0]
     gate, x = tf.cast(np.random.default_rng(0).normal(size=(2, 500)) * 3, dtype)
-    np.testing.assert_array_equal(gated_product(own, gate, x), own(gate) * x)
+    np.testing.assert_array_equal(gated_product(activation, gate, x), activation(gate) * x)
 
 
 def product_and_gradients(function, gate, x):
@@ -125,8 +125,8 @@ def product_and_gradients(function, gate, x):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_gates_keep(name):
-    """The gate and the other factor; the result is read by the product that comes next."""
+def test_gated_product_stores_only_its_arguments(name):
+    """Stores the gate and the other factor. The next product stores the result."""
 
     @tf.function(autograph=False)
     def product(gate, x):
@@ -141,5 +141,5 @@ def test_what_gates_keep(name):
 
     graph = run.get_concrete_function(*[tf.TensorSpec([4, None])] * 2).graph
     (_, backward) = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
-    kept = {x.ref() for x in backward.inputs if x.shape.as_list() == [4, None]}
-    assert len(kept) == 3
+    stored = {x.ref() for x in backward.inputs if x.shape.as_list() == [4, None]}
+    assert len(stored) == 3

@@ -1,4 +1,4 @@
-"""Wrong arguments of layers are refused, with what is allowed."""
+"""Invalid arguments of layers raise errors that name the allowed values."""
 
 import keras
 import numpy as np
@@ -34,7 +34,7 @@ def encoder_with(**options):
 
 
 @pytest.mark.parametrize("hidden_act", ["gelus", "", "get", "serialize", "Dense"])
-def test_an_unknown_activation_lists_what_exists(hidden_act):
+def test_unknown_activation_error_lists_known_names(hidden_act):
     for make in (
         lambda: FeedForward(12, 7, hidden_act=hidden_act),
         lambda: encoder_with(hidden_act=hidden_act),
@@ -42,11 +42,11 @@ def test_an_unknown_activation_lists_what_exists(hidden_act):
     ):
         with pytest.raises(ValueError, match=f"'{hidden_act}'") as caught:
             make()
-        assert all(name in str(caught.value) for name in ("gelu", "relu", "silu", "tanh"))
+        assert all(name in str(caught.value) for name in ("gelu_tanh", "relu", "silu", "tanh"))
 
 
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu", "silu", "tanh", tf.sin])
-def test_every_keras_activation_and_any_callable(hidden_act):
+def test_accepts_keras_activations_and_callables(hidden_act):
     layer = FeedForward(12, 7, dropout_rate=0.0, hidden_act=hidden_act)
     x = np.random.default_rng(0).standard_normal((1, 2, 12)).astype("float32")
     layer(x)
@@ -57,7 +57,7 @@ def test_every_keras_activation_and_any_callable(hidden_act):
 
 
 @pytest.mark.parametrize("hidden_size, num_heads", [(12, 5), (12, 24), (16, 3)])
-def test_heads_have_to_divide_the_hidden_size(hidden_size, num_heads):
+def test_num_heads_must_divide_hidden_size(hidden_size, num_heads):
     for make in (
         lambda: MultiHeadAttention(hidden_size, num_heads),
         lambda: encoder_with(hidden_size=hidden_size, num_heads=num_heads),
@@ -75,7 +75,7 @@ def test_heads_have_to_divide_the_hidden_size(hidden_size, num_heads):
         ({"num_heads": 4, "hidden_size": 12, "ffn_hidden_size": 7}, 4),
     ],
 )
-def test_model_parallel_has_to_divide_what_it_cuts(sizes, model_parallel):
+def test_model_parallel_must_divide_sharded_sizes(sizes, model_parallel):
     with parallel_config(model_parallel=model_parallel):
         with pytest.raises(ValueError) as caught:
             encoder_with(**{"ffn_hidden_size": 12 * model_parallel, **sizes})
@@ -101,14 +101,14 @@ RATES = [
 
 @pytest.mark.parametrize("make, name", RATES)
 @pytest.mark.parametrize("rate", [1, 1.0, -0.1, 1.5, float("nan")])
-def test_rates_out_of_range(make, name, rate):
+def test_dropout_rate_out_of_range_raises(make, name, rate):
     with pytest.raises(ValueError, match=rf"{name}.*\[0, 1\).*{rate}"):
         make(rate)
 
 
 @pytest.mark.parametrize("make, name", RATES)
 @pytest.mark.parametrize("rate", ["0.1", True])
-def test_rates_of_a_wrong_type(make, name, rate):
+def test_dropout_rate_of_wrong_type_raises(make, name, rate):
     with pytest.raises(TypeError, match=f"{name}.*{rate}"):
         make(rate)
 
@@ -131,7 +131,7 @@ def test_rates_of_a_wrong_type(make, name, rate):
         lambda size: model_with(max_source_length=size),
     ],
 )
-def test_sizes_are_positive_ints(make):
+def test_sizes_must_be_positive_integers(make):
     for size in (0, -2):
         with pytest.raises(ValueError, match=f"at least 1, got {size}"):
             make(size)
@@ -141,13 +141,13 @@ def test_sizes_are_positive_ints(make):
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "2", True, 0])
-def test_the_number_of_decoder_layers(size):
+def test_invalid_decoder_layers_raise(size):
     with pytest.raises((TypeError, ValueError), match="layers"):
         Transformer(0, size, 12, 3, 7)
 
 
 @pytest.mark.parametrize("encoder_layers", [-1, 1.5, "2"])
-def test_the_number_of_encoder_layers(encoder_layers):
+def test_invalid_encoder_layers_raise(encoder_layers):
     for make in (
         lambda: Transformer(encoder_layers, 1, 12, 3, 7),
         lambda: model_with(encoder_layers=encoder_layers),
@@ -157,7 +157,7 @@ def test_the_number_of_encoder_layers(encoder_layers):
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    "make, message",
     [
         (lambda: layers.Linear(4, parallel="rows"), "'column', 'row' or None, got 'rows'"),
         (
@@ -168,8 +168,8 @@ def test_the_number_of_encoder_layers(encoder_layers):
         (lambda: model_with(target_vocab_size=9, shared_embeddings=True), "11.*9"),
     ],
 )
-def test_wrong_choices(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_unknown_option_values_raise(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -179,21 +179,21 @@ MODEL = {"num_layers": 1, **SIZES}
 
 
 @pytest.mark.parametrize(
-    "make, error, words",
+    "make, error, message",
     [
         (
             lambda: TransformerEncoder(num_layers=True, **BLOCK),
             TypeError,
-            "num_layers must be an int",
+            "`num_layers` must be an int",
         ),
         (lambda: TransformerEncoder(num_layers=-1, **BLOCK), ValueError, "num_layers.*-1"),
-        (lambda: LayerNorm(epsilon=-1), ValueError, "epsilon.*more than 0"),
+        (lambda: LayerNorm(epsilon=-1), ValueError, "epsilon.*above 0"),
         (lambda: LayerNorm(epsilon=float("nan")), ValueError, "epsilon.*nan"),
-        (lambda: RMSNorm(epsilon=0), ValueError, "epsilon.*more than 0"),
+        (lambda: RMSNorm(epsilon=0), ValueError, "epsilon.*above 0"),
         (
             lambda: TransformerEncoderLayer(**BLOCK, post_layernorm_residual="False"),
             TypeError,
-            "post_layernorm_residual must be a bool, got 'False'",
+            "`post_layernorm_residual` must be a bool, got 'False'",
         ),
         (lambda: CausalLM(10, **MODEL, pad_id=10), ValueError, "pad_id.*vocabulary of 10"),
         (lambda: CausalLM(10, **MODEL, ffn_hidden_size=0), ValueError, "ffn_hidden_size"),
@@ -207,12 +207,12 @@ MODEL = {"num_layers": 1, **SIZES}
             ValueError,
             "softmax_compute_type.*float32.*'int64'",
         ),
-        (lambda: CrossEntropyLoss(ignore_id=1.5), TypeError, "ignore_id must be an int or None"),
-        (lambda: Linear(4, use_bias="no"), TypeError, "use_bias must be a bool"),
+        (lambda: CrossEntropyLoss(ignore_id=1.5), TypeError, "`ignore_id` must be an int or None"),
+        (lambda: Linear(4, use_bias="no"), TypeError, "`use_bias` must be a bool"),
     ],
 )
-def test_arguments_are_what_their_hints_say(make, error, words):
-    with pytest.raises(error, match=words):
+def test_arguments_are_checked_by_type_hint_and_range(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
@@ -227,8 +227,8 @@ def test_arguments_are_what_their_hints_say(make, error, words):
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_inputs_are_floats(layer):
-    with pytest.raises(TypeError, match="inputs must be of a floating type, got int64"):
+def test_integer_inputs_raise(layer):
+    with pytest.raises(TypeError, match="`inputs` must have a floating-point type, got int64"):
         layer(tf.ones((2, 3, 8), "int64"))
 
 
@@ -249,7 +249,7 @@ OF_SIXTEEN = {
 
 
 @pytest.mark.parametrize("name", OF_SIXTEEN)
-def test_inputs_of_another_size_are_refused(name):
+def test_inputs_of_another_hidden_size_raise(name):
     options = {"moe_config": MoEConfig(expert_num=2)} if name == "MoE" else {}
     layer = getattr(layers, name)(*OF_SIXTEEN[name], **options)
     layer(tf.zeros((2, 3, 16)))
@@ -257,17 +257,17 @@ def test_inputs_of_another_size_are_refused(name):
         layer(tf.zeros((2, 3, 12)))
 
 
-def test_what_a_layer_needs_besides_its_inputs():
+def test_missing_table_or_memory_raises():
     head, x = layers.VocabHead(6, tied=True), tf.zeros((2, 3, 12))
-    with pytest.raises(ValueError, match="got no table, expected .*12"):
+    with pytest.raises(ValueError, match="received no table, expected .*12"):
         head(x)
-    with pytest.raises(ValueError, match=r"a table of the shape \[6, 16\], expected .*12"):
+    with pytest.raises(ValueError, match=r"a table of shape \[6, 16\], expected .*12"):
         head(x, tf.zeros((6, 16)))
     decoder = layers.TransformerDecoder(1, hidden_size=12, num_heads=2, ffn_hidden_size=8)
-    with pytest.raises(ValueError, match="encoder_output is missing"):
+    with pytest.raises(ValueError, match="`encoder_output` is missing"):
         decoder(x)
 
 
-def test_a_dtype_that_is_not_floating_is_refused():
-    with pytest.raises(ValueError, match="dtype must be of a floating type, got 'int64'"):
+def test_integer_dtype_raises():
+    with pytest.raises(ValueError, match="`dtype` must be a floating-point type, got 'int64'"):
         layers.TransformerEncoder(1, 8, 2, 16, dtype="int64")

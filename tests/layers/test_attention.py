@@ -1,4 +1,4 @@
-"""MultiHeadAttention and AttentionMask against the reference; masks are exact."""
+"""MultiHeadAttention and AttentionMask match the reference, and masks are exact."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def make_layer(hidden, heads):
 
 
 def qkv(rng, batch, queries, keys, hidden):
-    """Three inputs of their own, so that no gradient goes to the wrong one."""
+    """Three different inputs, so a swapped gradient is detected."""
     lengths = (queries, keys, keys)
     return [weights_of.numbers(rng, batch, length, hidden) for length in lengths]
 
@@ -66,7 +66,7 @@ def test_inference_has_no_dropout(policy):
 
 
 def with_weights(policy, rng, hidden, heads, **weights):
-    """A layer with random weights, or with those given by name."""
+    """A layer with random weights, except for the weights passed by name."""
     with dtype_policy(policy):
         layer = make_layer(hidden, heads)
     x = tf.zeros((1, 1, hidden))
@@ -76,7 +76,7 @@ def with_weights(policy, rng, hidden, heads, **weights):
 
 
 @each_policy
-def test_masks_of_every_type_mean_the_same(policy):
+def test_masks_of_all_dtypes_are_equivalent(policy):
     rng = np.random.default_rng(2)
     layer = with_weights(policy, rng, 12, 3)
     q, k, v = qkv(rng, 2, 5, 7, 12)
@@ -90,17 +90,17 @@ def test_masks_of_every_type_mean_the_same(policy):
 
 
 @each_policy
-def test_masked_positions_have_a_probability_of_exactly_0(policy):
-    """Whatever stands there, great or small, changes no bit and gets no gradient."""
+def test_masked_positions_have_probability_exactly_0(policy):
+    """Values at masked positions change no bit of the output and have no gradient."""
     rng = np.random.default_rng(3)
     layer = with_weights(policy, rng, 12, 3)
     q, k, v = qkv(rng, 2, 5, 7, 12)
     mask = np.array([[1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]])
     hidden = (mask == 0)[:, :, None]
     outputs = []
-    for other in (0.0, 300.0, -300.0):
-        key = tf.constant(np.where(hidden, other, k), tf.float32)
-        value = tf.constant(np.where(hidden, other, v), tf.float32)
+    for fill in (0.0, 300.0, -300.0):
+        key = tf.constant(np.where(hidden, fill, k), tf.float32)
+        value = tf.constant(np.where(hidden, fill, v), tf.float32)
         with tf.GradientTape() as tape:
             tape.watch([key, value])
             output = layer(q, key, value, mask)
@@ -113,7 +113,7 @@ def test_masked_positions_have_a_probability_of_exactly_0(policy):
 
 
 @each_policy
-def test_queries_that_see_nothing_give_the_output_bias(policy):
+def test_queries_without_visible_keys_return_the_output_bias(policy):
     rng = np.random.default_rng(4)
     layer = with_weights(policy, rng, 12, 3)
     tensors = [tf.constant(x, tf.float32) for x in qkv(rng, 2, 5, 7, 12)]
@@ -125,14 +125,14 @@ def test_queries_that_see_nothing_give_the_output_bias(policy):
         output = layer(*tensors, mask)
     bias = np.broadcast_to(layer.output_bias.numpy(), (empty.sum(), 12))
     np.testing.assert_array_equal(output.numpy()[empty].astype(np.float32), bias)
-    query_gradient, *others = tape.gradient(output, tensors)
+    query_gradient, *other_gradients = tape.gradient(output, tensors)
     np.testing.assert_array_equal(query_gradient.numpy()[empty], 0.0)
-    assert all(np.isfinite(gradient.numpy()).all() for gradient in others)
+    assert all(np.isfinite(gradient.numpy()).all() for gradient in other_gradients)
 
 
 @each_policy
-def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
-    """q.k is 64 * 40^2 = 102,400, no float16; scaled by 1/8 it is 12,800."""
+def test_queries_are_scaled_before_the_product_to_avoid_overflow(policy):
+    """q · k is 64 · 40² = 102,400, above float16's range. Scaled by 1/8 it is 12,800."""
     identity = np.eye(64).reshape(64, 1, 64)
     zeros = np.zeros((1, 64))
     layer = with_weights(
@@ -157,8 +157,8 @@ def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
 
 
 @each_policy
-def test_the_softmax_of_many_equal_scores_sums_to_1(policy):
-    """A bfloat16 sum of ones stops at 256: the softmax is computed in float32."""
+def test_softmax_of_many_equal_scores_sums_to_1(policy):
+    """A bfloat16 sum of ones stops at 256, so the softmax must be computed in float32."""
     rng = np.random.default_rng(6)
     layer = with_weights(
         policy, rng, 4, 1, value_kernel=np.zeros((4, 1, 4)), value_bias=np.ones((1, 4))
@@ -189,7 +189,7 @@ def test_dynamic_shapes_in_one_compiled_function():
 
 @each_policy
 @pytest.mark.parametrize("dtype", ["int32", "bool", "float32"])
-def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
+def test_attention_mask_is_lower_triangle_of_outer_product(policy, dtype):
     padding = np.array([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     with dtype_policy(policy):
         layer = AttentionMask()
@@ -200,23 +200,23 @@ def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
 @pytest.mark.parametrize(
     "shape", [(1, 3), (3, 3), (2, 4), (2, 4, 1), (1, 4, 3), (2, 3, 4), (2, 3, 4, 3), (3,)]
 )
-def test_masks_that_would_be_broadcast_are_refused(shape):
+def test_masks_that_would_broadcast_raise(shape):
     query, key = tf.ones((2, 4, 8)), tf.ones((2, 3, 8))
-    with pytest.raises(ValueError, match=r"mask has the shape .* expected \[2, 3\], \[2, 4, 3\]"):
+    with pytest.raises(ValueError, match=r"mask has shape .* expected \[2, 3\], \[2, 4, 3\]"):
         MultiHeadAttention(8, 2)(query, key, key, tf.ones(shape))
 
 
 @pytest.mark.parametrize(
     ["key", "value"], [((1, 3, 8), None), ((2, 3, 4), None), (None, (2, 5, 8))]
 )
-def test_keys_and_values_that_do_not_fit_are_refused(key, value):
+def test_keys_and_values_of_wrong_shape_raise(key, value):
     key, value = key or (2, 3, 8), value or (2, 3, 8)
-    with pytest.raises(ValueError, match=r"(key|value) has the shape"):
+    with pytest.raises(ValueError, match=r"(key|value)` has shape"):
         MultiHeadAttention(8, 2)(tf.ones((2, 4, 8)), tf.ones(key), tf.ones(value))
 
 
-def test_the_first_scores_do_not_depend_on_the_scale_of_queries():
-    """Or T5, which does not scale them, would begin with attention that looks at one position."""
+def test_initial_scores_do_not_depend_on_query_scale():
+    """Otherwise T5, which does not scale queries, would initially attend to one position."""
     x = tf.constant(np.random.default_rng(4).normal(size=(2, 5, 16)), "float32")
     plain = MultiHeadAttention(16, 4, name="own")(x, x, x)
     for scale in (1.0, 0.25):

@@ -1,4 +1,4 @@
-"""The core of attention against a reference in float64: grouped heads, masks, several parts."""
+"""Attention core against a float64 reference: grouped heads, masks and several parts."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ MASKS = {
 
 
 def reference(q, k, v, mask):
-    """Return the context in float64, with repeated heads."""
+    """Return the context in float64, computed with repeated key and value heads."""
     k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2)
     mask = np.ones((B, T)) if mask is None else mask
@@ -31,7 +31,7 @@ def reference(q, k, v, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("parts", [[T], [3, 4], [0, 7]])
-def test_context_and_gradients(num_kv_heads, mask, parts):
+def test_context_and_gradients_match_reference(num_kv_heads, mask, parts):
     rng = np.random.default_rng(1)
     q = rng.normal(size=(B, N, S, D))
     k, v = rng.normal(size=(2, B, num_kv_heads, T, D))
@@ -45,19 +45,19 @@ def test_context_and_gradients(num_kv_heads, mask, parts):
         total = tf.reduce_sum(context * upstream)
     expected = reference(q, k, v, mask)
     np.testing.assert_allclose(context, expected, rtol=0, atol=1e-12)
-    for number, gradient in enumerate(tape.gradient(total, inputs)):
-        own = [q, k, v]
-        direction = rng.normal(size=own[number].shape)
+    for index, gradient in enumerate(tape.gradient(total, inputs)):
+        arrays = [q, k, v]
+        direction = rng.normal(size=arrays[index].shape)
         ends = []
         for step in (1e-6, -1e-6):
-            moved = [x + step * direction if i == number else x for i, x in enumerate(own)]
+            moved = [x + step * direction if i == index else x for i, x in enumerate(arrays)]
             ends.append((reference(*moved, mask) * upstream).sum())
         slope = (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose((gradient * direction).numpy().sum(), slope, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "cudnn"])
-def test_a_sink_is_a_key_of_each_head_without_a_value(implementation):
+def test_sink_equals_an_extra_key_without_value(implementation):
     q, k, v = np.random.default_rng(2).normal(size=(3, B, N, T, D))
     sinks, seen = np.linspace(-2.0, 3.0, N), MASKS["keys"] > 0
     scores = np.where(seen[:, None, None], q @ k.swapaxes(-1, -2), -np.inf)
@@ -74,7 +74,7 @@ def test_a_sink_is_a_key_of_each_head_without_a_value(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_all_of_a_sequence_sees_its_prefix(implementation):
+def test_all_queries_see_the_prefix(implementation):
     segments = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])
     prefix = np.array([[1, 1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], "bool")
     i, j = np.mgrid[:T, :T]

@@ -1,4 +1,4 @@
-"""Encoder and decoder layers, their stacks and the Transformer against the reference."""
+"""Encoder and decoder blocks, their stacks and the Transformer against the reference."""
 
 from functools import partial
 
@@ -29,17 +29,17 @@ NO_DROPOUT = dict(attention_dropout_rate=0.0, hidden_dropout_rate=0.0)
 SHAPES = [(2, 5, 7, 12, 3, 10), (1, 1, 1, 4, 1, 3), (3, 6, 4, 15, 5, 17)]
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 each_arrangement = pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
-# Near 0, rounding to 16 bits flips relu's derivative between 0 and 1: the error of
-# such an entry has no bound. test_feed_forward.py has relu from exact inputs.
+# Near 0, rounding to 16 bits flips ReLU's derivative between 0 and 1, so the error is unbounded.
+# test_feed_forward.py tests ReLU with exact inputs.
 each_activation = pytest.mark.parametrize(
     "policy, hidden_act", [*((policy, "gelu") for policy in POLICIES), ("float32", "relu")]
 )
 
 
 def decoder_masks(rng, batch, target, source):
-    """Causal with padding, so that padded queries see nothing; and padded memory.
+    """Causal masks with padded queries that see nothing, and a padded memory.
 
-    In the last sentence of several no query sees any of the memory.
+    In the last of several rows no query sees any of the memory.
     """
     causal = reference.causal_mask(weights_of.padding_mask(rng, batch, target))
     memory = weights_of.padding_mask(rng, batch, source)
@@ -139,7 +139,7 @@ def test_decoder(policy, post, num_layers):
 
 
 def transformer(source, target, weights, mask, causal, post):
-    """Encoder and decoder; without encoder layers the decoder reads the source itself."""
+    """Encoder and decoder. Without encoder blocks the decoder attends to the source."""
     memory, encoder_backward = source, None
     if weights.get("encoder"):
         memory, encoder_backward = reference_blocks.encoder(source, weights["encoder"], mask, post)
@@ -181,20 +181,20 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
     )
 
 
-def test_without_a_decoder_the_output_is_the_encoder_s():
+def test_without_decoder_returns_encoder_output():
     rng = np.random.default_rng(5)
     x, mask = weights_of.numbers(rng, 2, 7, 12), weights_of.padding_mask(rng, 2, 7)
     x = tf.constant(x, "float32")
     layer = Transformer(2, 0, 12, 3, 10, **NO_DROPOUT)
-    found, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
+    output, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
     encoder.build(x.shape)
     encoder.set_weights(layer.get_weights())
-    np.testing.assert_array_equal(found, encoder(x, mask))
-    with pytest.raises(ValueError, match="decoder_inputs are missing"):
+    np.testing.assert_array_equal(output, encoder(x, mask))
+    with pytest.raises(ValueError, match="`decoder_inputs` is missing"):
         Transformer(1, 1, 12, 3, 10)(x)
 
 
-def test_the_output_has_the_shape_of_the_decoder_inputs():
+def test_output_has_the_shape_of_decoder_inputs():
     both, alone = Transformer(1, 1, 8, 2, 16), Transformer(1, 0, 8, 2, 16)
     source, target = (2, 5, 8), (2, 4, 8)
     assert both.compute_output_shape(source, None, target) == target
@@ -203,10 +203,10 @@ def test_the_output_has_the_shape_of_the_decoder_inputs():
 
 
 @pytest.mark.parametrize("mask", [None, "given as None"])
-def test_no_mask_at_all(mask):
-    """The stacks and the Transformer work without a mask, left out or given as None."""
+def test_works_without_masks(mask):
+    """The stacks and the Transformer accept omitted masks and `None`."""
     rng = np.random.default_rng(8)
-    given = () if mask is None else (None,)
+    mask_arguments = () if mask is None else (None,)
     sizes = (2, 12, 3, 10)
     compare(
         "float32",
@@ -214,7 +214,7 @@ def test_no_mask_at_all(mask):
         reference_blocks.encoder,
         [weights_of.numbers(rng, 2, 7, 12)],
         weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
-        call=lambda layer, x: layer(x, *given),
+        call=lambda layer, x: layer(x, *mask_arguments),
         tolerance=BLOCKS,
     )
     compare(
@@ -226,13 +226,13 @@ def test_no_mask_at_all(mask):
             "encoder": weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
             "decoder": weights_of.stack(rng, weights_of.decoder_layer, *sizes, final_norm=True),
         },
-        call=lambda layer, source, target: layer(source, None, target, None, *given),
+        call=lambda layer, source, target: layer(source, None, target, None, *mask_arguments),
         tolerance=BLOCKS,
     )
 
 
 @each_policy
-def test_the_dtype_argument_reaches_every_part(policy):
+def test_dtype_argument_reaches_all_sublayers(policy):
     layer = Transformer(1, 1, 12, 3, 10, dtype=policy)
     x = tf.ones((2, 4, 12))
     assert layer(x, tf.ones((2, 4)), x, None).dtype == layer.compute_dtype
@@ -257,8 +257,8 @@ def test_inference_has_no_dropout(policy):
 
 @each_policy
 @each_arrangement
-def test_decoding_step_by_step_with_a_cache(policy, post):
-    """Each position's output is what the whole sequence gives it at once."""
+def test_cached_decoding_matches_full_sequence(policy, post):
+    """Each position's output equals its output in the full sequence."""
     rng = np.random.default_rng(6)
     weights = weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, not post)
     x, memory = weights_of.numbers(rng, 2, 6, 12), weights_of.numbers(rng, 2, 7, 12)
@@ -277,8 +277,8 @@ def test_decoding_step_by_step_with_a_cache(policy, post):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_compiled_with_gradients(jit_compile):
-    """The same numbers under tf.function: any shape without XLA, a fixed one with it."""
+def test_compiled_results_and_gradients_match_eager(jit_compile):
+    """Results are equal in `tf.function`, with dynamic shapes and, under XLA, static shapes."""
     rng = np.random.default_rng(7)
     weights = weights_of.stack(rng, weights_of.decoder_layer, 1, 12, 3, 10, final_norm=True)
     x, memory = weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)
@@ -299,7 +299,7 @@ def test_compiled_with_gradients(jit_compile):
         with tf.GradientTape() as tape:
             tape.watch([x, memory])
             output = layer(x, causal, memory, memory_mask, training=True)
-            # The sum of squares has the output as its gradient, halved.
+            # The gradient of half the sum of squares is the output.
             loss = 0.5 * tf.reduce_sum(tf.square(output))
         sources = {"input 0": x, "input 1": memory}
         sources.update((name, variable.value) for name, variable in variables.items())
@@ -309,7 +309,7 @@ def test_compiled_with_gradients(jit_compile):
     output, gradients = step(*inputs)
     expected, backward = reference_blocks.decoder(x, memory, weights, causal, memory_mask)
     input_gradients, weight_gradients = backward(expected)
-    wanted = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    wanted.update(weights_of.leaves(weight_gradients))
+    expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
+    expected_gradients.update(weights_of.leaves(weight_gradients))
     assert_all_close({"output": output}, {"output": expected}, BLOCKS["float32"])
-    assert_all_close(gradients, wanted, BLOCKS["float32"])
+    assert_all_close(gradients, expected_gradients, BLOCKS["float32"])

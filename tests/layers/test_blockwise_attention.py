@@ -1,4 +1,4 @@
-"""Attention by blocks gives what attention with all scores gives: masks, biases, dropout, gradients."""
+"""Blockwise attention matches the reference: masks, biases, dropout and gradients."""
 
 import keras
 import numpy as np
@@ -42,13 +42,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 3 queries and 4 keys, which divide no length."""
+    """Use blocks of 3 queries and 4 keys, which do not divide the lengths."""
     monkeypatch.setattr(blockwise_attention, "ALL_POSITIONS", (3, 4))
     monkeypatch.setattr(attention_core, "ALL_POSITIONS", (3, 4))
 
 
 def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
-    """Return the context, and the gradients of q, k, v and the table."""
+    """Return the context and the gradients of q, k, v and the table."""
     rng = np.random.default_rng(1)
     shapes = (B, N, S, D), (B, M, S, D), (B, M, S, D)
     tensors = [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
@@ -85,48 +85,50 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_like_with_all_scores(case):
-    for own, expected in zip(results("blockwise", case), results("reference", case), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-13)
+def test_blockwise_matches_reference(case):
+    for actual, expected in zip(
+        results("blockwise", case), results("reference", case), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-13)
 
 
-def test_like_with_all_scores_in_a_function():
-    own = results("blockwise", "relative causal", rate=0.3, compiled=True)
-    for x, expected in zip(own, results("reference", "relative causal", rate=0.3), strict=True):
+def test_blockwise_matches_reference_in_a_function():
+    actual = results("blockwise", "relative causal", rate=0.3, compiled=True)
+    for x, expected in zip(actual, results("reference", "relative causal", rate=0.3), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
-def test_like_with_all_scores_in_float32(case):
-    for own, expected in zip(
+def test_blockwise_matches_reference_in_float32(case):
+    for actual, expected in zip(
         results("blockwise", case, "float32"), results("reference", case), strict=True
     ):
         np.testing.assert_allclose(
-            own, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1)
+            actual, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1)
         )
 
 
 @pytest.mark.parametrize("case", ["causal", "segments", "relative"])
-def test_like_with_all_scores_in_bfloat16(case):
-    for own, expected in zip(
+def test_blockwise_matches_reference_in_bfloat16(case):
+    for actual, expected in zip(
         results("blockwise", case, "bfloat16"), results("reference", case), strict=True
     ):
         np.testing.assert_allclose(
-            own, expected, rtol=0, atol=2e-2 * max(np.abs(expected).max(), 1)
+            actual, expected, rtol=0, atol=2e-2 * max(np.abs(expected).max(), 1)
         )
 
 
 @pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments", "prefix"])
-def test_the_same_elements_are_dropped(case):
-    """Gradients too: the backward pass draws the masks again."""
-    dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
+def test_blockwise_dropout_matches_reference(case):
+    """Also for gradients: the backward pass draws the masks again."""
+    dropped, undropped = results("blockwise", case, rate=0.3), results("blockwise", case)
     expected = results("reference", case, rate=0.3)
-    assert np.abs(dropped[0] - kept[0]).max() > 0.1
-    for own, theirs in zip(dropped, expected, strict=True):
-        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-13)
+    assert np.abs(dropped[0] - undropped[0]).max() > 0.1
+    for actual, reference in zip(dropped, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-13)
 
 
-def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
+def test_query_without_visible_keys_has_zero_context_and_gradient():
     context, *gradients = results("blockwise", "segments")
     rows = SEGMENTS.numpy() == 0
     assert rows.any()
@@ -134,7 +136,7 @@ def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
         assert (np.moveaxis(array, 1, 2)[rows] == 0).all()
 
 
-def test_blocks_of_which_nothing_is_seen_are_not_computed():
+def test_fully_masked_blocks_are_skipped():
     plan = ContextPlan("ulysses", 1, 12, 12)
     count = lambda **options: sum(map(len, plan.seen(**options, sizes=(3, 4))[0]))
     assert count(causal=False, window=None) == 12
@@ -142,19 +144,19 @@ def test_blocks_of_which_nothing_is_seen_are_not_computed():
     assert count(causal=True, window=1) == 4
 
 
-def test_unknown_lengths_are_refused():
+def test_unknown_lengths_raise():
     x = tf.TensorSpec([1, 2, None, 4])
 
     @tf.function(input_signature=[x])
     def run(q):
         return attention(q, [q], [q], implementation="blockwise")
 
-    with pytest.raises(ValueError, match="lengths that are known"):
+    with pytest.raises(ValueError, match="known sequence lengths"):
         run.get_concrete_function()
 
 
 def losses_by(implementation, **options):
-    """Return three steps' losses of a packed language model."""
+    """Return the losses of three steps of a language model on packed sequences."""
     network = CausalLM(
         30,
         hidden_size=16,
@@ -178,7 +180,7 @@ def losses_by(implementation, **options):
 
 
 @on_mesh
-def test_the_same_on_a_mesh():
+def test_blockwise_training_on_a_mesh_matches_reference():
     blockwise_attention.ALL_POSITIONS = attention_core.ALL_POSITIONS = 5, 4
     options = {"positions": "alibi", "prefix": True}
     expected = losses_by("reference", **options)

@@ -1,4 +1,4 @@
-"""A layer or model is made again from its config."""
+"""Layers and models can be recreated from their configs."""
 
 import dataclasses
 
@@ -142,41 +142,41 @@ PUBLIC = [
     name
     for name in layers.__all__
     if isinstance(getattr(layers, name), type)
-    and name not in ("Layer", "TransformerBlock", "BlockStack")  # bases
+    and name not in ("Layer", "TransformerBlock", "BlockStack")  # Base classes.
 ]
 
 
 def run(layer, shapes):
     rng = np.random.default_rng(0)
     tensors = [tf.constant(rng.integers(0, 2, shape), layer.compute_dtype) for shape in shapes]
-    if isinstance(layer, layers.LatentAttention):  # of a sequence to itself
+    if isinstance(layer, layers.LatentAttention):  # Supports only self-attention.
         tensors = tensors[:1] * 3
     return tf.nest.flatten(layer(*tensors))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_layer_is_made_again_from_its_config(name):
+def test_layer_config_round_trip(name):
     options, shapes = LAYER_OPTIONS[name]
     cls = getattr(layers, name)
     layer = cls(**options, name="the_layer", dtype="mixed_bfloat16")
-    again = cls.from_config(layer.get_config())
-    assert type(again) is cls and again.name == "the_layer"
-    assert again.dtype_policy.name == "mixed_bfloat16"
-    config = again.get_config()
+    restored = cls.from_config(layer.get_config())
+    assert type(restored) is cls and restored.name == "the_layer"
+    assert restored.dtype_policy.name == "mixed_bfloat16"
+    config = restored.get_config()
     assert config == layer.get_config()
     for option, value in options.items():
         assert config[option] == value, option
-    # Keras' own way, through JSON, as a saved model goes.
+    # Through JSON, as Keras saves models.
     stored = keras.saving.serialize_keras_object(layer)
     revived = keras.saving.deserialize_keras_object(stored)
     assert type(revived) is cls and revived.get_config() == layer.get_config()
     if shapes is None:
         return
     outputs = run(layer, shapes)
-    for other in (again, revived):
-        for expected, actual in zip(outputs, run(other, shapes), strict=True):
+    for copy in (restored, revived):
+        for expected, actual in zip(outputs, run(copy, shapes), strict=True):
             np.testing.assert_array_equal(tf.cast(actual, "float64"), tf.cast(expected, "float64"))
-        assert by_path(other).keys() == by_path(layer).keys()
+        assert by_path(copy).keys() == by_path(layer).keys()
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -193,14 +193,14 @@ def half(x):
     ],
     ids=["FeedForward", "TransformerEncoder", "Transformer"],
 )
-def test_an_activation_of_the_users_own_survives_the_config(make, shapes):
+def test_custom_activation_survives_config_round_trip(make, shapes):
     layer = make()
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
-    for expected, actual in zip(run(layer, shapes), run(again, shapes), strict=True):
+    restored = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+    for expected, actual in zip(run(layer, shapes), run(restored, shapes), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_model_is_made_again_from_its_config():
+def test_model_config_round_trip():
     options = {
         "source_vocab_size": 11,
         "target_vocab_size": 9,
@@ -226,20 +226,20 @@ def test_a_model_is_made_again_from_its_config():
     }
     model = TranslationTransformer(**options, dtype="mixed_bfloat16")
     stored = keras.saving.serialize_keras_object(model)
-    again = keras.saving.deserialize_keras_object(stored)
-    assert type(again) is TranslationTransformer
-    for made in (again, TranslationTransformer.from_config(model.get_config())):
-        assert made.get_config() == model.get_config()
-        assert {option: made.get_config()[option] for option in options} == options
-        assert made.dtype_policy.name == "mixed_bfloat16"
+    restored = keras.saving.deserialize_keras_object(stored)
+    assert type(restored) is TranslationTransformer
+    for copy in (restored, TranslationTransformer.from_config(model.get_config())):
+        assert copy.get_config() == model.get_config()
+        assert {option: copy.get_config()[option] for option in options} == options
+        assert copy.dtype_policy.name == "mixed_bfloat16"
         model.build()
-        made.build()
+        copy.build()
         for path, value in by_path(model).items():
-            np.testing.assert_array_equal(by_path(made)[path], value, path)
+            np.testing.assert_array_equal(by_path(copy)[path], value, path)
 
 
-def test_a_zero_stays_a_zero():
-    """Rates that are 0 are given, not left out."""
+def test_zero_rates_survive_config_round_trip():
+    """Rates of 0 are stored, not omitted."""
     model = TranslationTransformer(
         11, attention_dropout_rate=0.0, embedding_dropout_rate=0, dropout_rate=0.3
     )
@@ -249,8 +249,8 @@ def test_a_zero_stays_a_zero():
     assert model.transformer.encoder.blocks[0].attention.attention_dropout.rate == 0.0
 
 
-def test_a_layer_of_ones_own_needs_no_config_of_its_own():
-    """Its arguments are attributes of the same names."""
+def test_custom_layer_needs_no_get_config():
+    """Arguments are read from the attributes of the same names."""
 
     class Scaled(Layer):
         def __init__(self, factor, power=1, **kwargs):
@@ -260,8 +260,8 @@ def test_a_layer_of_ones_own_needs_no_config_of_its_own():
         def call(self, inputs):
             return inputs**self.power * self.factor
 
-    again = Scaled.from_config(Scaled(3, power=2, name="squared", dtype="float16").get_config())
-    assert (again.name, again.factor, again.power, again.compute_dtype) == (
+    restored = Scaled.from_config(Scaled(3, power=2, name="squared", dtype="float16").get_config())
+    assert (restored.name, restored.factor, restored.power, restored.compute_dtype) == (
         "squared",
         3,
         2,

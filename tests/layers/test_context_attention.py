@@ -1,4 +1,4 @@
-"""Attention of a sequence that is sharded gives what one device gives: each mode, mask and bias."""
+"""Attention to sharded sequences matches one device, in each mode, for all masks and biases."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def tensors(num_kv_heads, num_keys=S):
 
 
 def results(case, q, k, v, upstream, table):
-    """Return the context, and the gradients of q, k, v and the table."""
+    """Return the context and the gradients of q, k, v and the table."""
     options = dict(CASES[case])
     if "mask" in options:
         options["mask"] = options["mask"]()
@@ -77,13 +77,13 @@ def check(cases, num_kv_heads, num_keys=S, **fields):
     expected = {case: results(case, *map(tf.constant, arrays)) for case in cases}
     start(**fields)
     for case in cases:
-        found = on_devices(case, *arrays)
-        if case == "segments":  # what is padded has no context and no gradient
-            for x in found[:4]:
+        actuals = on_devices(case, *arrays)
+        if case == "segments":  # Padding has zero context and gradient.
+            for x in actuals[:4]:
                 assert (np.moveaxis(x, 1, 2)[SEGMENTS == 0] == 0).all()
-        for own, theirs in zip(found, expected[case], strict=True):
-            tolerance = 1e-5 * max(np.abs(theirs).max(), 1)
-            np.testing.assert_allclose(own, theirs, rtol=0, atol=tolerance, err_msg=case)
+        for actual, reference in zip(actuals, expected[case], strict=True):
+            tolerance = 1e-5 * max(np.abs(reference).max(), 1)
+            np.testing.assert_allclose(actual, reference, rtol=0, atol=tolerance, err_msg=case)
     stop()
 
 
@@ -137,21 +137,21 @@ def test_four_rounds():
 
 @pytest.mark.long
 @on_mesh
-def test_by_heads_of_which_several_devices_have_the_same_keys():
+def test_by_heads_with_replicated_keys():
     check(["segments"], 2, model_parallel=1, context_parallel=4, **BY_HEADS)
     check(["relative"], 2, model_parallel=2, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_to_a_memory_of_another_length():
+def test_cross_attention_to_another_length():
     use_small_blocks()
     for mode in (RING, GATHERED, BY_HEADS):
         check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1, **mode)
 
 
 @on_mesh
-def test_what_cannot_be_is_refused():
+def test_indivisible_lengths_and_heads_raise():
     start(model_parallel=1, context_parallel=2, **RING)
     arrays = [x[:, :, :15] for x in tensors(2)]
     raises(ValueError, ["must divide", "15", "16"], lambda: on_devices("all", *arrays, TABLE))

@@ -1,7 +1,7 @@
-"""Promise: attention by cuDNN's calls is ours for every mask it takes, and the calls are JAX's.
+"""cuDNN attention matches the reference for every supported mask, and its calls equal JAX's.
 
-Elsewhere than on a GPU TensorFlow computes what a call does: values and gradients are compared so.
-What a card is given is compared as text; `benchmarks/gpu.py` compares what it computes.
+Without a GPU, TensorFlow computes the calls, so values and gradients are compared on CPUs. The
+programs for GPUs are compared as text. `benchmarks/gpu.py` compares results on a GPU.
 """
 
 import json
@@ -33,7 +33,7 @@ X = tf.zeros([2, 4, 16, 8], "bfloat16")
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """What is traced is traced for a GPU; it cannot be computed."""
+    """Trace functions for a GPU. They cannot be executed."""
     monkeypatch.setenv("DTRANSFORMER_GPU_BRANCH", "1")
     monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: True)
     monkeypatch.setattr(gpu_calls, "_capability", lambda: (9, 0))
@@ -46,31 +46,31 @@ def warned_anew():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
-def test_like_with_all_scores(case, compiled):
+def test_cudnn_matches_reference(case, compiled):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = results("cudnn", case, compiled=compiled)
-    for x, expected in zip(own, results("reference", case), strict=True):
+        actual = results("cudnn", case, compiled=compiled)
+    for x, expected in zip(actual, results("reference", case), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 5e-2), ("float16", 4e-3)])
 @pytest.mark.parametrize("case", ["causal window", "segments", "prefix"])
-def test_like_with_all_scores_in_other_types(case, dtype, atol):
-    own, expected = results("cudnn", case, dtype), results("reference", case)
-    for x, y in zip(own, expected, strict=True):
+def test_cudnn_matches_reference_in_other_types(case, dtype, atol):
+    actual, expected = results("cudnn", case, dtype), results("reference", case)
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(np.abs(y).max(), 1))
 
 
 @pytest.mark.parametrize("case, rate", [("soft cap", 0.0), ("relative causal", 0.0), ("all", 0.3)])
-def test_what_it_does_not_take_is_computed_by_blocks_with_one_warning(case, rate):
-    reason = {"soft cap": "capped", "all": "dropped out"}.get(case, "bias by position")
+def test_unsupported_options_use_blocks_and_warn_once(case, rate):
+    reason = {"soft cap": "soft cap", "all": "dropout masks"}.get(case, "position bias")
     with pytest.warns(UserWarning, match=f"without cuDNN: .*{reason}"):
-        own = results("cudnn", case, rate=rate)
+        actual = results("cudnn", case, rate=rate)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         results("cudnn", case, rate=rate)
-    for x, expected in zip(own, results("blockwise", case, rate=rate), strict=True):
+    for x, expected in zip(actual, results("blockwise", case, rate=rate), strict=True):
         np.testing.assert_array_equal(x, expected)
 
 
@@ -92,15 +92,16 @@ def test_what_it_does_not_take_is_computed_by_blocks_with_one_warning(case, rate
         ({"dropout": Dropout(0.1).masks}, "reference"),
     ],
 )
-def test_what_auto_takes_on_a_gpu(on_gpu, options, expected):
+def test_auto_choice_on_a_gpu(on_gpu, options, expected):
     options = dict(options)
     spec = tf.TensorSpec(options.pop("shape", X.shape), options.pop("dtype", "bfloat16"))
     with tf.Graph().as_default():
         assert implementation_for("auto", spec, spec, **options) == expected
-    assert implementation_for("auto", spec, spec, **options) != "cudnn"  # nothing is traced
+    # Executed eagerly, not traced.
+    assert implementation_for("auto", spec, spec, **options) != "cudnn"
 
 
-def test_older_cards_and_cpus_are_left_to_blocks(on_gpu, monkeypatch):
+def test_auto_does_not_use_cudnn_on_old_gpus_and_cpus(on_gpu, monkeypatch):
     monkeypatch.setattr(gpu_calls, "_capability", lambda: (7, 0))
     with tf.Graph().as_default():
         assert implementation_for("auto", X, X) == "reference"
@@ -110,20 +111,20 @@ def test_older_cards_and_cpus_are_left_to_blocks(on_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("name", JAX_CALLS)
-def test_the_calls_are_those_of_jax(name):
+def test_calls_equal_those_of_jax(name):
     case = JAX_CALLS[name]
     shapes = {key: tuple(case[key]) for key in ("queries", "keys", "bias") if case[key]}
     call = CudnnCall(**shapes, dtype=case["dtype"], causal=case["causal"], window=case["window"])
-    own = custom_calls(call.forward()) + custom_calls(call.backward())
+    calls = custom_calls(call.forward()) + custom_calls(call.backward())
     expected = case["calls"]
-    if call.bias:  # JAX has the bias' gradient computed, which nobody asks for
+    if call.bias:  # JAX also computes the bias gradient, which is unused.
         for key in ("results", "result_layouts"):
             expected[1][key].pop(3)
-    assert own == expected
+    assert calls == expected
 
 
 def hlo_of(mask):
-    """Return what XLA is given of an attention layer with its gradient, for a GPU."""
+    """Return the HLO of an attention layer and its gradient for a GPU."""
     with dtype_policy("mixed_bfloat16"):
         layer = MultiHeadAttention(
             32, 4, 0.0, 0.0, num_kv_heads=2, causal=True, rotary_base=100.0, implementation="auto"
@@ -142,7 +143,7 @@ def hlo_of(mask):
 
 
 @pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "packed"])
-def test_no_scores_are_in_what_a_gpu_is_given(on_gpu, has_mask):
+def test_gpu_program_contains_no_scores(on_gpu, has_mask):
     segments = tf.constant(np.repeat([[1, 2, 0]], 16, axis=1).repeat(2, axis=0))
     hlo = hlo_of(Segments(segments, segments) if has_mask else None)
     kind = "ScaleBiasSoftmax" if has_mask else "Softmax"
@@ -154,39 +155,39 @@ def test_no_scores_are_in_what_a_gpu_is_given(on_gpu, has_mask):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_a_network_trains_alike(monkeypatch, recompute):
+def test_training_matches_reference_attention(monkeypatch, recompute):
     counted, compute = [], attention_core.cudnn_attention
     monkeypatch.setattr(
         attention_core, "cudnn_attention", lambda *args: counted.append(1) or compute(*args)
     )
     with warnings.catch_warnings(), parallel_config(recompute=recompute):
         warnings.simplefilter("error", UserWarning)
-        own = losses_by("cudnn")
+        losses = losses_by("cudnn")
     assert counted
-    np.testing.assert_allclose(own, losses_by("reference"), rtol=1e-5)
+    np.testing.assert_allclose(losses, losses_by("reference"), rtol=1e-5)
 
 
-def test_on_a_mesh_it_is_left_to_blocks(on_gpu):
+def test_mesh_uses_blocks_with_a_warning(on_gpu):
     with trace.on_mesh(), pytest.warns(UserWarning, match="on a mesh"):
         assert implementation_for("cudnn", X, X) == "blockwise"
 
 
-def test_a_single_query_is_taken_too():
+def test_supports_a_single_query():
     q = tf.random.stateless_normal([2, 4, 1, 8], [1, 2])
     k = tf.random.stateless_normal([2, 2, 7, 8], [3, 4])
-    own, expected = (
+    actual, expected = (
         attention(q, [k], [k], causal=True, implementation=name) for name in ("cudnn", "reference")
     )
-    np.testing.assert_allclose(own, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_the_memory_report_says_what_a_gpu_takes(on_gpu):
+def test_memory_report_assumes_cudnn_on_gpus(on_gpu):
     with dtype_policy("mixed_bfloat16"):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0)
     network.build()
-    assert memory._attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
-    kept = memory.activation_bytes(network, tf.TensorShape([2, 8]))
+    assert memory._describe_attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
+    num_bytes = memory.activation_bytes(network, tf.TensorShape([2, 8]))
     with dtype_policy("mixed_bfloat16"):
         network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0, implementation="reference")
     network.build()
-    assert kept < memory.activation_bytes(network, tf.TensorShape([2, 8]))
+    assert num_bytes < memory.activation_bytes(network, tf.TensorShape([2, 8]))

@@ -1,4 +1,4 @@
-"""Dropout masks depend on seeds only, also where blocks are recomputed."""
+"""Dropout masks depend only on seeds, also in recomputed blocks."""
 
 import numpy as np
 import pytest
@@ -19,32 +19,32 @@ def mask_of(layer, seed, x=None):
         return layer(x, training=True).numpy()
 
 
-def test_masks_depend_on_the_seed_and_the_layer_only():
+def test_masks_depend_only_on_seed_and_layer():
     first, second = Dropout(0.3, name="first"), Dropout(0.3, name="second")
-    again = Dropout(0.3, name="first")
+    same_name = Dropout(0.3, name="first")
     mask = mask_of(first, [7, 3])
     np.testing.assert_array_equal(mask_of(first, [7, 3]), mask)
-    np.testing.assert_array_equal(mask_of(again, [7, 3]), mask)
-    others = [mask_of(first, [7, 4]), mask_of(first, [8, 3]), mask_of(second, [7, 3])]
-    for other in others:
+    np.testing.assert_array_equal(mask_of(same_name, [7, 3]), mask)
+    other_masks = [mask_of(first, [7, 4]), mask_of(first, [8, 3]), mask_of(second, [7, 3])]
+    for other in other_masks:
         agree = ((other == 0) == (mask == 0)).mean()
         assert abs(agree - (0.3**2 + 0.7**2)) < 0.05, "masks are independent"
 
 
 @each_policy
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_how_much_is_kept_and_how_it_is_scaled(policy, rate):
+def test_kept_fraction_and_scale(policy, rate):
     layer = Dropout(rate, dtype=policy)
     x = np.full((256, 256), 3.0, "float32")
     dropped = mask_of(layer, [1, 2], x).astype("float64")
-    kept = dropped != 0
+    is_kept = dropped != 0
     # Five standard deviations of 65,536 draws.
-    assert abs(kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate)) / 256
-    np.testing.assert_allclose(dropped[kept], 3.0 / (1 - rate), rtol=LAYERS[policy])
+    assert abs(is_kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate)) / 256
+    np.testing.assert_allclose(dropped[is_kept], 3.0 / (1 - rate), rtol=LAYERS[policy])
     np.testing.assert_array_equal(layer(x, training=False).numpy().astype("float64"), x)
 
 
-def test_outside_of_a_seed_every_call_has_a_mask_of_its_own():
+def test_without_a_seed_every_call_draws_a_new_mask():
     layer = Dropout(0.5)
     x = np.ones((64, 64), "float32")
     first, second = layer(x, training=True).numpy(), layer(x, training=True).numpy()
@@ -55,7 +55,7 @@ def test_outside_of_a_seed_every_call_has_a_mask_of_its_own():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_recomputing_a_block_gives_the_same_masks(compiled):
+def test_recompute_draws_the_same_masks(compiled):
     block = layers.TransformerEncoderLayer(12, 3, 7, 0.3, 0.3, name="block")
     x = tf.constant(np.random.default_rng(0).standard_normal((2, 5, 12)), "float32")
     block(x)
@@ -65,7 +65,7 @@ def test_recomputing_a_block_gives_the_same_masks(compiled):
         return block(x, training=True)
 
     def gradients(seed, function):
-        # The gradients too are computed while the seed holds, as a step's are.
+        # Compute gradients under the same seed, like a training step.
         with dropout_seed(seed), tf.GradientTape() as tape:
             tape.watch(x)
             loss = tf.reduce_sum(tf.square(function(x)))
@@ -78,16 +78,16 @@ def test_recomputing_a_block_gives_the_same_masks(compiled):
     assert_all_close(run_step(seed, tf.recompute_grad(apply)), expected, LAYERS["float32"])
 
 
-def test_a_step_inside_one_compiled_function_has_its_own_mask():
+def test_each_step_of_a_compiled_function_draws_a_new_mask():
     layer = Dropout(0.5, name="dropout")
     x = np.ones((64, 64), "float32")
 
     @tf.function
-    def step(number):
-        with dropout_seed(tf.stack([7, number])):
+    def step(index):
+        with dropout_seed(tf.stack([7, index])):
             return layer(x, training=True)
 
-    masks = [step(tf.constant(number)).numpy() for number in (0, 1, 0)]
+    masks = [step(tf.constant(index)).numpy() for index in (0, 1, 0)]
     assert (masks[0] != masks[1]).mean() > 0.4
     np.testing.assert_array_equal(masks[0], masks[2])
     np.testing.assert_array_equal(masks[0], mask_of(layer, [7, 0]))

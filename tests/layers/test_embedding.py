@@ -1,4 +1,4 @@
-"""Embeddings, positions and the head against the reference; padded vocabularies."""
+"""Embeddings, positions and the vocabulary head against the reference, with padded vocabularies."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from dtransformer.layers import (
     VocabEmbedding,
     VocabHead,
 )
-from dtransformer.layers.position import first_of_segment
+from dtransformer.layers.position import segment_starts
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
@@ -59,7 +59,7 @@ def test_head(policy, use_bias):
 
 
 def tied_loss(ids, weights, labels):
-    """Embeddings of ids, their products with the table as logits, cross entropy."""
+    """Reference of a tied embedding: look-up, product with the table, cross entropy."""
     table = weights["table"]
     embeddings, embedding_backward = reference.embedding(ids, weights)
     logits, head_backward = reference.linear(embeddings, {"kernel": table.T})
@@ -75,7 +75,7 @@ def tied_loss(ids, weights, labels):
 
 
 def run_tied(policy, weights, ids, labels):
-    """The same with the layers: loss, logits and the gradient of the table."""
+    """Return the loss, logits and table gradient of the tied layers."""
     with dtype_policy(policy):
         embed, head = VocabEmbedding(VOCAB, HIDDEN), VocabHead(VOCAB, tied=True, keeps_padding=True)
     embed(ids)
@@ -88,7 +88,7 @@ def run_tied(policy, weights, ids, labels):
 
 
 @each_policy
-def test_a_tied_table_gets_both_gradients(policy):
+def test_tied_table_receives_both_gradients(policy):
     rng = np.random.default_rng(2)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
     weights = table_of(rng)
@@ -99,16 +99,16 @@ def test_a_tied_table_gets_both_gradients(policy):
 
 
 @each_policy
-def test_rows_past_a_padded_vocabulary_never_matter(policy):
-    """Ten entries over four ranks are twelve rows; whatever the last two hold."""
+def test_padded_rows_do_not_change_results(policy):
+    """Ten entries on four ranks are padded to twelve rows. The last two have no effect."""
     rng = np.random.default_rng(3)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
     true = table_of(rng)
     expected, backward = tied_loss(ids, true, labels)
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         seen = []
-        for other in (0.0, 1000.0, -1000.0):
-            rows = np.full((PADDED - VOCAB, HIDDEN), other)
+        for fill in (0.0, 1000.0, -1000.0):
+            rows = np.full((PADDED - VOCAB, HIDDEN), fill)
             weights = {"table": np.concatenate([true["table"], rows])}
             seen.append(run_tied(policy, weights, ids, labels))
     for loss, logits, gradient in seen:
@@ -125,7 +125,7 @@ def test_rows_past_a_padded_vocabulary_never_matter(policy):
 
 @each_policy
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_a_padded_head_of_its_own_matches_the_true_one(policy, use_bias):
+def test_padded_untied_head_matches_unpadded_head(policy, use_bias):
     rng = np.random.default_rng(4)
     weights = weights_of.linear(rng, HIDDEN, PADDED, use_bias)
     x = weights_of.numbers(rng, 2, 5, HIDDEN)
@@ -154,7 +154,7 @@ def test_a_padded_head_of_its_own_matches_the_true_one(policy, use_bias):
         )
 
 
-def test_initial_rows_do_not_depend_on_the_padding():
+def test_initial_values_do_not_depend_on_padding():
     tables = []
     for model_parallel in (1, 4):
         with parallel_config(TransformerOpParallelConfig(model_parallel=model_parallel)):
@@ -165,7 +165,7 @@ def test_initial_rows_do_not_depend_on_the_padding():
 
 
 @pytest.mark.parametrize("number", [10, 11, 12, -1])
-def test_ids_of_padded_rows_are_out_of_range(number):
+def test_ids_of_padded_rows_raise(number):
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         layer = VocabEmbedding(10, 4)
         assert layer(tf.constant([[0, 9]]))[1].shape == (12, 4)
@@ -195,7 +195,7 @@ def test_learned_positions(policy):
 
 
 @each_policy
-def test_types_of_tokens(policy):
+def test_token_type_embedding(policy):
     rng = np.random.default_rng(7)
     x, types = weights_of.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
     weights = {"table": weights_of.numbers(rng, 3, HIDDEN)}
@@ -204,15 +204,15 @@ def test_types_of_tokens(policy):
         rows, backward = reference.embedding(types, weights)
         return x + rows, lambda grad: ((grad,), backward(grad)[1])
 
-    for given in (types, None):
-        rows = np.zeros_like(types) if given is None else given
+    for token_types in (types, None):
+        rows = np.zeros_like(types) if token_types is None else token_types
         compare(
             policy,
             lambda: TokenTypeEmbedding(3),
             lambda x, weights: with_types(x, weights, rows),
             [x],
             weights,
-            call=lambda layer, x: layer(x, given),
+            call=lambda layer, x: layer(x, token_types),
         )
 
 
@@ -220,7 +220,7 @@ def test_types_of_tokens(policy):
 @pytest.mark.parametrize("hidden", [6, 7])
 @pytest.mark.parametrize("kind", ["sinusoidal", "sinusoidal_paper"])
 def test_sinusoidal_positions(policy, hidden, kind):
-    """Wavelengths from 2 pi to 10000 * 2 pi, or 10000^(2i/h) as in the paper; the sines first."""
+    """Wavelengths from 2π to 10000·2π, or 10000^(2i/h) as in the paper, sines first."""
     rng = np.random.default_rng(6)
     x = weights_of.numbers(rng, 2, 9, hidden)
     half = (hidden + 1) // 2
@@ -236,14 +236,14 @@ def test_sinusoidal_positions(policy, hidden, kind):
     )
 
 
-def test_positions_begin_anew_in_each_segment_and_take_linear_memory():
+def test_positions_restart_in_each_segment_in_linear_memory():
     rng = np.random.default_rng(8)
     numbers = np.cumsum(rng.integers(0, 2, (3, 37)), axis=1, dtype="int32")
-    expected = [[np.flatnonzero(row == number)[0] for number in row] for row in numbers]
-    anyhow = tf.function(first_of_segment, input_signature=[tf.TensorSpec([None, None], "int32")])
-    for found in (first_of_segment(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
-        np.testing.assert_array_equal(found, np.array(expected)[:, : found.shape[1]])
+    expected = [[np.flatnonzero(row == segment)[0] for segment in row] for row in numbers]
+    anyhow = tf.function(segment_starts, input_signature=[tf.TensorSpec([None, None], "int32")])
+    for result in (segment_starts(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
+        np.testing.assert_array_equal(result, np.array(expected)[:, : result.shape[1]])
 
-    graph = tf.function(first_of_segment).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
+    graph = tf.function(segment_starts).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
     sizes = [out.shape.num_elements() for op in graph.graph.get_operations() for out in op.outputs]
     assert max(sizes) <= 2 * 2 * 512

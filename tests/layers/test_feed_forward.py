@@ -1,4 +1,4 @@
-"""FeedForward and Linear against the reference."""
+"""FeedForward and Linear match the reference."""
 
 from functools import partial
 
@@ -45,10 +45,10 @@ def test_feed_forward_drops_out_in_training_only():
     layer = FeedForward(64, 64, dropout_rate=0.5)
     x = tf.random.stateless_normal((4, 16, 64), (0, 1))
     dropped = layer(x, training=True).numpy()
-    kept = layer(x, training=False).numpy()
+    undropped = layer(x, training=False).numpy()
     zeros = dropped == 0.0
     assert 0.45 < zeros.mean() < 0.55
-    np.testing.assert_allclose(dropped[~zeros], 2.0 * kept[~zeros], rtol=1e-5)
+    np.testing.assert_allclose(dropped[~zeros], 2.0 * undropped[~zeros], rtol=1e-5)
 
 
 @each_policy

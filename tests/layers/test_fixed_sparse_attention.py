@@ -1,4 +1,4 @@
-"""Fixed sparse attention is attention under the pattern's mask, and computes little besides."""
+"""Fixed sparse attention equals masked attention and computes few extra scores."""
 
 import keras
 import numpy as np
@@ -38,7 +38,7 @@ def inputs(dtype):
 
 
 def by_pattern(layer, q, k, v, mask):
-    """Attention with all scores, under the masks of the heads' patterns."""
+    """Attention with all scores, masked by the pattern of each head."""
     heads = lambda x: tf.transpose(tf.reshape(x, [B, S, N, D]), [0, 2, 1, 3])
     seen = tf.constant(np.stack([layer.pattern.mask(head) for head in range(N)]))[None]
     if isinstance(mask, Segments):
@@ -64,17 +64,17 @@ def with_gradients(function, q, k, v, upstream):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 1e-5)])
-def test_like_attention_under_the_patterns_mask(monkeypatch, pattern, mask, dtype, tolerance):
-    monkeypatch.setattr(layer_module, "_QUERIES", 24)
+def test_matches_attention_with_the_pattern_as_mask(monkeypatch, pattern, mask, dtype, tolerance):
+    monkeypatch.setattr(layer_module, "_MIN_QUERIES", 24)
     layer = FixedSparseAttention(N, D, seq_length=S, dtype=dtype, **PATTERNS[pattern])
     tensors = inputs(dtype)
-    own = with_gradients(lambda q, k, v: layer(q, k, v, MASKS[mask]), *tensors)
+    actual = with_gradients(lambda q, k, v: layer(q, k, v, MASKS[mask]), *tensors)
     expected = with_gradients(lambda q, k, v: by_pattern(layer, q, k, v, MASKS[mask]), *tensors)
-    for x, y in zip(own, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 1))
 
 
-def test_what_nobody_may_see_has_no_context_and_no_gradient():
+def test_padding_has_zero_context_and_gradient():
     layer = FixedSparseAttention(N, D, seq_length=S, block_size=4)
     results = with_gradients(lambda q, k, v: layer(q, k, v, MASKS["segments"]), *inputs("float32"))
     rows = SEGMENTS.numpy() == 0
@@ -83,15 +83,15 @@ def test_what_nobody_may_see_has_no_context_and_no_gradient():
         assert (result.numpy()[rows] == 0).all()
 
 
-def test_the_pattern_as_published():
-    """Of 16 blocks of 4 and two patterns: the last block of each window, or the one before."""
+def test_pattern_matches_the_paper():
+    """With 16 blocks of 4 and two patterns: the last block of each window, or the one before."""
     first, second = (FixedSparsePattern(64, 4, num_patterns=2).mask(p) for p in (0, 1))
     assert set(np.flatnonzero(first[40])) == {*range(12, 16), *range(28, 32), *range(32, 41)}
     assert set(np.flatnonzero(second[40])) == {*range(8, 12), *range(24, 28), *range(32, 41)}
 
 
-def test_with_blocks_that_grow_as_the_root_each_query_sees_some_roots():
-    """And no more scores are computed than twice that."""
+def test_cost_per_query_grows_with_the_square_root_of_the_length():
+    """The number of computed scores is at most twice the bound on visible keys."""
     for root in (16, 32, 64):
         plan = FixedSparsePattern(root**2, root // 4, global_size=1)
         assert plan.mask(0).sum() <= root**3
@@ -100,7 +100,7 @@ def test_with_blocks_that_grow_as_the_root_each_query_sees_some_roots():
 
 
 class SparseModel(keras.Model):
-    """A language model of one sparse attention."""
+    """Language model with one sparse attention layer."""
 
     def __init__(self):
         super().__init__(name="network")
@@ -130,19 +130,19 @@ def test_heads_and_batch_are_sharded():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ({"seq_length": 40}, r"4 · block_size=16 positions must divide seq_length=40"),
-        ({"num_different_global_patterns": 5}, "at most 4 patterns.*got 5"),
-        ({"global_size": 5}, "global_size=5 must be at most block_size=4"),
+        ({"seq_length": 40}, "16 positions, must divide `seq_length=40`"),
+        ({"num_different_global_patterns": 5}, "at most 4, one per block.*got 5"),
+        ({"global_size": 5}, "`global_size=5` must be at most `block_size=4`"),
     ],
 )
-def test_patterns_that_cannot_be(arguments, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_patterns_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
         FixedSparseAttention(N, D, **{"block_size": 4, "seq_length": S, **arguments})
 
 
-def test_inputs_of_another_length():
+def test_inputs_of_another_length_raise():
     x = tf.zeros((B, S, N * D))
     with pytest.raises(ValueError, match=r"\[2, 48, 30\], expected \[2, 64, 30\]"):
         FixedSparseAttention(N, D, 4, seq_length=64)(x, x, x)

@@ -1,4 +1,4 @@
-"""Promise: a mask of Keras' that comes with a tensor is used, and goes on."""
+"""Keras masks attached to tensors are used and propagated."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def embedded():
 
 
 @pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerEncoder])
-def test_encoders_attend_to_what_the_mask_leaves(kind, embedded):
+def test_encoders_use_the_keras_mask(kind, embedded):
     layer = kind(**({"num_layers": 2} if kind is TransformerEncoder else {}), **SIZES)
     outputs = layer(embedded)
     np.testing.assert_array_equal(outputs, layer(tf.identity(embedded), MASK))
@@ -37,7 +37,7 @@ def test_encoders_attend_to_what_the_mask_leaves(kind, embedded):
     np.testing.assert_array_equal(_compat.mask_of(outputs), MASK)
 
 
-def test_a_decoder_uses_its_own_mask_and_the_memory_s(embedded):
+def test_decoder_uses_keras_masks_of_inputs_and_memory(embedded):
     decoder, x = TransformerDecoder(1, **SIZES), tf.identity(embedded)
     expected = decoder(x, MASK, x, MASK)
     np.testing.assert_array_equal(decoder(embedded, encoder_output=embedded), expected)
@@ -45,7 +45,7 @@ def test_a_decoder_uses_its_own_mask_and_the_memory_s(embedded):
     assert np.abs(decoder(x, encoder_output=x) - expected).max() > 1e-3
 
 
-def test_a_mask_that_is_given_comes_first(embedded):
+def test_explicit_mask_overrides_keras_mask(embedded):
     layer, everything = TransformerEncoderLayer(**SIZES), tf.ones_like(MASK)
     np.testing.assert_array_equal(layer(embedded, everything), layer(tf.identity(embedded)))
 
@@ -61,5 +61,5 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_single_positions_pass_the_mask_on(name, embedded):
+def test_positionwise_layers_propagate_the_mask(name, embedded):
     np.testing.assert_array_equal(_compat.mask_of(LAYERS[name](embedded)), MASK)

@@ -1,4 +1,4 @@
-"""Promise: every layer works in functional, sequential and subclassed models, as Keras' own do."""
+"""Every layer works in functional, sequential and subclassed Keras models."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16, **RATES}
 EXPERTS = MoEConfig(expert_num=2)
 BOTH = np.repeat((IDS != 0)[:, None], 4, 1)  # [b, t, t]
 
-# Each layer's arguments, and those of its call.
+# Constructor arguments and call arguments of each layer.
 LAYERS = {
     "AttentionMask": ({}, [IDS]),
     "Dropout": ({"rate": 0.0}, [X]),
@@ -53,7 +53,7 @@ LAYERS = {
     "VocabHead, tied": ({"vocab_size": 6, "tied": True}, [X, TABLE]),
 }
 BASES = {"BlockStack", "CrossEntropyLoss", "Layer", "TransformerBlock"}
-DESTROY = "ignore:.*does not support masking"  # a router's choices, and masks made of ids
+DESTROY = "ignore:.*does not support masking"  # Layers that return router choices or masks.
 CALLS = [{}, {"training": None}, {"training": False}, {"training": True}]
 MASKED = [{"mask": MASK}, {"training": False, "mask": MASK}]
 
@@ -78,20 +78,20 @@ def same(outputs, expected):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_all_layers_are_here():
+def test_all_public_layers_are_tested():
     public = {
         name
         for name in layers.__all__
         if isinstance(getattr(layers, name), type)
         and issubclass(getattr(layers, name), keras.layers.Layer)
     }
-    # That one takes one tensor three times; tests of published networks have it.
+    # LatentAttention needs the same tensor three times. Tests of pretrained models cover it.
     assert public - BASES - {"LatentAttention"} == {name.split(",")[0] for name in LAYERS}
 
 
 @pytest.mark.filterwarnings(DESTROY)
 @pytest.mark.parametrize("name", LAYERS)
-def test_models_give_what_the_layer_gives(name):
+def test_keras_models_match_the_layer(name):
     arguments, inputs = LAYERS[name]
     layer = getattr(layers, name.split(",")[0])(**arguments)
     inputs = [tf.constant(x) for x in inputs]
@@ -119,16 +119,19 @@ def test_models_give_what_the_layer_gives(name):
 
 
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "TransformerEncoder", "TransformerDecoder"])
-def test_a_mask_by_its_name_is_used(name):
+def test_mask_keyword_is_used(name):
     arguments, inputs = LAYERS[name]
     layer = getattr(layers, name)(**arguments)
     inputs = [inputs[0], *(None if x is BOTH else x for x in inputs[1:])]
-    given = [X, *(_compat.with_mask(tf.constant(X), MASK) if x is X else x for x in inputs[1:])]
-    masked = layer(*given, mask=MASK)
+    masked_inputs = [
+        X,
+        *(_compat.with_mask(tf.constant(X), MASK) if x is X else x for x in inputs[1:]),
+    ]
+    masked = layer(*masked_inputs, mask=MASK)
     assert np.abs(masked - layer(*inputs)).max() > 1e-3
 
 
-def test_a_functional_model_with_a_head_of_ours_is_trained():
+def test_functional_model_with_task_head_trains():
     ids = keras.Input((4,), dtype="int32")
     x = keras.layers.Embedding(6, 8, mask_zero=True)(ids)
     network = keras.Model(ids, layers.VocabHead(6)(x))
@@ -137,5 +140,7 @@ def test_a_functional_model_with_a_head_of_ours_is_trained():
     models, loss = [Trainer(network), alike], keras.losses.SparseCategoricalCrossentropy(True)
     for model in models:
         model.compile(keras.optimizers.SGD(0.1), loss)
-    found, expected = (model.fit(IDS, IDS, epochs=2, verbose=0).history["loss"] for model in models)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    losses, expected = (
+        model.fit(IDS, IDS, epochs=2, verbose=0).history["loss"] for model in models
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)

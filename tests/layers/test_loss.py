@@ -1,4 +1,4 @@
-"""CrossEntropyLoss against the reference: what counts, and what never does."""
+"""CrossEntropyLoss matches the reference, and ignored tokens and padding have no effect."""
 
 import keras
 import numpy as np
@@ -19,14 +19,14 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def compare(dtype, logits, labels, mask=None, mask_type=None, label_type="int32", **options):
-    """Loss and the logits' gradient, from logits of the type that a model gives."""
+    """Compare the loss and the logits' gradient, for logits in a model's type."""
     with dtype_policy(POLICY_OF[dtype]):
         layer = CrossEntropyLoss(**options)
-    given = None if mask is None else tf.cast(mask, mask_type or "float32")
+    mask_tensor = None if mask is None else tf.cast(mask, mask_type or "float32")
     logits_given = tf.constant(logits, dtype)
     with tf.GradientTape() as tape:
         tape.watch(logits_given)
-        loss = layer(logits_given, tf.constant(labels, label_type), given)
+        loss = layer(logits_given, tf.constant(labels, label_type), mask_tensor)
     gradient = tape.gradient(loss, logits_given)
     expected, backward = reference.cross_entropy(logits, labels, mask, **options)
     (expected_gradient,), _ = backward(1.0)
@@ -53,7 +53,7 @@ def test_matches_the_reference(dtype, label_smoothing, vocab_size, shape):
 @each_dtype
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("vocab_size", [None, CLASSES])
-def test_the_z_loss(dtype, label_smoothing, vocab_size):
+def test_z_loss_matches_the_reference(dtype, label_smoothing, vocab_size):
     options = dict(label_smoothing=label_smoothing, vocab_size=vocab_size, z_loss=0.05)
     compare(dtype, *data((3, 7)), **options)
 
@@ -61,7 +61,7 @@ def test_the_z_loss(dtype, label_smoothing, vocab_size):
 @each_dtype
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mask_type", ["float32", "int32", "bool", "bfloat16"])
-def test_the_mean_is_over_counted_tokens(dtype, label_smoothing, mask_type):
+def test_mean_is_over_weighted_tokens(dtype, label_smoothing, mask_type):
     logits, labels = data((4, 6))
     mask = weights_of.padding_mask(np.random.default_rng(1), 4, 6)
     mask[2] = 0
@@ -71,8 +71,8 @@ def test_the_mean_is_over_counted_tokens(dtype, label_smoothing, mask_type):
 @each_dtype
 @pytest.mark.parametrize("label_type", ["int32", "int64"])
 @pytest.mark.parametrize("ignore_id", [0, 3, -100, -1, 50_000])
-def test_an_ignored_label_never_counts(dtype, label_type, ignore_id):
-    """Padding marks such as -100 are no class, and no error either."""
+def test_ignored_labels_have_no_weight(dtype, label_type, ignore_id):
+    """Labels such as -100 are not a class and do not raise an error."""
     logits, labels = data((4, 6), seed=2)
     labels[0, 2:] = ignore_id
     labels[3] = ignore_id
@@ -95,25 +95,25 @@ def test_float32_logits_and_masks_keep_their_precision_under_mixed_policies(poli
     assert_all_close({"loss": loss}, {"loss": expected}, LOSS["float32"])
 
 
-def test_a_mask_weighs_tokens():
+def test_mask_weights_tokens():
     logits, labels = data((2, 3))
     compare("float32", logits, labels, np.array([[0.5, 1.0, 0.0], [2.0, 0.25, 1.0]]))
 
 
 @each_dtype
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_padded_columns_never_count(dtype, label_smoothing):
-    """Whatever stands in them changes no bit of the loss, and gets no gradient."""
+def test_padded_columns_do_not_change_the_loss(dtype, label_smoothing):
+    """Padded columns change no bit of the loss and have no gradient."""
     logits, labels = data((4, 6))
     loss = CrossEntropyLoss(label_smoothing=label_smoothing, vocab_size=CLASSES)
     seen = []
-    for other in (0.0, 3e4, -3e4, tf.as_dtype(dtype).min):
-        logits[..., CLASSES:] = other
-        given = tf.constant(logits, dtype)
+    for fill in (0.0, 3e4, -3e4, tf.as_dtype(dtype).min):
+        logits[..., CLASSES:] = fill
+        tensor = tf.constant(logits, dtype)
         with tf.GradientTape() as tape:
-            tape.watch(given)
-            value = loss(given, labels)
-        gradient = tf.cast(tape.gradient(value, given), "float32").numpy()
+            tape.watch(tensor)
+            value = loss(tensor, labels)
+        gradient = tf.cast(tape.gradient(value, tensor), "float32").numpy()
         np.testing.assert_array_equal(gradient[..., CLASSES:], 0.0)
         seen.append((float(value), gradient))
     for value, gradient in seen[1:]:
@@ -123,7 +123,7 @@ def test_padded_columns_never_count(dtype, label_smoothing):
 
 @each_dtype
 @pytest.mark.parametrize("options", [dict(), dict(ignore_id=4, label_smoothing=0.1)])
-def test_nothing_counted_is_0_and_not_nan(dtype, options):
+def test_loss_without_weighted_tokens_is_0(dtype, options):
     logits, labels = data((2, 3))
     mask = np.zeros((2, 3))
     if options:
@@ -132,8 +132,8 @@ def test_nothing_counted_is_0_and_not_nan(dtype, options):
 
 
 @each_dtype
-def test_great_logits(dtype):
-    """Nearly the whole range of float16: no overflow, certain in right and wrong."""
+def test_large_logits_do_not_overflow(dtype):
+    """Logits over nearly the entire float16 range, for right and wrong labels."""
     logits = np.zeros((3, 4))
     logits[:, 1] = 32768.0
     logits[:, 2] = -32768.0
@@ -142,13 +142,13 @@ def test_great_logits(dtype):
 
 @each_dtype
 def test_many_classes_are_summed_in_float32(dtype):
-    """bfloat16 knows no number near ln(3000) closer than 0.004 to it."""
+    """bfloat16 has no number within 0.004 of ln(3000)."""
     logits = np.full((2, 3000), 0.5)
     compare(dtype, logits, np.array([0, 2999]), label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_compiled(jit_compile):
+def test_compiled_loss_matches_eager(jit_compile):
     logits, labels = data((3, 5))
     options = dict(label_smoothing=0.1, ignore_id=2, vocab_size=CLASSES)
     loss = CrossEntropyLoss(**options)
@@ -168,12 +168,12 @@ def test_compiled(jit_compile):
 
 
 @pytest.mark.parametrize("vocab_size", [0, -3, 2.5])
-def test_the_number_of_entries_is_a_size(vocab_size):
+def test_invalid_vocab_size_raises(vocab_size):
     with pytest.raises((TypeError, ValueError), match="vocab_size"):
         CrossEntropyLoss(vocab_size=vocab_size)
 
 
-def test_labels_may_have_a_last_dimension_of_one():
+def test_labels_may_have_a_last_dimension_of_1():
     logits, labels = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.0, 1.0]]), tf.constant([2, 0])
     expected = CrossEntropyLoss()(logits, labels)
     assert CrossEntropyLoss()(logits, labels[:, None]) == expected
@@ -183,7 +183,7 @@ def test_labels_may_have_a_last_dimension_of_one():
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_in_plain_keras_and_in_a_trainer(shape):
+def test_loss_in_keras_compile_matches_trainer(shape):
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     y, histories = np.reshape(np.arange(8) % 3, shape), []
     for loss in (keras.losses.SparseCategoricalCrossentropy(from_logits=True), CrossEntropyLoss()):

@@ -1,4 +1,4 @@
-"""MoE and its router against the reference, and what they promise."""
+"""MoE and its router match the reference and keep their guarantees."""
 
 import keras
 import numpy as np
@@ -36,7 +36,7 @@ each_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 def layer_of(**fields):
-    """Return a layer with random weights and biases, and these by their names."""
+    """Return a layer with random weights and biases, and a dictionary of them."""
     layer = MoE(HIDDEN, INNER, MoEConfig(**FOUR | fields), dropout_rate=0.0)
     layer.build((None, None, HIDDEN))
     rng = np.random.default_rng(3)
@@ -52,11 +52,11 @@ def numbers(*shape):
 
 @each_config
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["no padding", "padding"])
-def test_outputs_and_costs_are_those_of_the_reference(name, mask):
+def test_outputs_and_losses_match_the_reference(name, mask):
     layer, weights = layer_of(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
-    given = None if mask is None else tf.constant(mask)
-    output = layer(tf.constant(x, "float32"), mask=given, training=True)
+    mask_tensor = None if mask is None else tf.constant(mask)
+    output = layer(tf.constant(x, "float32"), mask=mask_tensor, training=True)
     expected, cost, dropped = reference_moe.moe(layer.config, x, weights, mask)
     assert name not in DROPPING or dropped or mask is not None, "the case is to drop something"
     assert not dropped or not layer.config.dropless
@@ -64,7 +64,7 @@ def test_outputs_and_costs_are_those_of_the_reference(name, mask):
     np.testing.assert_allclose(sum(layer.losses), cost, rtol=1e-5)
 
 
-def test_a_compiled_layer_gives_the_same():
+def test_compiled_layer_matches_eager():
     layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     compiled = tf.function(
@@ -75,7 +75,7 @@ def test_a_compiled_layer_gives_the_same():
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
+def test_single_expert_equals_feed_forward(gated, use_bias):
     form = {"dropout_rate": 0.0, "gated": gated, "use_bias": use_bias}
     plain = FeedForward(HIDDEN, INNER, **form)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
@@ -84,24 +84,24 @@ def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
     layer.build(x.shape)
     for weight in plain.weights:
         getattr(layer, weight.name).assign(weight.numpy()[None])
-    # Its probability is 1 but for the rounding of some processors.
+    # Its probability is 1, except for rounding on some processors.
     np.testing.assert_allclose(layer(x), plain(x), rtol=1e-6)
     with tf.GradientTape() as tape, tf.GradientTape() as plain_tape:
         total, plain_total = tf.reduce_sum(layer(x) ** 2), tf.reduce_sum(plain(x) ** 2)
     wanted_ones = plain_tape.gradient(plain_total, [w.value for w in plain.weights])
-    found = tape.gradient(total, [getattr(layer, w.name).value for w in plain.weights])
-    for own, wanted in zip(found, wanted_ones, strict=True):
-        np.testing.assert_allclose(own[0], wanted, rtol=1e-5, atol=1e-6)
+    gradients = tape.gradient(total, [getattr(layer, w.name).value for w in plain.weights])
+    for actual, expected in zip(gradients, wanted_ones, strict=True):
+        np.testing.assert_allclose(actual[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["one of four", "groups of tokens", "sigmoid"])
-def test_the_gradient_of_what_is_added_is_the_numeric_one(name):
+def test_auxiliary_loss_gradient_matches_numeric(name):
     layer, weights = layer_of(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
     with tf.GradientTape() as tape:
         layer(tf.constant(x, "float32"), mask=tf.constant(PADDING), training=True)
         cost = sum(layer.losses)
-    found = tape.gradient(cost, layer.router.kernel.value).numpy()
+    gradient = tape.gradient(cost, layer.router.kernel.value).numpy()
     kernel, step = weights["router_kernel"], 1e-5
     for position in np.ndindex(kernel.shape):
         costs = []
@@ -111,15 +111,15 @@ def test_the_gradient_of_what_is_added_is_the_numeric_one(name):
             changed = {**weights, "router_kernel": moved}
             costs.append(reference_moe.moe(layer.config, x, changed, PADDING)[1])
         numeric = (costs[0] - costs[1]) / (2 * step)
-        np.testing.assert_allclose(found[position], numeric, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(gradient[position], numeric, rtol=1e-3, atol=1e-6)
 
 
 @each_config
-def test_gradients_are_the_numeric_ones_of_the_reference(name):
+def test_gradients_match_numeric_gradients_of_the_reference(name):
     layer, weights = layer_of(**CONFIGS[name])
-    given = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
-    factor = given["inputs"][::-1]
-    x = tf.constant(given["inputs"], "float32")
+    arrays = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
+    factor = arrays["inputs"][::-1]
+    x = tf.constant(arrays["inputs"], "float32")
     with tf.GradientTape() as tape:
         tape.watch(x)
         total = tf.reduce_sum(layer(x, mask=tf.constant(PADDING)) * factor.astype("float32"))
@@ -129,16 +129,16 @@ def test_gradients_are_the_numeric_ones_of_the_reference(name):
     for source, gradient in tape.gradient(total, sources).items():
         direction, totals = rng.normal(size=gradient.shape), []
         for sign in (1, -1):
-            moved = {**given, source: given[source] + sign * step * direction}
+            moved = {**arrays, source: arrays[source] + sign * step * direction}
             output, *_ = reference_moe.moe(layer.config, moved.pop("inputs"), moved, PADDING)
             totals.append((output * factor).sum())
         numeric = (totals[0] - totals[1]) / (2 * step)
         np.testing.assert_allclose((gradient * direction).numpy().sum(), numeric, rtol=1e-3)
 
 
-def test_busy_experts_lose_their_bias():
+def test_bias_of_overloaded_experts_decreases():
     layer, _ = layer_of(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
-    layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # all go to the first
+    layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # All tokens choose the first expert.
     with tf.GradientTape() as tape:
         layer(tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32"), training=True)
         cost = sum(layer.losses)
@@ -147,13 +147,13 @@ def test_busy_experts_lose_their_bias():
     np.testing.assert_allclose(gradient, [0.75, -0.25, -0.25, -0.25], rtol=1e-6)
 
 
-def test_tokens_without_sequences_are_one():
+def test_flat_tokens_are_one_sequence():
     layer, _ = layer_of(expert_group_size=4, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH * LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer(x), layer(x[None])[0])
 
 
-def test_shared_experts_take_every_token():
+def test_shared_experts_process_every_token():
     layer, _ = layer_of(shared_experts=2)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     assert layer.shared_experts.mapping_kernel.shape == (HIDDEN, 2 * INNER)
@@ -163,7 +163,7 @@ def test_shared_experts_take_every_token():
     np.testing.assert_allclose(total, layer(x) + shared(x), rtol=1e-4, atol=1e-5)
 
 
-def test_jitter_is_in_training_only():
+def test_router_jitter_applies_only_in_training():
     layer, _ = layer_of(router_jitter=0.5)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer.router(x).logits, layer.router(x).logits)
@@ -171,7 +171,7 @@ def test_jitter_is_in_training_only():
     assert np.abs(jittered - layer.router(x).logits).max() > 0.1
 
 
-def test_recompute_changes_nothing():
+def test_recompute_does_not_change_results():
     layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
 
@@ -180,15 +180,15 @@ def test_recompute_changes_nothing():
             cost = tf.reduce_sum(layer(x, training=True) ** 2) + sum(layer.losses)
         return cost, tape.gradient(cost, [w.value for w in layer.trainable_weights])
 
-    cost, kept = gradients()
+    cost, stored = gradients()
     layer.recomputes = True
-    again, recomputed = gradients()
-    np.testing.assert_allclose(again, cost, rtol=1e-6)
-    for own, wanted in zip(recomputed, kept):
-        np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)
+    recomputed_cost, recomputed = gradients()
+    np.testing.assert_allclose(recomputed_cost, cost, rtol=1e-6)
+    for actual, expected in zip(recomputed, stored):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_blocks_that_are_named_have_experts():
+def test_use_experts_selects_blocks():
     def last_one(network, layer_id, layers, **_):
         network.use_experts(layer_id == layers - 1)
 
@@ -202,14 +202,14 @@ def test_the_blocks_that_are_named_have_experts():
     assert have(lambda_func=last_one) == [False, False, False, True]
     (block,) = TransformerEncoder(1, 8, 2, 16, moe_config=MoEConfig()).blocks
     assert type(block.feed_forward) is FeedForward, "one expert is a feed-forward layer"
-    with pytest.raises(ValueError, match="no experts to use"):
+    with pytest.raises(ValueError, match="has no experts"):
         block.use_experts()
 
 
-def test_a_config_makes_the_layer_again():
+def test_moe_config_round_trip():
     stack = TransformerEncoder(2, 8, 2, 16, moe_config=MoEConfig(expert_num=2), moe_every=2)
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
-    first, second = again.blocks
+    restored = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
+    first, second = restored.blocks
     assert type(first.feed_forward) is FeedForward
     assert second.feed_forward.config == stack.blocks[1].feed_forward.config
 
@@ -223,7 +223,7 @@ def test_a_config_makes_the_layer_again():
         ({"routing_groups": 4, "num_experts_chosen": 2}, "num_experts_chosen=2 is more than there"),
     ],
 )
-def test_fields_that_do_not_work_together_are_refused(fields, words):
+def test_conflicting_fields_raise(fields, words):
     with pytest.raises(ValueError, match=words):
         layer_of(**fields)
 
@@ -235,6 +235,6 @@ def test_fields_that_do_not_work_together_are_refused(fields, words):
         ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
     ],
 )
-def test_what_a_layout_cannot_do_is_refused(layout, fields, words):
+def test_unsupported_layouts_raise(layout, fields, words):
     with parallel_config(**layout), pytest.raises(ValueError, match=words):
         layer_of(**fields)

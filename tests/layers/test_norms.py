@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against the reference, and their numeric range."""
+"""LayerNorm and RMSNorm match the reference over their numeric range."""
 
 from functools import partial
 
@@ -31,24 +31,24 @@ class TestNorms:
         x = weights_of.numbers(rng, *shape)
         compare(policy, norm, function, [x], make_weights(rng, shape[-1]), plain)
 
-    def test_small_inputs_see_the_default_epsilon(self, policy, norm, function, make_weights):
+    def test_default_epsilon_matters_for_small_inputs(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(1)
         x = weights_of.numbers(rng, 4, 8) / 512.0
         compare(policy, norm, function, [x], make_weights(rng, 8), plain)
 
-    def test_another_epsilon(self, policy, norm, function, make_weights):
+    def test_custom_epsilon(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(2)
         x = weights_of.numbers(rng, 4, 8)
         function = partial(function, epsilon=0.25)
         make = lambda: norm(epsilon=0.25)
         compare(policy, make, function, [x], make_weights(rng, 8), plain)
 
-    def test_a_row_of_equal_numbers_is_finite(self, policy, norm, function, make_weights):
+    def test_constant_row_is_finite(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(3)
         x = np.zeros((2, 8))
         compare(policy, norm, function, [x], make_weights(rng, 8), plain)
 
-    def test_squares_beyond_the_16_bit_range(self, policy, norm, function, make_weights):
+    def test_squares_do_not_overflow_in_16_bits(self, policy, norm, function, make_weights):
         """60,000 is a float16, its square is not: the norm is computed in float32."""
         rng = np.random.default_rng(4)
         x = 16384.0 * np.sign(weights_of.numbers(rng, 4, 8) + 1 / 128)
@@ -87,20 +87,20 @@ def _without_beta(x, gamma, epsilon):
         ),
     ],
 )
-def test_other_norms_are_their_formulas(name, formula, first):
-    """In float64, with the gradients that TensorFlow derives from the formulas."""
+def test_norm_variants_match_their_formulas(name, formula, first):
+    """In float64, with TensorFlow's gradients of the formulas."""
     layer = make_norm(name, 1e-3, compute_type="float64", dtype="float64")
     x = tf.random.stateless_normal((2, 3, 4, 6), (1, 2), dtype="float64")
     layer(x)
     (gamma,) = layer.trainable_variables
     np.testing.assert_array_equal(gamma, first * np.ones(gamma.shape))
     gamma.assign(tf.random.stateless_normal(gamma.shape, (3, 4), dtype="float64"))
-    found = []
+    results = []
     for function in (layer, lambda x: formula(x, tf.convert_to_tensor(gamma.value), 1e-3)):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = function(x)
             loss = tf.reduce_sum(y * tf.reshape(tf.range(144.0, dtype="float64"), x.shape))
-        found.append([y, *tape.gradient(loss, [x, gamma.value])])
-    for own, expected in zip(*found, strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)
+        results.append([y, *tape.gradient(loss, [x, gamma.value])])
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)

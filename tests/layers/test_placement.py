@@ -1,4 +1,4 @@
-"""Blocks are placed on pipeline stages, evenly or as the user says."""
+"""Blocks are placed on pipeline stages, evenly or by `lambda_func`."""
 
 import pytest
 
@@ -13,14 +13,14 @@ from dtransformer.models import TranslationTransformer
 
 
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(3, 2), (1, 1), (0, 4)])
-def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
+def test_lambda_func_is_called_once_per_block(encoder_layers, decoder_layers):
     calls = []
     Transformer(
         encoder_layers, decoder_layers, 12, 3, 7, lambda_func=lambda **call: calls.append(call)
     )
     total = encoder_layers + decoder_layers
-    expected = [(number, 0) for number in range(encoder_layers)]
-    expected += [(number, encoder_layers) for number in range(decoder_layers)]
+    expected = [(index, 0) for index in range(encoder_layers)]
+    expected += [(index, encoder_layers) for index in range(decoder_layers)]
     assert [(call["layer_id"], call["offset"]) for call in calls] == expected
     assert len({id(call["network"]) for call in calls}) == total
     for call in calls:
@@ -52,7 +52,7 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
         (7, 5, [2, 1, 1, 1, 2]),
     ],
 )
-def test_chunks_of_a_single_stage_are_compiled_soon(layers, chunks, sizes):
+def test_chunks_of_a_single_stage_minimize_compile_time(layers, chunks, sizes):
     fields = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks}
     with parallel_config(**fields):
         network = TransformerEncoder(layers, 12, 3, 7)
@@ -93,7 +93,7 @@ def test_blocks_are_spread_evenly_by_default(
     blocks = [*network.encoder.blocks, *network.decoder.blocks]
     layers_, group_size = len(blocks), max(len(blocks) // groups, 1)
     per_stage = max(layers_ // stages, 1)
-    # What is written in the specification, and what it comes to.
+    # The specification's formula and its result.
     assert expected_stages == [min(n // per_stage, stages - 1) for n in range(layers_)]
     assert expected_groups == [n // group_size + 1 for n in range(layers_)]
     assert [block.pipeline_stage for block in blocks] == expected_stages
@@ -109,9 +109,9 @@ def test_blocks_are_spread_evenly_by_default(
         lambda: TranslationTransformer(11, encoder_layers=2, decoder_layers=1),
     ],
 )
-def test_more_stages_than_layers(make):
+def test_more_stages_than_blocks_raises(make):
     with parallel_config(pipeline_stage=4):
-        with pytest.raises(ValueError, match="pipeline_stage=4.*3 "):
+        with pytest.raises(ValueError, match="pipeline_stage=4.*has 3"):
             make()
     with parallel_config(pipeline_stage=3):
         make()
@@ -120,14 +120,14 @@ def test_more_stages_than_layers(make):
 @pytest.mark.parametrize(
     "stages, words",
     [
-        ([1, 0, 1, 1], ["block_1", "stage 0", "stage 1"]),  # in the encoder
-        ([0, 0, 1, 0], ["block_1", "stage 0", "stage 1"]),  # in the decoder
-        ([0, 1, 0, 0], ["block_0", "stage 0", "stage 1"]),  # from one to the other
-        ([0, 0, 1, 2], ["block_1", "stage 2", "2 stages"]),
-        ([-1, 0, 1, 1], ["block_0", "stage -1", "2 stages"]),
+        ([1, 0, 1, 1], ["block_1", "stage 0", "stage 1"]),  # Within the encoder.
+        ([0, 0, 1, 0], ["block_1", "stage 0", "stage 1"]),  # Within the decoder.
+        ([0, 1, 0, 0], ["block_0", "stage 0", "stage 1"]),  # From encoder to decoder.
+        ([0, 0, 1, 2], ["block_1", "stage 2", "0 to 1"]),
+        ([-1, 0, 1, 1], ["block_0", "stage -1", "0 to 1"]),
     ],
 )
-def test_wrong_stages_are_refused(stages, words):
+def test_invalid_stages_raise(stages, words):
     def place(network, layer_id, offset, parallel_config, layers):
         network.pipeline_stage = stages[layer_id + offset]
 

@@ -1,4 +1,4 @@
-"""What positions add to scores, against formulas and published values."""
+"""Position biases match formulas and published values."""
 
 import numpy as np
 import pytest
@@ -8,20 +8,20 @@ from dtransformer.layers import MultiHeadAttention
 from dtransformer.layers.position_bias import alibi, distance_ranges, relative_bias
 
 
-def whole(bias, s, t, first_query=0, first_key=0):
+def bias_block(bias, s, t, first_query=0, first_key=0):
     return bias.block(bias.tensors, first_query, s, first_key, t).numpy()
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
-def test_alibi(num_heads, slopes):
-    bias = whole(alibi(num_heads), 3, 5)
+def test_alibi_slopes(num_heads, slopes):
+    bias = bias_block(alibi(num_heads), 3, 5)
     for head, slope in enumerate(slopes):
         expected = [[-abs(i - j) / slope for j in range(5)] for i in range(3)]
         np.testing.assert_allclose(bias[head], expected, rtol=1e-6)
 
 
-def test_ranges_of_distances():
-    """Those of T5: eight of one distance each, then eight that grow up to 128."""
+def test_distance_ranges_match_t5():
+    """T5's ranges: eight with one distance each, then eight logarithmic ones up to 128."""
     ranges = distance_ranges(16, 128)
     assert ranges[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert [ranges[x] for x in (11, 12, 15, 16, 22, 23, 64, 90, 91, 127, 128)] == [
@@ -31,22 +31,22 @@ def test_ranges_of_distances():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("first_query, s, first_key, t", [(0, 6, 0, 6), (4, 3, 2, 9), (7, 1, 0, 8)])
-def test_relative(causal, first_query, s, first_key, t):
+def test_relative_bias_matches_table_look_up(causal, first_query, s, first_key, t):
     table = np.random.default_rng(0).normal(size=(8, 2))
-    bias = whole(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
+    bias = bias_block(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
     ranges = distance_ranges(8 if causal else 4, 5)
     for i in range(s):
         for j in range(t):
             distance = first_key + j - first_query - i
             if causal:
-                number = ranges[min(max(-distance, 0), 5)]
+                index = ranges[min(max(-distance, 0), 5)]
             else:
-                number = ranges[min(abs(distance), 5)] + 4 * (distance > 0)
-            np.testing.assert_allclose(bias[:, i, j], table[number])
+                index = ranges[min(abs(distance), 5)] + 4 * (distance > 0)
+            np.testing.assert_allclose(bias[:, i, j], table[index])
 
 
-def test_the_gradient_has_known_shapes():
-    """On a mesh DTensor has to know them, in a block's function, too, which gets no constants."""
+def test_gradient_has_static_shapes():
+    """DTensor needs static shapes on a mesh, also in shared block functions without constants."""
 
     @tf.function(autograph=False)
     def of_block(table):
@@ -66,7 +66,7 @@ def test_the_gradient_has_known_shapes():
 
 
 @pytest.mark.parametrize("max_distance", [0, 3])
-def test_wrong_ranges(max_distance):
+def test_invalid_max_distance_raises(max_distance):
     with pytest.raises(ValueError, match="relative_max_distance"):
         distance_ranges(8, max_distance)
 
@@ -82,29 +82,31 @@ def test_wrong_ranges(max_distance):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_one_position_after_the_other(options):
-    """With the cache, position by position, and with two sequences of a source."""
+def test_cached_decoding_with_positions_matches_full_sequence(options):
+    """One position per call with a cache, after a prefix of two positions."""
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
     table = tf.random.stateless_normal((8, 4), [1, 2])
-    given = {"position_table": table} if "relative_max_distance" in options else {}
-    expected = layer(x, x, x, **given)
+    options_of_call = {"position_table": table} if "relative_max_distance" in options else {}
+    expected = layer(x, x, x, **options_of_call)
 
     prefix = x[:, :2]
-    start, cache = layer(prefix, prefix, prefix, cache={}, **given)
+    start, cache = layer(prefix, prefix, prefix, cache={}, **options_of_call)
     cache |= layer.init_cache(2, 4)
     parts = [start]
     for place in range(2, 6):
         new = x[:, place : place + 1]
-        y, cache = layer(new, new, new, cache=cache, **given)
+        y, cache = layer(new, new, new, cache=cache, **options_of_call)
         parts.append(y)
     np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=2e-6)
 
-    one = x[:1, :2]
-    _, cache = layer(one, one, one, cache={}, **given)
+    first_prefix = x[:1, :2]
+    _, cache = layer(first_prefix, first_prefix, first_prefix, cache={}, **options_of_call)
     cache |= layer.init_cache(1, 1, num_hypotheses=2)
     new = tf.stack([x[0, 2], x[1, 2]])[:, None]
-    own = tf.constant([[[True, False], [False, True]]])
-    y, _ = layer(new, new, new, own, cache=cache, **given)
-    both = tf.concat([tf.repeat(one, 2, axis=0), new], axis=1)
-    np.testing.assert_allclose(y, layer(both, both, both, **given)[:, 2:], rtol=0, atol=2e-6)
+    visible = tf.constant([[[True, False], [False, True]]])
+    y, _ = layer(new, new, new, visible, cache=cache, **options_of_call)
+    both = tf.concat([tf.repeat(first_prefix, 2, axis=0), new], axis=1)
+    np.testing.assert_allclose(
+        y, layer(both, both, both, **options_of_call)[:, 2:], rtol=0, atol=2e-6
+    )

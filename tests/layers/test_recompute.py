@@ -1,4 +1,4 @@
-"""Promise: recompute changes the memory a step needs, and not one bit of its results."""
+"""Recompute reduces a step's memory and does not change a bit of its results."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 16, "num_heads": 2, "encoder_layers": 1, "decoder_layers
 
 
 def train(recompute=False, **options):
-    """Return losses, gradients' norms and weights of three steps with dropout."""
+    """Return losses, gradient norms and weights after three steps with dropout."""
     with parallel_config(recompute=recompute):
         trainer = Trainer(TranslationTransformer(VOCAB, **SIZES, **options))
         trainer.compile(keras.optimizers.SGD(0.1, momentum=0.9), CrossEntropyLoss(0.1, ignore_id=0))
@@ -27,24 +27,24 @@ def train(recompute=False, **options):
 
 
 @pytest.fixture(scope="module")
-def kept():
+def without_recompute():
     return train()
 
 
 @pytest.fixture(scope="module")
-def recomputed():
+def with_recompute():
     return train(True)
 
 
-def assert_same(found, expected):
-    """Assert that losses, norms and weights are equal to the last bit."""
-    assert found[0] == expected[0]
-    for weight, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_array_equal(weight, wanted)
+def assert_same(actual, expected):
+    """Assert bitwise equality of losses, norms and weights."""
+    assert actual[0] == expected[0]
+    for weight, expected_weight in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_array_equal(weight, expected_weight)
 
 
-def test_results_are_the_same_to_the_last_bit(recomputed, kept):
-    assert_same(recomputed, kept)
+def test_full_recompute_is_bitwise_equal(with_recompute, without_recompute):
+    assert_same(with_recompute, without_recompute)
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,22 @@ def test_results_are_the_same_to_the_last_bit(recomputed, kept):
     ],
     ids=["without_sums", "attention", "feed_forward_and_norm"],
 )
-def test_results_of_parts_are_the_same_to_the_last_bit(recompute, kept):
-    assert_same(train(recompute), kept)
+def test_selective_recompute_is_bitwise_equal(recompute, without_recompute):
+    assert_same(train(recompute), without_recompute)
 
 
 @pytest.mark.long
-def test_in_16_bits():
+def test_recompute_in_16_bits_is_bitwise_equal():
     assert_same(train(True, dtype="mixed_float16"), train(dtype="mixed_float16"))
 
 
-def test_blocks_are_chosen_one_by_one(kept):
+def test_recompute_of_single_blocks(without_recompute):
     def every_second(network, layer_id, **others):
         spread_evenly(network, layer_id, **others)
         network.recompute(layer_id % 2 == 1)
 
     numbers, _, trainer = train(lambda_func=every_second)
-    assert numbers == kept[0]
+    assert numbers == without_recompute[0]
     layers = trainer.network._flatten_layers()
     blocks = [layer for layer in layers if isinstance(layer, TransformerBlock)]
     assert {block.path[-15:]: block.recomputes for block in blocks} == {
@@ -81,27 +81,27 @@ def test_blocks_are_chosen_one_by_one(kept):
     }
 
 
-def test_predictions_and_evaluation_do_not_change(kept, recomputed):
+def test_predict_and_evaluate_are_unchanged(without_recompute, with_recompute):
     inputs, labels = sentences()
-    expected, found = kept[2], recomputed[2]
+    expected, trainer = without_recompute[2], with_recompute[2]
     outputs, sums = (
         expected.predict(inputs, verbose=0),
         expected.evaluate(inputs, labels, verbose=0),
     )
     with parallel_config(recompute=True):
-        np.testing.assert_array_equal(found.predict(inputs, verbose=0), outputs)
-        assert found.evaluate(inputs, labels, verbose=0) == sums
+        np.testing.assert_array_equal(trainer.predict(inputs, verbose=0), outputs)
+        assert trainer.evaluate(inputs, labels, verbose=0) == sums
 
 
 @pytest.mark.long
-def test_in_micro_batches():
+def test_recompute_with_micro_batches_is_bitwise_equal():
     with parallel_config(micro_batch_num=2):
-        expected, found = train(), train(True)
-    assert found[0] == expected[0]
+        expected, actual = train(), train(True)
+    assert actual[0] == expected[0]
 
 
 def peak_of_a_step(recompute):
-    """Return the bytes that a step has at its peak, above what stays."""
+    """Return a step's peak memory in bytes above the persistent memory."""
     with parallel_config(recompute=recompute):
         sizes = {"encoder_layers": 4, "decoder_layers": 4, "hidden_size": 64, "num_heads": 4}
         trainer = Trainer(TranslationTransformer(VOCAB, **sizes))
@@ -116,10 +116,10 @@ def peak_of_a_step(recompute):
 
 
 @pytest.mark.long
-def test_a_step_takes_a_fraction_of_the_memory():
-    kept = peak_of_a_step(False)
-    assert peak_of_a_step(True) < 0.3 * kept  # an eighth, and what the block at work takes
+def test_recompute_reduces_peak_memory():
+    peak = peak_of_a_step(False)
+    assert peak_of_a_step(True) < 0.3 * peak  # An eighth, plus the block being recomputed.
     attention = TransformerRecomputeConfig(select=("attention",))
-    # The scores, the weights and their dropout: 2 · 4 + 1 bytes of each of the squares.
+    # Scores, probabilities and the dropout mask: 2 · 4 + 1 bytes per score.
     squares = 12 * 32 * 4 * 64 * 64
-    assert peak_of_a_step(attention) < kept - 0.75 * 9 * squares
+    assert peak_of_a_step(attention) < peak - 0.75 * 9 * squares

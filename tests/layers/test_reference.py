@@ -1,4 +1,4 @@
-"""The reference's hand-written gradients agree with numeric differentiation."""
+"""Hand-written gradients of the reference match numeric differentiation."""
 
 from functools import partial
 
@@ -13,20 +13,23 @@ HIDDEN, HEADS, INNER = 4, 2, 3
 
 
 def numeric_gradient(function, array, step=1e-5):
-    """Central differences of the scalar `function()` by the entries of `array`, in place."""
+    """Return the central differences of a function by the elements of an array.
+
+    `function` takes no arguments and returns a scalar. `array` is modified in place.
+    """
     gradient = np.zeros_like(array)
     for index in np.ndindex(array.shape):
-        kept = array[index]
-        array[index] = kept + step
+        value = array[index]
+        array[index] = value + step
         above = function()
-        array[index] = kept - step
+        array[index] = value - step
         gradient[index] = (above - function()) / (2.0 * step)
-        array[index] = kept
+        array[index] = value
     return gradient
 
 
 def check(function, inputs, weights=None):
-    """Every gradient of sum(output * random) by inputs and weights."""
+    """Check all gradients of sum(output · random) by inputs and weights."""
     arguments = list(inputs) if weights is None else [*inputs, weights]
     output, backward = function(*arguments)
     factor = np.random.default_rng(1).normal(size=np.shape(output))
@@ -80,7 +83,7 @@ def test_masked_softmax(rng):
     check(partial(reference.masked_softmax, allowed=allowed), [rng.normal(size=(2, 3, 5))])
 
 
-def test_masked_softmax_of_great_scores_and_empty_rows():
+def test_masked_softmax_of_large_scores_and_empty_rows():
     scores = np.array([[1e6, 1e6, -1e6], [1e308, -1e308, 0.0], [1.0, 2.0, 3.0]])
     allowed = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0]]) != 0
     probabilities, _ = reference.masked_softmax(scores, allowed)
@@ -111,7 +114,7 @@ def test_cross_entropy(rng, options):
     check(loss, [rng.normal(size=(2, 3, 6))])
 
 
-def test_cross_entropy_of_equal_logits_is_the_log_of_the_classes():
+def test_cross_entropy_of_equal_logits_is_log_num_classes():
     logits, labels = np.zeros((3, 8)), np.array([0, 2, 4])
     for smoothing in (0.0, 0.3):
         loss, _ = reference.cross_entropy(logits, labels, None, smoothing, None, 5)

@@ -1,4 +1,6 @@
-"""Rotary positions: products depend on distances; frequencies are those of the papers."""
+"""Rotary embedding: products depend on distances, and frequencies match the papers."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ LLAMA_3 = {
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_features_are_turned_as_complex_numbers(fraction):
+def test_rotation_equals_complex_multiplication(fraction):
     frequencies = rotary_frequencies(16, 100.0, fraction)
     x = np.random.default_rng(0).normal(size=(2, 3, 5, 16))
     positions = np.array([0, 1, 7, 30, 31])
@@ -27,11 +29,11 @@ def test_features_are_turned_as_complex_numbers(fraction):
         1j * positions[:, None] * 100.0 ** (-2 * np.arange(r // 2) / r)
     )
     expected = np.concatenate([turned.real, turned.imag, x[..., r:]], axis=-1)
-    found = rotate(tf.constant(x, "float32"), tf.constant(positions), frequencies)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    actual = rotate(tf.constant(x, "float32"), tf.constant(positions), frequencies)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-def test_products_depend_on_the_distance_alone():
+def test_products_depend_only_on_distance():
     frequencies = rotary_frequencies(8)
     q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 8)).astype("float32")
     products = [
@@ -42,7 +44,7 @@ def test_products_depend_on_the_distance_alone():
     np.testing.assert_allclose(*products, rtol=0, atol=1e-4)
 
 
-def test_scaled_frequencies():
+def test_linear_and_llama3_scaling():
     plain = rotary_frequencies(32, 500.0)
     linear = rotary_frequencies(32, 500.0, scaling={"type": "linear", "factor": 4.0})
     np.testing.assert_allclose(linear, plain / 4)
@@ -56,8 +58,11 @@ def test_scaled_frequencies():
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
-def test_ntk_scaling_is_that_of_transformers_at_a_length():
-    """Their dynamic scaling at a length L is that by the factor f·L / M − (f − 1), M being the most."""
+def test_ntk_scaling_matches_transformers():
+    """Matches the dynamic scaling of transformers.
+
+    At length L it equals a factor of f·L / M − (f − 1), where M is the original length.
+    """
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -69,8 +74,8 @@ def test_ntk_scaling_is_that_of_transformers_at_a_length():
         rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
     )
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=512)
-    found = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 2.0 * 4 - 1})
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    actual = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 2.0 * 4 - 1})
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-6)
 
 
 def test_ntk_scaling_stretches_the_longest_wavelength():
@@ -81,26 +86,29 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
-        ({"head_dim": 7}, "rotary_fraction=1.0 of head_dim=7 are 7"),
-        ({"head_dim": 8, "fraction": 0.1}, "are 0"),
-        ({"head_dim": 8, "fraction": 1.5}, r"rotary_fraction in \(0, 1\], got .* 1.5"),
-        ({"head_dim": 8, "base": 1.0}, "rotary_base must be more than 1"),
+        ({"head_dim": 7}, "`rotary_fraction=1.0` of `head_dim=7` rotates 7"),
+        ({"head_dim": 8, "fraction": 0.1}, "rotates 0 features"),
+        ({"head_dim": 8, "fraction": 1.5}, r"`rotary_fraction=1.5` must be in \(0, 1\]"),
+        ({"head_dim": 8, "base": 1.0}, "`rotary_base=1.0` must be above 1"),
         ({"head_dim": 8, "scaling": {"type": "su"}}, "'su', expected one of"),
-        ({"head_dim": 8, "scaling": {"type": "linear"}}, "has the fields factor"),
-        ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "more than 0"),
-        ({"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}}, "needs 4 features that turn"),
-        ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "has the fields factor"),
+        ({"head_dim": 8, "scaling": {"type": "linear"}}, "requires the fields factor"),
+        ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "all above 0"),
+        (
+            {"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}},
+            "requires at least 4 rotated features",
+        ),
+        ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "requires the fields factor"),
     ],
 )
-def test_wrong_arguments(arguments, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_rotary_options_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
         rotary_frequencies(**arguments)
 
 
 @pytest.mark.parametrize(
-    "own",
+    "extra",
     [
         {},
         {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
@@ -108,19 +116,22 @@ def test_wrong_arguments(arguments, told):
         {"truncate": False},
     ],
 )
-def test_yarn_is_that_of_transformers(own):
+def test_yarn_matches_transformers(extra):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, **own}
-    theirs = {"rope_type": "yarn", "rope_theta": 500.0, **scaling}
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, **extra}
+    hf_scaling = {"rope_type": "yarn", "rope_theta": 500.0, **scaling}
     config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=2, rope_parameters=theirs, max_position_embeddings=512
+        hidden_size=64,
+        num_attention_heads=2,
+        rope_parameters=hf_scaling,
+        max_position_embeddings=512,
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    ours = {"type": "yarn", **scaling}
-    np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=ours), expected, rtol=1e-5)
-    assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    options = {"type": "yarn", **scaling}
+    np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=options), expected, rtol=1e-5)
+    assert attention_factor(options) == pytest.approx(factor, rel=1e-12)
     assert attention_factor({"type": "linear", "factor": 2.0}) == 1
 
 
@@ -134,8 +145,8 @@ YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
         {"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
     ],
 )
-def test_positions_that_count_are_those_in_the_own_text(options):
-    """That of packed texts, of one that is continued after padding, and of the next token."""
+def test_absolute_positions_restart_in_each_sequence(options):
+    """In packed sequences, in left-padded sequences, and for the next token."""
     layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
     layer.build((1, 9, 16))
     for norm in filter(None, (layer.query_norm, layer.key_norm)):
@@ -143,14 +154,14 @@ def test_positions_that_count_are_those_in_the_own_text(options):
     attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
     x = tf.random.stateless_normal((1, 9, 16), [0, 1])
     expected = attend(x)
-    check = lambda found, own: np.testing.assert_allclose(found, own, rtol=0, atol=1e-5)
+    check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
     segments = tf.constant([[1] * 9 + [2] * 9])
     twice = attend(tf.concat([x, x], 1), Segments(segments, segments))
     check(twice, tf.concat([expected, expected], 1))
     is_token = tf.constant([[False] * 4 + [True] * 8])
     padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
-    found, cache = attend(padded, Segments(is_token, is_token), cache={})
-    check(found[:, 4:], expected[:, :8])
+    output, cache = attend(padded, Segments(is_token, is_token), cache={})
+    check(output[:, 4:], expected[:, :8])
     cache |= layer.init_cache(1, 2)
-    found, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
-    check(found, expected[:, 8:])
+    output, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
+    check(output, expected[:, 8:])

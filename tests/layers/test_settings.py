@@ -1,4 +1,4 @@
-"""Promise: configs keep what was set on a layer after it was made, and who places blocks."""
+"""Configs store settings made after construction, and the placement function."""
 
 import keras
 import numpy as np
@@ -18,29 +18,29 @@ def all_on_one(network, layer_id, offset, parallel_config, layers):
     network.set_comm_fusion(7)
 
 
-def again(layer):
+def restored_from_config(layer):
     return type(layer).from_config(layer.get_config())
 
 
-def test_nothing_is_kept_of_a_layer_on_which_nothing_was_set():
+def test_default_settings_are_not_stored():
     assert "settings" not in TransformerEncoder(2, **SIZES).get_config()
 
 
-def test_rules_of_a_layer_s_own():
-    assert again(FeedForward(8, 16).shard(mlp=None))._own_rules == {"mlp": None}
+def test_sharding_rules_survive_config_round_trip():
+    assert restored_from_config(FeedForward(8, 16).shard(mlp=None))._sharding_rules == {"mlp": None}
     encoder = TransformerEncoder(2, **SIZES)
     encoder.blocks[1].attention.shard(heads=None)
-    found = again(encoder)
-    assert found.blocks[1].attention._own_rules == {"heads": None}
-    assert not found.blocks[0].attention._own_rules
+    restored = restored_from_config(encoder)
+    assert restored.blocks[1].attention._sharding_rules == {"heads": None}
+    assert not restored.blocks[0].attention._sharding_rules
 
 
 @pytest.mark.parametrize("select", [(), ("attention", "norm")])
-def test_what_is_recomputed(select):
+def test_recompute_survives_config_round_trip(select):
     config = TransformerRecomputeConfig(recompute=not select, select=select)
     model = CausalLM(10, hidden_size=8, num_heads=2, num_layers=2)
     model.blocks.blocks[1].recompute(config)
-    first, second = again(model).blocks.blocks
+    first, second = restored_from_config(model).blocks.blocks
     assert second.recompute_config == config and not first.recompute_config.recompute
     assert second.attention.recomputes == bool(select)
 
@@ -52,13 +52,13 @@ def test_what_is_recomputed(select):
         lambda: CausalLM(10, hidden_size=8, num_heads=2, num_layers=2, lambda_func=all_on_one),
     ],
 )
-def test_who_places_blocks(make):
-    found = again(make())
-    blocks = getattr(found, "blocks", found)
+def test_lambda_func_survives_config_round_trip(make):
+    restored = restored_from_config(make())
+    blocks = getattr(restored, "blocks", restored)
     assert [block.comm_fusion for block in getattr(blocks, "blocks", blocks)] == [7, 7]
 
 
-def test_all_of_it_in_a_file(tmp_path):
+def test_settings_survive_keras_file(tmp_path):
     inputs = keras.Input((3, 8))
     encoder = TransformerEncoder(2, **SIZES, lambda_func=all_on_one, hidden_act=keras.layers.ReLU)
     encoder.blocks[0].recompute(True)
@@ -66,14 +66,14 @@ def test_all_of_it_in_a_file(tmp_path):
     model = keras.Model(inputs, encoder(inputs))
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
-    found = loaded.layers[-1]
-    assert found.blocks[0].comm_fusion == 7 and found.blocks[0].recompute_config.recompute
-    assert found.blocks[1].feed_forward._own_rules == {"mlp": None}
+    restored = loaded.layers[-1]
+    assert restored.blocks[0].comm_fusion == 7 and restored.blocks[0].recompute_config.recompute
+    assert restored.blocks[1].feed_forward._sharding_rules == {"mlp": None}
     x = tf.random.normal((2, 3, 8))
     np.testing.assert_array_equal(loaded(x), model(x))
 
 
-def test_a_function_that_is_not_registered_is_an_error_where_it_is_loaded(tmp_path):
+def test_unregistered_lambda_func_raises_on_load(tmp_path):
     inputs = keras.Input((3, 8))
     place = lambda network, **_: None
     model = keras.Model(inputs, TransformerEncoder(2, **SIZES, lambda_func=place)(inputs))
@@ -82,10 +82,10 @@ def test_a_function_that_is_not_registered_is_an_error_where_it_is_loaded(tmp_pa
         keras.saving.load_model(tmp_path / "model.keras")
 
 
-def test_an_activation_may_be_a_layer_s_class():
+def test_activation_may_be_a_layer_class():
     x = tf.random.normal((2, 3, 8))
     layer = TransformerEncoderLayer(**SIZES, hidden_act=keras.layers.LeakyReLU)
-    copy, expected = again(layer), layer(x)
+    copy, expected = restored_from_config(layer), layer(x)
     copy.build(x.shape)
     copy.set_weights(layer.get_weights())
     np.testing.assert_array_equal(copy(x), expected)

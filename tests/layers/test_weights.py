@@ -1,4 +1,4 @@
-"""Initial weights depend on seed and name only; padded vocabularies change no true weight."""
+"""Initial weights depend only on seed and name, and vocabulary padding does not change them."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ from dtransformer.layers import (
 from dtransformer.models import TranslationTransformer
 from tests.tolerances import LAYERS, assert_all_close
 
-VOCAB = 10  # three ranks pad it to twelve
+VOCAB = 10  # Three ranks pad it to 12.
 INPUTS = {
     "source": np.array([[5, 4, 3, 0], [9, 8, 7, 6]], "int32"),
     "target": np.array([[2, 4, 9], [2, 5, 0]], "int32"),
@@ -40,17 +40,17 @@ def by_path(model):
 
 
 @each_variant
-def test_the_same_seed_gives_the_same_weights(variant):
+def test_same_seed_gives_same_weights(variant):
     first = by_path(small_model(variant))
-    keras.utils.set_random_seed(99)  # neither Keras' nor TensorFlow's generator matters
-    small_model("untied", hidden_size=24)  # nor what was made before
+    keras.utils.set_random_seed(99)  # The generators of Keras and TensorFlow have no effect.
+    small_model("untied", hidden_size=24)  # Earlier models have no effect.
     second = by_path(small_model(variant))
     assert list(first) == list(second) and len(first) > 40
     for path, value in first.items():
         np.testing.assert_array_equal(second[path], value, path)
 
 
-def test_another_seed_gives_other_weights():
+def test_different_seed_gives_different_weights():
     first = by_path(small_model())
     dtransformer.set_seed(1)
     second = by_path(small_model())
@@ -59,19 +59,19 @@ def test_another_seed_gives_other_weights():
         assert is_random != np.array_equal(second[path], value), path
 
 
-def test_no_two_weights_are_equal():
+def test_all_weights_differ():
     model = small_model(encoder_layers=2, decoder_layers=2)
     starts = [v.numpy().ravel()[:6].tobytes() for v in model.variables if v.numpy().std() > 0]
     assert len(starts) > 25 and len(set(starts)) == len(starts)
 
 
-def test_a_weight_does_not_depend_on_the_layers_around_it():
+def test_weight_does_not_depend_on_other_layers():
     small, large = by_path(small_model()), by_path(small_model(encoder_layers=3, head_bias=True))
     for path, value in small.items():
         np.testing.assert_array_equal(large[path], value, path)
 
 
-def test_a_seed_of_the_users_own_is_kept():
+def test_explicit_initializer_seed_is_kept():
     initializer = keras.initializers.RandomNormal(seed=5)
     tables = []
     for seed in (0, 1):
@@ -80,8 +80,8 @@ def test_a_seed_of_the_users_own_is_kept():
     np.testing.assert_array_equal(tables[0], tables[1])
 
 
-def test_kernels_have_glorots_spread():
-    """Attention kernels are matrices of h × h, not convolutions with n × d outputs."""
+def test_kernels_have_glorot_variance():
+    """Attention kernels are matrices of size h × h, not convolutions with n × d outputs."""
     layer = MultiHeadAttention(128, 8)
     layer.build((None, None, 128))
     bound = np.sqrt(6 / (128 + 128))
@@ -96,7 +96,7 @@ def test_kernels_have_glorots_spread():
 
 @each_variant
 @pytest.mark.parametrize("model_parallel", [3, 4])
-def test_padding_the_vocabulary_changes_no_true_weight(variant, model_parallel):
+def test_vocabulary_padding_does_not_change_weights(variant, model_parallel):
     sizes = {"hidden_size": 12, "num_heads": 12}
     true = by_path(small_model(variant, **sizes))
     with parallel_config(model_parallel=model_parallel):
@@ -111,12 +111,12 @@ def test_padding_the_vocabulary_changes_no_true_weight(variant, model_parallel):
 
 @each_variant
 @pytest.mark.parametrize("saved, loaded", [(3, 1), (1, 3), (3, 2), (4, 3)])
-def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
+def test_weight_files_fit_all_layouts(variant, saved, loaded, tmp_path):
     sizes = {"hidden_size": 12, "num_heads": 12}
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=saved):
         model = small_model(variant, **sizes)
-        dtransformer.set_seed(1)  # so that only the file can make them equal
+        dtransformer.set_seed(1)  # Only the file can make the weights equal.
         for weight in model.variables:
             weight.assign_add(0.01 * np.random.default_rng(0).standard_normal(weight.shape))
         expected = model(INPUTS)[..., :VOCAB].numpy()
@@ -132,8 +132,8 @@ def test_weights_fit_every_layout(variant, saved, loaded, tmp_path):
 
 @pytest.mark.parametrize("variant", ["untied", "tied"])
 @pytest.mark.parametrize("model_parallel", [1, 3])
-def test_a_file_of_another_vocabulary_is_refused(variant, model_parallel, tmp_path):
-    """Also where both are padded to the same size."""
+def test_file_with_another_vocab_size_raises(variant, model_parallel, tmp_path):
+    """Also if both are padded to the same size."""
     path = tmp_path / "model.weights.h5"
     with parallel_config(model_parallel=model_parallel):
         options = {"hidden_size": 12, "num_heads": 3, "encoder_layers": 1, "decoder_layers": 1}

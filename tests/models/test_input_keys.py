@@ -41,7 +41,7 @@ def inputs_of(name, mask=MASK):
         ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple \(inputs, labels\)"),
         ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' number the texts"),
         ("causal", {"tokens": IDS, "token_type_ids": IDS}, "no input 'token_type_ids'"),
-        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: there are tokens, "),
+        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: expected one of tokens, "),
         ("causal", {"segments": IDS}, "lack 'tokens' or 'input_ids'; they have 'segments'"),
         (
             "causal",

@@ -137,7 +137,7 @@ def test_it_is_made_again_from_its_file(variant, tmp_path):
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        ({"ids": 0}, "no input 'ids': (there are tokens|did you mean)"),
+        ({"ids": 0}, "no input 'ids': (expected one of tokens|did you mean)"),
         ({"tokens": 0, "source": 0}, "no input 'source'"),
         ({"tokens": 0, "segments": 0}, "next_sentence=False"),
     ],

@@ -162,7 +162,7 @@ def test_arguments_replace_those_of_a_preset():
 
 
 def test_a_preset_that_does_not_exist():
-    with pytest.raises(ValueError, match="no model 'gpt5': did you mean gpt"):
+    with pytest.raises(ValueError, match="Unknown model 'gpt5': did you mean gpt"):
         from_preset("gpt5")
 
 

@@ -42,7 +42,9 @@ def test_adapters_that_are_saved_twice(folder, tmp_path):
     network, place = adapted(folder), tmp_path / "mine"
     assert save_lora(network, place) == place == save_lora(network, place)
     network.trainable_variables[0].assign_add(np.ones([16, 2]))
-    with pytest.warns(UserWarning, match=r"mine is there already, and is kept: .* is in .*mine-2"):
+    with pytest.warns(
+        UserWarning, match=r"mine already exists and was not changed.* saved to .*mine-2"
+    ):
         beside = save_lora(network, place)
     with pytest.warns(UserWarning, match="mine-3"):
         save_lora(network, place, family="dtransformer")

@@ -262,7 +262,7 @@ def test_the_memory_report_has_nccls_buffers(monkeypatch):
     monkeypatch.setattr(memory.job, "mesh", lambda: None)
     assert trainer.memory_report()["NCCL's buffers"].planned == 3 * 2**28
     monkeypatch.setattr(memory.job, "mesh", lambda: mesh)
-    assert memory._communicators() == 6
+    assert memory._num_communicators() == 6
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", "2")
     monkeypatch.setattr(memory.job, "mesh", lambda: None)
     assert len(trainer.memory_report().rows) == 4

@@ -71,6 +71,6 @@ def test_a_kernel_that_is_multiplied_with_twice_is_refused(block_and_x):
     block, x = block_and_x
     with (
         splitting_backward(),
-        pytest.raises(ValueError, match="more than once.*pipeline_schedule='1f1b'"),
+        pytest.raises(ValueError, match="more than once.*`pipeline_schedule='1f1b'`"),
     ):
         block(block(x))

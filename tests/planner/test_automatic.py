@@ -1,4 +1,4 @@
-"""The automatic mode: the planner's layout for this job, on this machine, with its reason."""
+"""The automatic mode plans a layout for the running job on this machine."""
 
 import dataclasses
 import os
@@ -9,36 +9,36 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner.automatic import automatic_plan
-from dtransformer.planner.machine import cpu_device, device_of_gpu, this_cluster
+from dtransformer.planner.machine import cpu_device, find_gpu, this_cluster
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.config import load_config
 
 FOUR_RANKS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3"}
 
 
-def test_as_many_devices_as_the_job_has_ranks(monkeypatch):
+def test_cluster_has_all_devices_of_the_job(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
-    found = this_cluster(local_devices=2)
-    assert (found.num_devices, found.devices_per_node) == (8, 4)
+    detected = this_cluster(local_devices=2)
+    assert (detected.num_devices, detected.devices_per_node) == (8, 4)
     config = TransformerOpParallelConfig.auto("gpt2_small", 16)
     assert config.resolve(4) == config
     check_supported(config)
 
 
-def test_every_rank_gets_the_same_and_the_first_prints_it(monkeypatch, capsys):
+def test_all_ranks_get_the_same_layout_and_rank_0_prints_it(monkeypatch, capsys):
     configs = []
     for rank in "0123":
         for name, value in {**FOUR_RANKS, "HOROVOD_RANK": rank}.items():
             monkeypatch.setenv(name, value)
         configs.append(TransformerOpParallelConfig.auto("gpt2_small", 16, device="a100"))
     assert all(config == configs[0] for config in configs)
-    told = capsys.readouterr().out
-    assert told.count("Layout: ") == 1 and "by the planner: it is " in told
+    printed = capsys.readouterr().out
+    assert printed.count("Layout: ") == 1 and "Chosen by the planner: " in printed
 
 
 @pytest.mark.tensorflow
-def test_a_network_that_is_not_built():
+def test_plans_for_an_unbuilt_network():
     from dtransformer.models import CausalLM
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=2, max_length=16)
@@ -46,7 +46,7 @@ def test_a_network_that_is_not_built():
     assert not network.weights
 
 
-def test_fields_that_are_given_are_kept(monkeypatch):
+def test_keeps_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     options = {"device": "a100", "fixed": {"pipeline_stage": 2, "pipeline_schedule": "gpipe"}}
@@ -54,23 +54,23 @@ def test_fields_that_are_given_are_kept(monkeypatch):
     assert (config.pipeline_stage, config.pipeline_schedule) == (2, "gpipe")
 
 
-def test_what_does_not_fit_is_told_in_one_line():
+def test_error_is_one_line_if_nothing_fits():
     with pytest.raises(InputError) as error:
         automatic_plan("gpt_175b", 8, device="a100")
     assert "bytes more than" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_gpus_by_the_name_that_their_driver_says():
+def test_finds_gpus_by_driver_name():
     names = {"NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA H100 80GB HBM3": "h100-80"}
     names |= {"Tesla V100-SXM2-16GB": "v100-16", "NVIDIA H200": "h200-141"}
     for name, expected in names.items():
-        assert device_of_gpu(name).name == expected
+        assert find_gpu(name).name == expected
     for name in ("NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
-        with pytest.raises(InputError, match=f"no figures of the GPU '{name}': measure it"):
-            device_of_gpu(name)
+        with pytest.raises(InputError, match=f"no figures for the GPU '{name}'. Measure it"):
+            find_gpu(name)
 
 
-def test_ranks_of_a_host_share_its_cores_and_memory():
+def test_ranks_share_cores_and_memory_of_a_host():
     alone, four = (cpu_device(8, 64, ranks) for ranks in (1, 4))
     for field in ("tflops_32_bit", "memory_gb", "memory_gb_per_second"):
         assert getattr(alone, field) == 4 * getattr(four, field)
@@ -78,17 +78,17 @@ def test_ranks_of_a_host_share_its_cores_and_memory():
 
 
 @pytest.mark.parametrize("text", ["parallel: auto", "training: {layout: auto}"])
-def test_a_config_that_leaves_the_layout_to_the_planner(tmp_path, text):
+def test_config_selects_automatic_layout(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     config = load_config(path)
     assert config == load_config(None, ["parallel=auto"])
     assert config.training.layout == "auto"
-    found = plan_of_run(config)
-    assert found.best.config.resolve(1).data_parallel == 1
+    result = plan_of_run(config)
+    assert result.best.config.resolve(1).data_parallel == 1
 
 
-def test_a_config_with_both(monkeypatch):
+def test_config_combines_automatic_layout_and_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     config = load_config(None, ["parallel=auto", "parallel.optimizer_shard=2"])

@@ -1,4 +1,4 @@
-"""Promise: a plan tells the hours of a training, chooses a batch with a reason, and states its error."""
+"""Plans state the training hours, a default batch with its reason, and their accuracy."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from harness.published_tables import compared, published
 ASK = ["plan", "--model", "llama2-7b", "--devices", "8", "--device", "h100", "--top", "3"]
 
 
-def test_hours_are_tokens_over_tokens_per_second(capsys):
+def test_hours_are_tokens_divided_by_throughput(capsys):
     ask = [*ASK, "--global-batch", "64", "--tokens", "1e9"]
     assert main([*ask, "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
@@ -33,7 +33,7 @@ def test_hours_are_tokens_over_tokens_per_second(capsys):
         assert gpu_hours == pytest.approx(layout["device_hours"], rel=0.005)
 
 
-def test_without_tokens_there_are_no_hours(capsys):
+def test_no_hours_without_tokens(capsys):
     assert main([*ASK, "--global-batch", "64"]) == 0
     assert "hours" not in capsys.readouterr().out
     assert main([*ASK, "--global-batch", "64", "--json"]) == 0
@@ -46,7 +46,7 @@ def test_tokens_must_be_a_positive_number(tokens, capsys):
     assert "--tokens is" in capsys.readouterr().err
 
 
-def test_the_default_batch_is_compute_optimal():
+def test_default_batch_is_compute_optimal():
     """DeepSeek-AI, 2024: 0.2920 C^0.3271 tokens. C counts products with weights and attention."""
     assert optimal_batch_tokens(1e20) == pytest.approx(0.2920 * 10 ** (20 * 0.3271))
     model = named("llama2_7b")
@@ -60,20 +60,20 @@ def test_the_default_batch_is_compute_optimal():
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 96])
-def test_the_default_batch_is_divisible_by_the_devices(devices):
+def test_devices_divide_the_default_batch(devices):
     sequences, _ = default_batch(named("gpt2_small"), devices)
     doublings = sequences // devices
     assert sequences % devices == 0 and doublings & (doublings - 1) == 0
 
 
 @pytest.mark.parametrize("frozen", [{"adapter_rank": 8}, {"frozen_blocks": 4}])
-def test_fine_tuning_has_the_default_batch_of_training(frozen):
+def test_fine_tuning_uses_the_default_batch_of_training(frozen):
     sequences, reason = default_batch(named("llama2_7b", **frozen), 8, tokens=1e9)
     assert sequences == 32 and "the default of training.batch_size" in reason
     assert default_batch(named("llama2_7b", **frozen), 64)[0] == 64
 
 
-def test_the_command_states_its_default_batch_and_why(capsys):
+def test_command_explains_its_default_batch(capsys):
     assert main(ASK) == 0
     printed = capsys.readouterr().out
     assert "global batch 1,024," in printed and "batch_size: 1024" in printed
@@ -84,7 +84,7 @@ def test_the_command_states_its_default_batch_and_why(capsys):
     assert json.loads(capsys.readouterr().out)["notes"][0].startswith("Global batch: 1,024 ")
 
 
-def test_the_stated_error_is_the_measured_one():
+def test_stated_accuracy_equals_the_measured_error():
     """docs/planner-tables.md lists the steps. The largest error is a layout of the 39 B model."""
     stated = device_named("a100").accuracy()
     steps, mean, worst = map(int, re.findall(r"(\d+)(?: measured|%)", stated))
@@ -95,11 +95,11 @@ def test_the_stated_error_is_the_measured_one():
     assert f"{mean}% off on average and {worst}% at most" in device_named("h100").accuracy()
 
 
-def test_every_kind_of_device_states_what_is_known(tmp_path, capsys):
+def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
     path = tmp_path / "device.yaml"
     path.write_text("base: a100\nbetween_gb_per_second: 1\n")
     ask = ["plan", "--model", "gpt2-small", "--devices", "1", "--global-batch", "8"]
-    for device, told in {
+    for device, statement in {
         "a100": "On A100, 68 measured steps",
         "v100": "No step on this GPU was compared with a measured one.",
         "h100": "No step on this GPU was compared with a measured one.",
@@ -107,11 +107,11 @@ def test_every_kind_of_device_states_what_is_known(tmp_path, capsys):
     }.items():
         assert main([*ask, "--device", device]) == 0
         printed = capsys.readouterr().out
-        assert f"\n{told}" in printed and "\nAssumptions: " in printed
+        assert f"\n{statement}" in printed and "\nAssumptions: " in printed
     assert "another CPU" in cpu_device(2, 16, 1).accuracy()
 
 
-# Adapters of a model whose float32 weights fill a device, and what bfloat16 weights allow.
+# Models with adapters whose float32 weights fill a device, and the layout with bfloat16 weights.
 HINTS = [
     ("llama3_8b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
     ("llama3_8b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
@@ -120,7 +120,7 @@ HINTS = [
 
 
 @pytest.mark.parametrize("name, devices, device, batch, layout", HINTS)
-def test_a_far_simpler_layout_in_bfloat16_is_hinted_at(name, devices, device, batch, layout):
+def test_hints_at_a_simpler_layout_in_bfloat16(name, devices, device, batch, layout):
     model, cluster = named(name, adapter_rank=16), Cluster(device_named(device), devices)
     mixed = plan(model, cluster, Job(batch))
     hint = bfloat16_hint(mixed)
@@ -133,20 +133,20 @@ def test_a_far_simpler_layout_in_bfloat16_is_hinted_at(name, devices, device, ba
     assert any(layout.rstrip(",") in cost.layout and cost.fits for cost in plain.costs)
 
 
-def test_bfloat16_is_hinted_at_if_only_it_fits():
+def test_hints_at_bfloat16_if_nothing_else_fits():
     model, cluster = named("llama3_8b", adapter_rank=16), Cluster(device_named("a100-40"), 1)
-    found = plan(model, cluster, Job(32))
-    assert not found.fits
-    assert bfloat16_hint(found).startswith("It fits with --precision bfloat16")
+    result = plan(model, cluster, Job(32))
+    assert not result.fits
+    assert bfloat16_hint(result).startswith("It fits with --precision bfloat16")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32", "mixed_bfloat16"])
-def test_there_is_no_hint_if_nothing_becomes_simpler(precision):
+def test_no_hint_without_a_simpler_layout(precision):
     model, cluster = named("llama2_7b"), Cluster(device_named("h100"), 8)
     assert bfloat16_hint(plan(model, cluster, Job(64, precision))) == ""
 
 
-def test_hours_of_a_cost():
-    found = plan(named("gpt2_small"), Cluster(device_named("a100"), 8), Job(64))
-    seconds = 1e9 / (64 * 1024) * found.best.step_seconds
-    assert training_hours(found.best, 1e9) == pytest.approx(seconds / 3600)
+def test_training_hours():
+    result = plan(named("gpt2_small"), Cluster(device_named("a100"), 8), Job(64))
+    seconds = 1e9 / (64 * 1024) * result.best.step_seconds
+    assert training_hours(result.best, 1e9) == pytest.approx(seconds / 3600)

@@ -1,4 +1,4 @@
-"""The theory's formulas agree with what is counted: from schedules, simulators and networks."""
+"""Formulas agree with counts from schedules, the simulator and networks."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
 from dtransformer.parallel.schedules.simulator import simulate
 from dtransformer.planner import named
-from dtransformer.planner.formulas import bubble_passes, kept_bytes, micro_batches_alive
+from dtransformer.planner.formulas import bubble_passes, micro_batches_alive, saved_activation_bytes
 from dtransformer.planner.memory import BLOCKWISE_SCORES
 from dtransformer.planner.stages import stage_kinds
 
@@ -16,24 +16,28 @@ PIPELINES = [(2, 4, 1), (4, 8, 1), (4, 16, 1), (2, 4, 2), (4, 8, 2), (4, 16, 3),
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_micro_batches_alive_and_bubbles_are_those_of_the_schedule(name):
+def test_micro_batches_alive_and_bubbles_match_the_schedule(name):
     schedule = SCHEDULES[name]
     for p, m, v in PIPELINES:
         if not schedule.allows(v):
             continue
         placement = schedule.place(p, v)
         stages = instructions(name, placement, m)
-        for number, stage in enumerate(stages):
-            change = [(one.kind == FORWARD) - (one.kind == BACKWARD) for one in stage]
-            most = max(np.cumsum(change)) / v
-            assert micro_batches_alive(name, p, number, m, v) == pytest.approx(most)
-        # Forward, gradients of inputs and those of weights take 1 each.
+        for index, stage in enumerate(stages):
+            change = [
+                (instruction.kind == FORWARD) - (instruction.kind == BACKWARD)
+                for instruction in stage
+            ]
+            maximum = max(np.cumsum(change)) / v
+            assert micro_batches_alive(name, p, index, m, v) == pytest.approx(maximum)
+        # A forward pass, input gradients and weight gradients take one unit of time each.
         backward = (1 if schedule.divides_backward else 2) / v
         timeline = simulate(stages, placement, 1 / v, backward, weight_gradients=1 / v)
         end = max(event.end for event in timeline.events)
         exact = (end - 3 * m) / 3
-        most = exact + (0.25 if name == "zb_v" else 0)  # of which there is no closed form
-        assert exact - 1e-9 <= bubble_passes(name, p, v) <= most + 1e-9
+        # zb_v has no closed form, so its formula is an upper bound.
+        maximum = exact + (0.25 if name == "zb_v" else 0)
+        assert exact - 1e-9 <= bubble_passes(name, p, v) <= maximum + 1e-9
 
 
 # Korthikanti et al., 2022, table 2, at the sizes of the 22 B model, in units of s·b·h.
@@ -49,9 +53,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize("expected, choice", PUBLISHED)
-def test_activations_of_a_layer(expected, choice):
+def test_activation_bytes_match_published_values(expected, choice):
     s, h = 2048, 6144
-    kept = kept_bytes(
+    kept = saved_activation_bytes(
         length=s, attended=[s], hidden_size=h, num_heads=64, head_dim=96, num_kv_heads=64,
         ffn_hidden_size=4 * h, **choice,
     )  # fmt: skip
@@ -59,7 +63,7 @@ def test_activations_of_a_layer(expected, choice):
 
 
 @pytest.mark.tensorflow
-def test_attention_by_blocks_begins_where_the_layers_begin_it():
+def test_blockwise_attention_has_the_same_threshold_as_layers():
     from dtransformer.layers import attention_core
 
     below = attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES - 1)
@@ -67,10 +71,10 @@ def test_attention_by_blocks_begins_where_the_layers_begin_it():
     assert attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES) == "blockwise"
 
 
-def test_stages_have_all_blocks():
+def test_stages_contain_all_blocks():
     for name, p, v in (("gpt_530b", 35, 3), ("gpt_530b", 8, 1), ("transformer_big", 4, 1)):
         model = named(name)
         stages = stage_kinds(model, Placement.looped(p, v))
         assert stages[0].has_embedding and any(stage.has_head for stage in stages)
-        most = max(sum(stage.blocks) for stage in stages)
-        assert most <= v * -(-model.num_blocks // (p * v))
+        maximum = max(sum(stage.blocks) for stage in stages)
+        assert maximum <= v * -(-model.num_blocks // (p * v))

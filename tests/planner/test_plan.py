@@ -1,4 +1,4 @@
-"""A plan answers: does it fit, how long does it take, which layout is best; and what is wrong to ask."""
+"""Plans report memory, step time and the best layout, and reject invalid input."""
 
 import dataclasses
 import json
@@ -32,10 +32,10 @@ from dtransformer.planner import (
 )
 from dtransformer.planner.clusters import Link
 from dtransformer.planner.cost import evaluate
-from dtransformer.planner.grid import grid_of
+from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
-from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.plan_file import yaml_of
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
@@ -53,11 +53,11 @@ def cluster(devices, device="a100"):
 
 
 @pytest.fixture(scope="module")
-def found():
+def gpt3_plan():
     return plan(named("gpt_175b"), cluster(1024), Job(1536))
 
 
-def test_it_needs_no_tensorflow():
+def test_does_not_import_tensorflow():
     code = (
         "import sys, dtransformer.planner as p;"
         "p.plan(p.named('llama2_7b'), p.Cluster(p.device_named('a100'), 8), p.Job(64));"
@@ -67,9 +67,9 @@ def test_it_needs_no_tensorflow():
 
 
 def test_4096_devices_and_a_trillion_parameters():
-    """All at once: fewer than 200,000 layouts, in arrays. docs/planner.md says how long it takes."""
+    """All layouts are evaluated in arrays. docs/planner.md states the duration."""
     model, many, job = named("gpt_1t"), cluster(4096), Job(4096)
-    assert 1000 < len(grid_of(model, many, job)) < 200_000
+    assert 1000 < len(enumerate_layouts(model, many, job)) < 200_000
     assert plan(model, many, job).fits
 
 
@@ -77,66 +77,72 @@ ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
 
 
 @pytest.mark.parametrize("name, devices, device, batch", ASKED)
-def test_nothing_that_fits_is_faster(name, devices, device, batch):
-    """But for what leaves a tenth more of the memory, or is simpler, and within 2 % of the fastest."""
-    found = plan(named(name), cluster(devices, device), Job(batch))
-    layouts = grid_of(found.model, found.cluster, found.job)
-    memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
-    fits = memory.total <= found.cluster.memory_bytes
-    assert found.num_fitting == fits.sum()
+def test_no_fitting_layout_is_faster(name, devices, device, batch):
+    """Only a layout with much more free memory or fewer techniques may be 2% slower."""
+    result = plan(named(name), cluster(devices, device), Job(batch))
+    layouts = enumerate_layouts(result.model, result.cluster, result.job)
+    memory, seconds = evaluate(result.model, result.cluster, result.job, layouts)
+    fits = memory.total <= result.cluster.memory_bytes
+    assert result.num_fitting == fits.sum()
     fastest = seconds.total[fits].min()
-    assert fastest <= found.best.step_seconds <= fastest * (1 + TIE_SHARE)
+    assert fastest <= result.best.step_seconds <= fastest * (1 + TIE_SHARE)
     near = fits & (seconds.total <= fastest * (1 + TIE_SHARE))
-    near &= memory.total <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
+    near &= memory.total <= memory.total[near].min() + ROOM_SHARE * result.cluster.memory_bytes
     simplest = layouts.techniques[near].min()
     assert simplest == min(
-        layouts.techniques[near & np.isclose(seconds.total, found.best.step_seconds)]
+        layouts.techniques[near & np.isclose(seconds.total, result.best.step_seconds)]
     )
-    fullest = found.best.memory_bytes
-    assert fullest <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
+    fullest = result.best.memory_bytes
+    assert fullest <= memory.total[near].min() + ROOM_SHARE * result.cluster.memory_bytes
 
 
-def test_parts_add_up(found):
-    for one in found.costs:
-        assert sum(one.seconds_by_kind.values()) == pytest.approx(one.step_seconds)
-        assert sum(one.bytes_by_kind.values()) == one.memory_bytes <= one.available_bytes
-        assert one.tokens_per_second == pytest.approx(1536 * 2048 / one.step_seconds)
+def test_parts_add_up(gpt3_plan):
+    for planned in gpt3_plan.costs:
+        assert sum(planned.seconds_by_kind.values()) == pytest.approx(planned.step_seconds)
+        assert (
+            sum(planned.bytes_by_kind.values()) == planned.memory_bytes <= planned.available_bytes
+        )
+        assert planned.tokens_per_second == pytest.approx(1536 * 2048 / planned.step_seconds)
 
 
-def test_the_trainer_takes_what_is_proposed(found):
-    for one in found.costs:
-        check_supported(one.config)
-        degrees = one.config.data_parallel * one.config.model_parallel * one.config.pipeline_stage
+def test_trainer_supports_proposed_layouts(gpt3_plan):
+    for planned in gpt3_plan.costs:
+        check_supported(planned.config)
+        degrees = (
+            planned.config.data_parallel
+            * planned.config.model_parallel
+            * planned.config.pipeline_stage
+        )
         assert degrees == 1024
 
 
-def test_every_layout_of_the_grid_is_one_that_the_trainer_takes():
-    """The mask asks for one layout of each meeting of techniques; here all are asked."""
-    layouts = grid_of(named(SMALL), cluster(8), Job(16))
-    for number in range(0, len(layouts), 7):
-        check_supported(layouts.config(number))
+def test_trainer_supports_every_layout_of_the_grid():
+    """The grid checks one layout per combination of techniques, this test every seventh."""
+    layouts = enumerate_layouts(named(SMALL), cluster(8), Job(16))
+    for index in range(0, len(layouts), 7):
+        check_supported(layouts.config(index))
 
 
-def test_cost_of_a_config_is_that_of_the_plan(found):
-    again = cost(found.model, found.cluster, found.job, found.best.config)
-    assert again == found.best
+def test_cost_of_a_config_equals_the_plan(gpt3_plan):
+    expected = cost(gpt3_plan.model, gpt3_plan.cluster, gpt3_plan.job, gpt3_plan.best.config)
+    assert expected == gpt3_plan.best
 
 
-def test_what_does_not_fit_is_told_in_bytes_with_a_change_that_makes_it_fit():
-    model, some, job = named("llama2_7b"), cluster(8), Job(64)
-    whole = cost(model, some, job, TransformerOpParallelConfig(micro_batch_num=8))
-    assert not whole.fits
-    assert whole.missing_bytes == whole.memory_bytes - int(some.memory_bytes) > 0
-    assert f"{whole.missing_bytes:,} bytes more" in report.fit_line(whole)
-    assert whole.change.startswith("data 8 · 8 micro-batches of 1 · optimizer_shard 2: ")
+def test_reports_missing_bytes_and_a_change_that_fits():
+    model, devices, job = named("llama2_7b"), cluster(8), Job(64)
+    unsharded = cost(model, devices, job, TransformerOpParallelConfig(micro_batch_num=8))
+    assert not unsharded.fits
+    assert unsharded.missing_bytes == unsharded.memory_bytes - int(devices.memory_bytes) > 0
+    assert f"{unsharded.missing_bytes:,} bytes more" in report.fit_line(unsharded)
+    assert unsharded.change.startswith("The cheapest change: data 8 · 8 micro-batches of 1 · ")
     changed = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=2)
-    assert cost(model, some, job, changed).fits
+    assert cost(model, devices, job, changed).fits
 
 
-def test_what_cannot_fit_is_told_with_the_number_of_devices_that_would():
-    found = plan(named("gpt_175b"), cluster(8), Job(64))
-    assert not found.fits and found.best.missing_bytes > 0
-    assert "with 64 devices there is one" in found.why
+def test_reports_the_number_of_devices_that_would_fit():
+    result = plan(named("gpt_175b"), cluster(8), Job(64))
+    assert not result.fits and result.best.missing_bytes > 0
+    assert "64 devices are enough" in result.why
     assert plan(named("gpt_175b"), cluster(64), Job(64)).fits
 
 
@@ -151,16 +157,16 @@ def test_more_memory_or_faster_links_are_never_worse():
     assert times[2] < times[0]
 
 
-def test_fixed_fields_are_kept():
+def test_keeps_fixed_fields():
     job = Job(
         512, fixed={"model_parallel": 4, "optimizer_shard": 1, "gradient_aggregation_group": 2}
     )
-    for one in plan(named("gpt_7.5b"), cluster(32), job).costs:
-        assert one.config.model_parallel == 4 and one.config.optimizer_shard == 1
-        assert one.config.gradient_aggregation_group == 2
+    for planned in plan(named("gpt_7.5b"), cluster(32), job).costs:
+        assert planned.config.model_parallel == 4 and planned.config.optimizer_shard == 1
+        assert planned.config.gradient_aggregation_group == 2
 
 
-def test_what_is_fixed_is_in_the_config_as_it_is_given():
+def test_config_contains_fixed_fields_unchanged():
     fixed = {"recompute": {"select": ["attention", "norm"]}, "vocab_emb_dp": True}
     job = Job(64, fixed={**fixed, "gradient_dtype": "float16", "model_parallel": 2})
     best = plan(named(SMALL), cluster(8), job).best
@@ -170,19 +176,19 @@ def test_what_is_fixed_is_in_the_config_as_it_is_given():
     assert best.seconds_by_kind["reduction"] < wide.seconds_by_kind["reduction"]
 
 
-def test_placement_matters():
-    """Sums over the model axis are many times slower where it spans nodes."""
+def test_model_axis_is_slower_across_nodes():
+    """Sums over the model axis are several times slower if it spans nodes."""
     model = named("gpt_18b")
     configs = [TransformerOpParallelConfig(model_parallel=t, micro_batch_num=8) for t in (8, 16)]
-    inside, across = (cost(model, cluster(16), Job(16), one) for one in configs)
-    times = [one.seconds_by_kind["model_parallel"] for one in (inside, across)]
+    inside, across = (cost(model, cluster(16), Job(16), config) for config in configs)
+    times = [config.seconds_by_kind["model_parallel"] for config in (inside, across)]
     assert times[1] > 2 * times[0]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.tensorflow
-def test_published_models_have_as_many_parameters_as_their_networks(name):
-    """Each network counts its weights, by their shapes; test_published.py has the papers' numbers."""
+def test_published_models_have_the_parameters_of_their_networks(name):
+    """Networks count their weights by shapes. test_published.py checks the papers' numbers."""
     from dtransformer import models
 
     architecture = ARCHITECTURES[name]
@@ -190,7 +196,7 @@ def test_published_models_have_as_many_parameters_as_their_networks(name):
     assert named(name).parameters() == network.num_parameters()
 
 
-# Arguments of a network whose blocks have experts, and of which kind each block is.
+# Arguments of networks with experts, and the kind of each block.
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2}
 WITH_EXPERTS = [
     ({"moe_config": EXPERTS}, (0, 0, 0, 0, 0)),
@@ -204,15 +210,15 @@ WITH_EXPERTS = [
 
 
 def _products(network):
-    """Count the products of a position among 16: of its kernels, its scores, and the head."""
+    """Return the multiplications per position of a 16-token sequence: kernels, scores and the head."""
     from dtransformer.models.base import active_share
 
-    given = network.arguments
-    width = given.get("head_dim") or given["hidden_size"] // given["num_heads"]
-    scores = given["num_layers"] * 2 * 16 * given["num_heads"] * width
-    table = given.get("tied_head", True) * given["hidden_size"] * network.vocab_size
+    arguments = network.arguments
+    width = arguments.get("head_dim") or arguments["hidden_size"] // arguments["num_heads"]
+    scores = arguments["num_layers"] * 2 * 16 * arguments["num_heads"] * width
+    table = arguments.get("tied_head", True) * arguments["hidden_size"] * network.vocab_size
     kernels = (
-        math.prod(shape) * active_share(path, shape, given)
+        math.prod(shape) * active_share(path, shape, arguments)
         for path, shape in network.weight_shapes().items()
         if path.endswith("kernel")
     )
@@ -220,7 +226,7 @@ def _products(network):
 
 
 @pytest.mark.tensorflow
-def test_latents_are_counted_as_the_network_counts_them():
+def test_latent_attention_matches_network_counts():
     from harness.block_networks import deepseek, gpt_oss
 
     for make in (deepseek, gpt_oss):
@@ -232,32 +238,35 @@ def test_latents_are_counted_as_the_network_counts_them():
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
+def test_latent_adapters_match_network_counts(kind):
     from dtransformer.models import add_lora
     from harness.block_networks import deepseek
 
     network, targets = deepseek(100, 2), ("latent", "query_up", "key_value", "output")
     network.build()
     add_lora(network, 4, targets=[f"*attention/{x}_kernel" for x in targets], kind=kind)
-    asked = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
+    fields = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
     count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
-    assert from_network(network, **asked).trained_parameters() == count
+    assert from_network(network, **fields).trained_parameters() == count
 
 
-def test_latents_take_less_time_and_more_memory_than_plain_projections():
+def test_latent_attention_takes_less_time_and_more_memory():
     latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
-    plain, layouts = dataclasses.replace(latents, latent=None), grid_of(latents, many, Job(8))
-    both = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
-    assert (both[0] < both[1]).all()
-    kept = [activations_of_block(x, x.kinds[0], layouts) for x in (latents, plain)]
+    plain, layouts = (
+        dataclasses.replace(latents, latent=None),
+        enumerate_layouts(latents, many, Job(8)),
+    )
+    seconds = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
+    assert (seconds[0] < seconds[1]).all()
+    saved_bytes = [block_activation_bytes(x, x.kinds[0], layouts) for x in (latents, plain)]
     length = layouts.micro_batch * 4096 / layouts.context
-    own = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
-    np.testing.assert_allclose(kept[0] - kept[1], own)
+    expected = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
+    np.testing.assert_allclose(saved_bytes[0] - saved_bytes[1], expected)
 
 
 @pytest.mark.parametrize("arguments, order", WITH_EXPERTS)
 @pytest.mark.tensorflow
-def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
+def test_experts_match_network_counts(arguments, order):
     from dtransformer.models import CausalLM
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=5, max_length=16, **arguments)
@@ -268,8 +277,8 @@ def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
 
 
 @pytest.mark.tensorflow
-def test_experts_of_an_encoder_and_a_decoder():
-    """Every second block of each has them, counted from its first."""
+def test_experts_in_encoder_and_decoder():
+    """Every second block of each stack has experts, counted from its first block."""
     from dtransformer.models import TranslationTransformer
 
     sizes = dict(hidden_size=32, num_heads=4, encoder_layers=3, decoder_layers=4)
@@ -280,8 +289,8 @@ def test_experts_of_an_encoder_and_a_decoder():
     assert model.parameters() == network.num_parameters()
 
 
-def test_stages_with_experts_are_the_fullest():
-    """Four blocks on four stages, the second and the fourth with experts."""
+def test_stages_with_experts_need_the_most_memory():
+    """Of four blocks on four stages, the second and the fourth have experts."""
     sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100, sequence_length=64)
     model = ModelShape("sparse", num_experts=8, experts_every=2, **sizes)
     assert [stage.blocks for stage in stage_kinds(model, Placement.looped(4))] == [
@@ -295,7 +304,7 @@ def test_stages_with_experts_are_the_fullest():
     assert memory.weights[0] == 4 * model.block_parameters(model.kinds[1])
 
 
-def test_a_plan_with_experts_in_some_blocks(capsys, tmp_path):
+def test_plan_with_experts_in_some_blocks(capsys, tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("base: gpt-7.5b\nnum_experts: 8\nexperts_chosen: 2\nexperts_every: 4\n")
     ask = ["plan", "--model", str(path), "--devices", "64", "--global-batch", "512", "--json"]
@@ -305,18 +314,18 @@ def test_a_plan_with_experts_in_some_blocks(capsys, tmp_path):
     assert first["seconds_by_kind"]["expert_parallel"] > 0
 
 
-def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
-    """Whatever the trainer takes today: the formulas know context and expert parallelism."""
+def test_context_parallelism_trades_memory_for_collectives():
+    """The formulas do not depend on the layouts that the trainer supports."""
     model = named("llama2_7b", sequence_length=32768)
-    found = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
-    memory, seconds = evaluate(model, cluster(4), Job(4), found)
+    layouts = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
+    memory, seconds = evaluate(model, cluster(4), Job(4), layouts)
     assert memory.activations[0] > memory.activations[1] > memory.activations[2]
     assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
-    np.testing.assert_allclose(memory.states, memory.states[0])  # four share them in any case
+    np.testing.assert_allclose(memory.states, memory.states[0])  # Four devices always share them.
 
 
-def test_sequences_that_are_sharded_keep_no_scores():
-    """Their attention is computed by blocks whatever the length: twice the length, twice the memory."""
+def test_context_parallelism_stores_no_scores():
+    """Context-parallel attention is blockwise, so memory is linear in the sequence length."""
 
     def activations(length, **layout):
         model = named(SMALL, sequence_length=length)
@@ -326,7 +335,7 @@ def test_sequences_that_are_sharded_keep_no_scores():
     assert activations(512, data=2) > 2.2 * activations(256, data=2)
 
 
-def test_experts_that_are_sharded():
+def test_expert_parallelism_shards_weights():
     sizes = dict(
         hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
     )
@@ -336,13 +345,15 @@ def test_experts_that_are_sharded():
     sharded, gathered = evaluate(
         model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3)
     )
-    np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])  # all share them, either way
+    # All devices share the weights under level 3, with and without expert parallelism.
+    np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])
     assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
-    assert gathered.unsharding[1] < gathered.unsharding[0] / 2  # who has an expert keeps it
+    # Sharded experts are not gathered from other ranks.
+    assert gathered.unsharding[1] < gathered.unsharding[0] / 2
 
 
-def test_a_mesh_adds_up_gradients_in_every_micro_batch():
-    """Replicas of other ranks do once a step; experts' are added up by those alone who have them."""
+def test_mesh_reduces_gradients_in_every_micro_batch():
+    """Replicas on other ranks reduce once per step. Only ranks with the same experts reduce them."""
     model = named("llama2_7b")
     reduction = lambda **layout: (
         evaluate(model, cluster(2), Job(8), Layouts.of(**layout))[1].reduction
@@ -354,32 +365,35 @@ def test_a_mesh_adds_up_gradients_in_every_micro_batch():
     one, four = reduction(data=2, level=1, micro_batches=[1, 4])
     assert four < 1.5 * one
     model = named("mixtral_8x7b")
-    whole, apart = reduction(data=2, local=2, expert=[1, 2])
-    assert apart < whole / 10
+    unsharded, sharded = reduction(data=2, local=2, expert=[1, 2])
+    assert sharded < unsharded / 10
 
 
 def ask(batch, **fixed):
-    """Ask for a plan of a small model on eight devices with fixed fields."""
+    """Plan a small model on eight devices with fixed fields."""
     return plan(named(SMALL), cluster(8), Job(batch, fixed=fixed))
 
 
 WRONG = [
-    (lambda: named("gpt_9z"), "no model 'gpt_9z'"),
-    (lambda: device_named("b300"), "no device 'b300', expected one of v100-16"),
-    (lambda: named(SMALL, num_layers=0), "zero layers"),
+    (lambda: named("gpt_9z"), "Unknown model 'gpt_9z'"),
+    (lambda: device_named("b300"), "Unknown device 'b300', expected one of v100-16"),
+    (lambda: named(SMALL, num_layers=0), "the model has no layers"),
     (lambda: named(SMALL, hidden_size=-1), "hidden_size must be an integer of at least 1"),
     (lambda: named(SMALL, experts_every=0), "experts_every must be an integer of at least 1"),
-    (lambda: named(SMALL, experts_chosen=2), "experts_chosen=2 is more than num_experts=1"),
-    (lambda: named(SMALL, num_heads=7), "num_heads=7 does not divide hidden_size=768"),
+    (lambda: named(SMALL, experts_chosen=2), "`experts_chosen=2` must not exceed `num_experts=1`"),
+    (lambda: named(SMALL, num_heads=7), "`num_heads=7` does not divide `hidden_size=768`"),
     (
         lambda: named(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
-        "adapter_targets has 'q_proj', expected some of query, key, value, output, mapping,",
+        "'q_proj' in `adapter_targets`, expected some of query, key, value, output, mapping,",
     ),
-    (lambda: Cluster(device_named("a100"), 12), "not a multiple of devices_per_node=8"),
+    (lambda: Cluster(device_named("a100"), 12), "not a multiple of `devices_per_node=8`"),
     (lambda: Job(0), "global_batch must be an integer of at least 1"),
-    (lambda: Job(8, precision="fp8"), "precision must be one of float32"),
-    (lambda: Job(8, optimizer="adm"), "optimizer must be one of sgd"),
-    (lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model": 2})), "no field 'model' to fix"),
+    (lambda: Job(8, precision="fp8"), "`precision` must be one of float32"),
+    (lambda: Job(8, optimizer="adm"), "`optimizer` must be one of sgd"),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model": 2})),
+        "Unknown field 'model' in `fixed`",
+    ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model_parallel": 8})),
         "model_parallel=8 does not divide num_heads=12",
@@ -392,25 +406,24 @@ WRONG = [
         lambda: plan(named(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
         "pipeline_stage=16 is more than the 12 blocks",
     ),
-    (lambda: ask(7, data_parallel=8), "global_batch=7 is not divisible by data_parallel=8: give a"),
+    (lambda: ask(7, data_parallel=8), "global_batch=7 is not divisible by data_parallel=8. Use a"),
     (lambda: ask(8, micro_batch_num=3), "global_batch=8 is not divisible by micro_batch_num=3"),
     (lambda: ask(8, expert_parallel=2), "expert_parallel=2 does not divide num_experts=1"),
     (
         lambda: ask(8, pipeline_stage=4, micro_batch_num=2),
-        "has all of pipeline_stage=4, micro_batch_num=2: there are some without pipeline_stage, or "
-        "without micro_batch_num",
+        "has pipeline_stage=4, micro_batch_num=2. Remove pipeline_stage or micro_batch_num.",
     ),
     (
         lambda: ask(8, optimizer_shard=2, data_parallel=1, context_parallel=1),
-        "there are some without optimizer_shard, or without data_parallel",
+        "Remove optimizer_shard or data_parallel",
     ),
     (
         lambda: ask(8, pipeline_schedule="zb_h1", model_parallel=2, pipeline_stage=2),
-        "no layout is trained so: ",
+        "No layout with these fixed fields is supported: ",
     ),
     (
         lambda: plan(named(SMALL, sequence_length=1001), cluster(16), Job(1)),
-        "divides global_batch=1: give a batch",
+        "divides global_batch=1. Use a batch",
     ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
@@ -429,40 +442,39 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("ask, told", WRONG)
-def test_a_wrong_question_gets_one_clear_line(ask, told):
+@pytest.mark.parametrize("ask, message", WRONG)
+def test_invalid_input_raises_a_one_line_error(ask, message):
     with pytest.raises(InputError) as error:
         ask()
-    assert told in str(error.value) and "\n" not in str(error.value)
-
-
-# What is frozen.
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
-def test_what_is_frozen_has_no_gradients_and_no_states(level, precision):
-    job, some = Job(64, precision), cluster(8)
+def test_frozen_weights_have_no_gradients_and_states(level, precision):
+    job, devices = Job(64, precision), cluster(8)
     config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
-    whole = cost(named("llama3_8b"), some, job, config)
-    adapters = cost(named("llama3_8b", adapter_rank=8), some, job, config)
-    half = cost(named("llama3_8b", frozen_blocks=16), some, job, config)
-    taken = lambda one: one.bytes_by_kind["gradients"] + one.bytes_by_kind["states"]
-    # At levels 1 and 2 in mixed precision float32 shards of frozen weights stay.
-    kept = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
-    assert taken(adapters) == pytest.approx(kept, abs=0.1e9)
-    assert taken(adapters) < taken(half) < 0.75 * taken(whole) + kept
-    assert adapters.bytes_by_kind["weights"] == pytest.approx(
-        whole.bytes_by_kind["weights"], rel=0.01
+    full = cost(named("llama3_8b"), devices, job, config)
+    adapters = cost(named("llama3_8b", adapter_rank=8), devices, job, config)
+    half = cost(named("llama3_8b", frozen_blocks=16), devices, job, config)
+    trained_bytes = lambda planned: (
+        planned.bytes_by_kind["gradients"] + planned.bytes_by_kind["states"]
     )
-    assert half.bytes_by_kind["activations"] < 0.6 * whole.bytes_by_kind["activations"]
-    for one in (adapters, half):
-        assert one.step_seconds < 0.9 * whole.step_seconds
-        assert one.flops_share < 0.7
+    # Levels 1 and 2 in mixed precision keep float32 shards of frozen weights.
+    frozen_bytes = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
+    assert trained_bytes(adapters) == pytest.approx(frozen_bytes, abs=0.1e9)
+    assert trained_bytes(adapters) < trained_bytes(half) < 0.75 * trained_bytes(full) + frozen_bytes
+    assert adapters.bytes_by_kind["weights"] == pytest.approx(
+        full.bytes_by_kind["weights"], rel=0.01
+    )
+    assert half.bytes_by_kind["activations"] < 0.6 * full.bytes_by_kind["activations"]
+    for planned in (adapters, half):
+        assert planned.step_seconds < 0.9 * full.step_seconds
+        assert planned.flops_share < 0.7
 
 
 @pytest.mark.tensorflow
-def test_adapters_are_counted_as_networks_count_them():
+def test_adapters_match_network_counts():
     from dtransformer.models import CausalLM, add_lora, freeze
 
     sizes = dict(hidden_size=32, num_heads=4, num_kv_heads=2, gated=True, use_bias=False)
@@ -473,8 +485,8 @@ def test_adapters_are_counted_as_networks_count_them():
         kind = "lora" if "query" in targets else "dora"
         patterns = [f"*{x}_kernel" if x != "head" else "head/kernel" for x in targets]
         add_lora(network, 4, targets=patterns, kind=kind)
-        asked = {"adapter_rank": 4, "adapter_targets": targets, "adapter_kind": kind}
-        model = from_network(network, **asked)
+        fields = {"adapter_rank": 4, "adapter_targets": targets, "adapter_kind": kind}
+        model = from_network(network, **fields)
         count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
         assert model.trained_parameters() == count
     network = CausalLM(100, num_layers=3, max_length=16, **sizes)
@@ -485,36 +497,34 @@ def test_adapters_are_counted_as_networks_count_them():
     assert model.trained_parameters() == count
 
 
-# The command.
-
 ASK = ["plan", "--model", "llama2-13b", "--nodes", "4", "--device", "h100", "--global-batch", "256"]
 
 
-def test_a_new_user_gets_a_table_and_a_config_to_train_with(capsys, tmp_path):
+def test_command_prints_a_table_and_writes_a_config(capsys, tmp_path):
     assert main([*ASK, "--yaml", str(tmp_path / "plan.yaml")]) == 0
-    told = capsys.readouterr().out
-    assert "32 × h100-80 (4 nodes of 8)" in told and "Take 1: " in told
+    printed = capsys.readouterr().out
+    assert "32 × h100-80 (4 nodes of 8)" in printed and "Recommended: layout 1. " in printed
     config = load_config(tmp_path / "plan.yaml").parallel
     assert config.resolve(32) == config
     check_supported(config)
 
 
 @pytest.mark.parametrize("example", EXAMPLE.findall(PAGE))
-def test_examples_of_the_page_are_what_is_printed(capsys, example):
+def test_docs_show_the_printed_output(capsys, example):
     assert main(example[0].split()) == 0
     assert capsys.readouterr().out.strip() == example[1].strip()
 
 
-def test_json_has_units_in_its_names(capsys):
+def test_json_names_contain_units(capsys):
     assert main([*ASK, "--json", "--top", "2", "--fix", "model_parallel=2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    first, _ = told["layouts"]
-    assert told["fits"] and first["config"]["model_parallel"] == 2
+    content = json.loads(capsys.readouterr().out)
+    first, _ = content["layouts"]
+    assert content["fits"] and first["config"]["model_parallel"] == 2
     assert first["memory_bytes"] <= first["available_bytes"]
     assert sum(first["seconds_by_kind"].values()) == pytest.approx(first["step_seconds"])
 
 
-def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
+def test_custom_model_and_device(capsys, tmp_path):
     model = {"hidden_size": 512, "num_heads": 8, "num_layers": 4, "vocab_size": 1000}
     model |= {"sequence_length": 128}
     device = {"name": "mine", "tflops_16_bit": 1, "tflops_32_bit": 1, "memory_gb": 4}
@@ -533,7 +543,7 @@ def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
 
 
-def test_a_named_device_with_other_links(capsys, tmp_path):
+def test_named_device_with_changed_links(capsys, tmp_path):
     path = tmp_path / "slow.yaml"
     path.write_text("base: a100\nbetween_gb_per_second: 1\nconstants: {hop_us: 50}\n")
     ask = ["plan", "--model", "gpt-7.5b", "--devices", "64", "--global-batch", "512", "--json"]
@@ -543,10 +553,10 @@ def test_a_named_device_with_other_links(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["layouts"][0]["step_seconds"] < slow["step_seconds"]
     path.write_text("base: a100\nnetwork: 1\n")
     assert main([*ask, "--device", str(path)]) == 2
-    assert "Device has no 'network'; it has name, " in capsys.readouterr().err
+    assert "Device has no field 'network'. Its fields are name, " in capsys.readouterr().err
 
 
-def test_a_named_model_with_other_fields_is_titled_by_its_name(capsys, tmp_path):
+def test_changed_model_is_titled_by_its_name(capsys, tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text("base: llama2_7b\nname: mine\nnum_layers: 4\n")
     ask = ["plan", "--model", str(path), "--devices", "8", "--global-batch", "64"]
@@ -557,8 +567,8 @@ def test_a_named_model_with_other_fields_is_titled_by_its_name(capsys, tmp_path)
 
 
 @pytest.mark.tensorflow
-def test_a_published_folder(capsys, tmp_path):
-    """Of which the config alone is read: weights need not be there."""
+def test_published_folder(capsys, tmp_path):
+    """The planner reads only the config, so the folder does not need weights."""
     config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
     config |= {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
@@ -569,25 +579,25 @@ def test_a_published_folder(capsys, tmp_path):
     assert "config.json does not exist" in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps(config))
     assert main(ask) == 0
-    own = json.loads(capsys.readouterr().out)
-    assert own["model"]["name"] == "my-llama"
+    from_folder = json.loads(capsys.readouterr().out)
+    assert from_folder["model"]["name"] == "my-llama"
     assert main([*ask[:2], "llama2-7b", *ask[3:]]) == 0
     preset = json.loads(capsys.readouterr().out)
-    assert own["layouts"] == preset["layouts"]
+    assert from_folder["layouts"] == preset["layouts"]
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
     for option, length in (([], 8192), (["--sequence", "16384"], 16384)):
         assert main([*ask, *option]) == 0
         assert json.loads(capsys.readouterr().out)["model"]["sequence_length"] == length
 
 
-def test_the_yaml_of_any_layout_makes_its_config(found):
+def test_yaml_recreates_the_config(gpt3_plan):
     job = Job(64, fixed={"recompute": {"select": ["attention"]}})
-    for one in (found, plan(named(SMALL), cluster(8), job)):
-        fields = yaml.safe_load(yaml_of(one))["parallel"]
-        assert TransformerOpParallelConfig(**fields) == one.best.config
+    for result in (gpt3_plan, plan(named(SMALL), cluster(8), job)):
+        fields = yaml.safe_load(yaml_of(result))["parallel"]
+        assert TransformerOpParallelConfig(**fields) == result.best.config
 
 
-# Families of which no preset is counted yet.
+# Families without a preset.
 NO_PRESETS = {
     *("seed_oss", "granite", "olmo3", "olmoe", "glm4_moe", "camembert", "mbart", "pegasus", "mt5"),
     "hunyuan_v1_dense",
@@ -595,7 +605,7 @@ NO_PRESETS = {
 
 
 @pytest.mark.tensorflow
-def test_every_family_that_is_read_has_presets():
+def test_every_supported_family_has_a_preset():
     from dtransformer.models.pretrained.families import FAMILIES
 
     for family in FAMILIES.keys() - NO_PRESETS:
@@ -603,30 +613,27 @@ def test_every_family_that_is_read_has_presets():
         assert any(re.match(name, preset) for preset in ARCHITECTURES), family
 
 
-def test_a_picture(tmp_path):
+def test_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     assert main([*ASK, "--json", "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_without_matplotlib_a_picture_is_refused_in_one_line(capsys, monkeypatch):
+def test_picture_without_matplotlib_is_a_one_line_error(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*ASK, "--plot", "plan.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-# What is measured of ranks that share cores, and of Horovod's calls.
-
-
 def of_cpus(model, ranks, fields, **config):
-    """Return the cost of a small job on CPUs that a device's fields describe."""
+    """Return the cost of a small job on CPUs whose device has the given fields."""
     device = dataclasses.replace(cpu_device(ranks, 16, ranks), **fields)
     job = Job(16, "float32", "adam")
     return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
 
 
-def test_ranks_that_share_a_core_compute_while_others_wait():
-    """Four stages on two cores: each core waits as one of two stages, and a third of a pass more."""
+def test_ranks_on_a_shared_core_compute_while_others_wait():
+    """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
         of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
@@ -634,23 +641,26 @@ def test_ranks_that_share_a_core_compute_while_others_wait():
     )
     waits = [cost.seconds_by_kind["bubble"] for cost in (alone, shared)]
     assert waits[0] / waits[1] == pytest.approx(3 / (4 / 3))
+    # Each core has one stage of both replicas.
     of_replicas = of_cpus(
         model, 4, {"sharing": 2.0}, data_parallel=2, pipeline_stage=2, micro_batch_num=4
-    )  # a core has one stage of both
+    )
     assert of_replicas.seconds_by_kind["bubble"] > 0
     assert cpu_device(2, 16, 4).sharing == 2 and cpu_device(4, 16, 2).sharing == 1
 
 
-def test_each_collective_that_waits_takes_a_call():
-    """With sharded states sizes, norms and new weights besides: three calls of 5 ms more."""
+def test_every_waiting_collective_costs_a_call():
+    """Sharded states also exchange sizes, norms and new weights: three more calls of 5 ms."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 5000.0)}
-    none, one = (of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1))
-    more = one.seconds_by_kind["reduction"] - none.seconds_by_kind["reduction"]
+    unsharded, sharded = (
+        of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1)
+    )
+    more = sharded.seconds_by_kind["reduction"] - unsharded.seconds_by_kind["reduction"]
     assert more == pytest.approx(3 * 0.005)
 
 
-def test_stages_of_a_tied_table_add_its_gradients():
+def test_pipeline_all_reduces_a_tied_table():
     links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
     tied, untied = (
         of_cpus(named(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
@@ -661,16 +671,16 @@ def test_stages_of_a_tied_table_add_its_gradients():
     assert more == pytest.approx(model.vocab_size * model.hidden_size * 4 / 1e9)
 
 
-def test_a_mesh_sums_at_both_ends_of_a_network():
-    """Beside the blocks': looked-up rows, the head's gradient, and numbers of tokens."""
+def test_mesh_sums_embeddings_and_head():
+    """In addition to blocks, the mesh sums looked-up rows, the head's gradient and token counts."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
-    found = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
+    result = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
     calls = 4 * 4 + 1 + 1 + 5
-    assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
+    assert result.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
 
 
-def test_a_mesh_sends_bfloat16_as_float32():
+def test_mesh_sends_bfloat16_as_float32():
     model, layouts = named("llama2_7b"), Layouts.of(model=[2])
     seconds = {
         precision: evaluate(model, cluster(2), Job(8, precision), layouts)[1].model_parallel[0]
@@ -679,52 +689,59 @@ def test_a_mesh_sends_bfloat16_as_float32():
     assert seconds["mixed_bfloat16"] == seconds["float32"] > 1.5 * seconds["mixed_float16"]
 
 
-def test_precision_is_a_property_of_the_device():
-    """A V100 has no bfloat16: its mixed precision is float16, and bfloat16 is refused."""
+def test_default_precision_depends_on_the_device():
+    """A V100 lacks bfloat16, so its mixed precision is float16 and bfloat16 raises an error."""
     model, job = named("gpt2_small"), Job(global_batch=8)
     for device, precision in (("v100", "mixed_float16"), ("a100", "mixed_bfloat16")):
-        found = plan(model, Cluster(device_named(device), 2), job)
-        assert found.job.precision == precision and precision in report.text_of(found)
-    given = Job(global_batch=8, precision="mixed_bfloat16")
+        result = plan(model, Cluster(device_named(device), 2), job)
+        assert result.job.precision == precision and precision in report.text_of(result)
+    unsupported = Job(global_batch=8, precision="mixed_bfloat16")
     cluster = Cluster(device_named("v100"), 2)
-    for refused in (
-        lambda: plan(model, cluster, given),
-        lambda: cost(model, cluster, given, TransformerOpParallelConfig()),
+    for call in (
+        lambda: plan(model, cluster, unsupported),
+        lambda: cost(model, cluster, unsupported, TransformerOpParallelConfig()),
     ):
         with pytest.raises(
-            InputError, match="v100-32 has no bfloat16: give precision mixed_float16"
+            InputError,
+            match="v100-32 does not support the precision mixed_bfloat16. Use mixed_float16",
         ):
-            refused()
+            call()
 
 
-def test_states_are_sharded_over_ranks_of_different_meshes():
+def test_states_are_sharded_over_different_meshes_only():
     model, job = named("llama2_7b", sequence_length=32768), Job(1)
-    kept = lambda **fields: cost(
+    cost_with = lambda **fields: cost(
         model, cluster(8, "h100"), job, TransformerOpParallelConfig(**fields)
     )
-    one = kept(context_parallel=8).bytes_by_kind
-    assert kept(context_parallel=8, optimizer_shard=2).bytes_by_kind["states"] == one["states"]
-    assert kept(context_parallel=8, optimizer_shard=3).bytes_by_kind["states"] < one["states"] / 7
+    unsharded = cost_with(context_parallel=8).bytes_by_kind
+    assert (
+        cost_with(context_parallel=8, optimizer_shard=2).bytes_by_kind["states"]
+        == unsharded["states"]
+    )
+    assert (
+        cost_with(context_parallel=8, optimizer_shard=3).bytes_by_kind["states"]
+        < unsharded["states"] / 7
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layouts_are_those_that_ranks_of_several_devices_take(ranks):
+def test_layouts_suit_ranks_with_several_devices(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
-    layouts = grid_of(named("llama2_7b"), devices, Job(16))
-    for number in range(0, len(layouts), 97):
-        topology = Topology.from_config(layouts.config(number), ranks, 8)
-        if layouts.level[number]:
+    layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
+    for index in range(0, len(layouts), 97):
+        topology = Topology.from_config(layouts.config(index), ranks, 8)
+        if layouts.level[index]:
             assert max(len(topology.data_parallel_group(0)), topology.mesh_spans_data * 2) > 1
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lamb", "muon"])
-def test_optimizers_of_full_weights_are_given_whole_ones(optimizer):
-    found = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
-    for config in (one.config for one in found.costs):
+def test_full_weight_optimizers_get_whole_partitions(optimizer):
+    result = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
+    for config in (planned.config for planned in result.costs):
         is_whole = config.optimizer_shard in (1, 2)
         assert (config.optimizer_shard_partition == "whole") == is_whole
         assert config.optimizer_shard != 3 and (is_whole or config.model_parallel == 1)
 
 
-def test_no_layout_of_a_part_of_a_node():
-    assert "no layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why
+def test_no_layout_fits_on_part_of_a_node():
+    assert "No layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why

@@ -1,4 +1,4 @@
-"""Promise: the file of a plan trains what was planned, or is refused with the steps to complete it."""
+"""The YAML file of a plan trains the planned layout, or explains how to complete it."""
 
 import json
 
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
-def test_adapters_of_a_published_folder_are_a_whole_config(precision, folder, tmp_path):
+def test_published_folder_with_adapters_is_a_full_config(precision, folder, tmp_path):
     options = ["--model", str(folder), "--lora", "16", "--precision", precision]
     content, comments = file_of(tmp_path, *options)
     assert content["task"] == "causal_lm" and content["data"] == {"length": 128}
@@ -56,21 +56,21 @@ def test_adapters_of_a_published_folder_are_a_whole_config(precision, folder, tm
 
 
 @pytest.mark.tensorflow
-def test_a_published_folder_is_trained_from_its_weights(folder, tmp_path):
+def test_published_folder_trains_from_its_weights(folder, tmp_path):
     content, comments = file_of(tmp_path, "--model", str(folder))
     assert content["model"] == {"from": str(folder)}
     assert "random weights" not in comments
 
 
 @pytest.mark.tensorflow
-def test_a_folder_with_the_name_of_a_preset_is_trained_from_its_weights(folder, tmp_path):
+def test_folder_named_like_a_preset_trains_from_its_weights(folder, tmp_path):
     folder = folder.rename(tmp_path / "llama2_7b")
     content, _ = file_of(tmp_path, "--model", str(folder))
     assert content["model"] == {"from": str(folder)}
 
 
 @pytest.mark.tensorflow
-def test_frozen_blocks_are_frozen_by_the_file(folder, tmp_path):
+def test_file_freezes_the_planned_blocks(folder, tmp_path):
     from dtransformer.models import CausalLM, freeze
 
     content, _ = file_of(tmp_path, "--model", str(folder), "--freeze", "2")
@@ -82,7 +82,7 @@ def test_frozen_blocks_are_frozen_by_the_file(folder, tmp_path):
     assert blocks == {"block_0", "block_1"}
 
 
-def test_adapters_of_a_name_wait_for_the_folder_of_the_weights(tmp_path, capsys, monkeypatch):
+def test_named_model_with_adapters_asks_for_its_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content, comments = file_of(tmp_path, "--model", "llama2-7b", "--lora", "16")
     assert content["model"] == {"from": "models/llama2_7b", "adapters": {"rank": 16}}
@@ -90,9 +90,7 @@ def test_adapters_of_a_name_wait_for_the_folder_of_the_weights(tmp_path, capsys,
 
 
 @pytest.mark.tensorflow
-def test_the_file_of_a_name_with_adapters_is_refused_without_the_weights(
-    tmp_path, capsys, monkeypatch
-):
+def test_named_model_with_adapters_needs_its_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("one two\n")
     file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
@@ -101,14 +99,14 @@ def test_the_file_of_a_name_with_adapters_is_refused_without_the_weights(
     assert "there is no folder 'models/llama2_7b'" in capsys.readouterr().err
 
 
-def test_a_preset_says_that_its_weights_are_random(tmp_path):
+def test_preset_states_that_weights_are_random(tmp_path):
     content, comments = file_of(tmp_path, "--model", "gpt2-small")
     assert content["model"] == {"preset": "gpt2_small"}
     assert "`preset:` starts from random weights. `from: FOLDER` reads" in comments
 
 
 @pytest.mark.tensorflow
-def test_a_layout_alone_is_refused_with_the_steps_to_complete_it(tmp_path, capsys):
+def test_layout_alone_is_rejected_with_steps_to_complete_it(tmp_path, capsys):
     model = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 1000}
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump({**model, "sequence_length": 64}))
@@ -117,27 +115,27 @@ def test_a_layout_alone_is_refused_with_the_steps_to_complete_it(tmp_path, capsy
     assert "Only a layout" in comments and "dtransformer new causal_lm" in comments
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):
         assert main(["train", "--config", str(tmp_path / "plan.yaml"), *option]) == 2
-        told = capsys.readouterr().err
-        assert "neither task nor data" in told and "dtransformer new causal_lm" in told
+        printed = capsys.readouterr().err
+        assert "neither task nor data" in printed and "dtransformer new causal_lm" in printed
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 48}, {}])
-def test_what_no_config_describes_is_a_layout_alone(changes):
+def test_custom_networks_get_only_a_layout(changes):
     precision = None if changes else "bfloat16"
-    found = plan(
+    result = plan(
         named("llama2_7b", **changes), Cluster(device_named("h100"), 8), Job(64, precision)
     )
-    assert yaml.safe_load(yaml_of(found)).keys() == {"parallel"}
+    assert yaml.safe_load(yaml_of(result)).keys() == {"parallel"}
 
 
-def test_a_layout_becomes_a_config_by_settings(tmp_path):
+def test_settings_complete_a_layout(tmp_path):
     (tmp_path / "plan.yaml").write_text("parallel: {data_parallel: 2}\n")
     config = load_config(tmp_path / "plan.yaml", ["task=chat"], needs_task=True)
     assert config.task == "chat" and config.parallel.data_parallel == 2
 
 
 @pytest.mark.parametrize("text", ["parallel: auto", "training: {seed: 1}", ""])
-def test_a_config_without_task_and_data_is_refused(text, tmp_path):
+def test_config_without_task_and_data_is_rejected(text, tmp_path):
     from dtransformer.errors import InputError
 
     (tmp_path / "mine.yaml").write_text(text)

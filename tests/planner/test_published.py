@@ -1,7 +1,7 @@
-"""What the planner says is what was published: exactly where formulas are, within limits where clocks.
+"""Estimates agree with published tables: exactly for formulas, within limits for step times.
 
-Constants of the A100 are fitted on table 1 and on the layouts of `published.FITTED_MODELS`; those of
-`published.HELD_OUT_MODELS`, table 5 and table 2 are tests that nothing is fitted on.
+The A100 constants are fitted to table 1 and to the layouts of `published.FITTED_MODELS`. The
+layouts of `published.HELD_OUT_MODELS`, table 5 and table 2 are only used for tests.
 """
 
 import pathlib
@@ -16,15 +16,15 @@ from harness.published_tables.compared import pages, with_written_part
 @pytest.mark.parametrize(
     "make", [compared.sizes, compared.step_seconds, compared.model_states, compared.activations]
 )
-def test_formulas_give_what_is_printed(make):
+def test_formulas_match_printed_values(make):
     assert [row for row in make().rows if not row.is_same] == []
 
 
-def test_seconds_of_table_1_are_those_of_its_speeds():
-    """Narayanan et al. print TFLOP/s; §5.1's formula makes seconds of them, beside table 2's own."""
+def test_seconds_of_table_1_follow_from_its_tflops():
+    """The formula in section 5.1 converts the printed TFLOP/s to seconds."""
     printed = 3.53, 3.70, 3.70, 9.40, 14.45, 16.06, 24.82, 37.61, 54.08, 102.63
-    ours = [round(row.step.seconds, 2) for row in published.table_1()]
-    assert ours == list(printed)
+    seconds = [round(row.step.seconds, 2) for row in published.table_1()]
+    assert seconds == list(printed)
 
 
 def test_steps_of_table_1():
@@ -38,8 +38,8 @@ def test_steps_of_table_5():
         assert table.worst_error <= 0.10, table.title
 
 
-def test_zero_3_alone_loses_where_tensor_and_pipeline_do_not():
-    """Per device from 384 to 1,536, as table 2 has it: 144 to 44 TFLOP/s, and 153 to 141."""
+def test_zero_3_scales_worse_than_tensor_and_pipeline():
+    """Table 2 has 144 to 44 TFLOP/s per device for ZeRO-3 on 384 to 1,536 devices, and 153 to 141."""
     parallel, zero = (
         [row.ours for row in table.rows if row.what.startswith("gpt_175b")]
         for table in compared.table_2()
@@ -48,23 +48,23 @@ def test_zero_3_alone_loses_where_tensor_and_pipeline_do_not():
     assert parallel[-1] * 1536 / (parallel[0] * 384) <= 1.10
 
 
-def test_layouts_that_were_held_out():
+def test_held_out_layouts():
     assert set(published.FITTED_MODELS).isdisjoint(published.HELD_OUT_MODELS)
     assert {*published.FITTED_MODELS, *published.HELD_OUT_MODELS} == {*published.LAYOUT_MODELS}
     assert compared.held_out_error() <= 0.12
 
 
-def test_all_layouts_are_there():
+def test_all_layouts_are_included():
     assert sum(len(published.layouts_of(model)) for model in published.LAYOUT_MODELS) == 109
 
 
 @pytest.mark.parametrize("model", published.LAYOUT_MODELS)
-def test_what_it_chooses_is_nearly_the_best(model):
+def test_chosen_layout_is_nearly_the_fastest(model):
     assert compared.layouts_of(model).regret <= 0.05
 
 
-def test_two_sets_of_constants_serve_all():
-    """What is fitted on steps of the A100, and the shares that products and copies of an H200 reach."""
+def test_two_sets_of_constants_cover_all_gpus():
+    """Hopper differs from A100 only in the measured efficiency of products and copies."""
     for name, device in DEVICES.items():
         assert device.constants is (A100 if name[:4] in ("v100", "a100") else HOPPER)
     changed = {name for name, value in vars(HOPPER).items() if value != getattr(A100, name)}
@@ -72,10 +72,10 @@ def test_two_sets_of_constants_serve_all():
 
 
 def test_products_and_copies_of_one_h200():
-    """docs/gpus.md has what they take; of memory it counts reading and writing."""
-    h200, of_features = DEVICES["h200-141"], 1 + HOPPER.half_features / 8192
-    slower = (1 + HOPPER.half_rows / 8192) * of_features**2
-    assert 690 < h200.tflops_16_bit * HOPPER.product_share / slower < 780
+    """docs/gpus.md has the measured times. Memory bandwidth counts reads and writes."""
+    h200, feature_slowdown = DEVICES["h200-141"], 1 + HOPPER.half_features / 8192
+    slowdown = (1 + HOPPER.half_rows / 8192) * feature_slowdown**2
+    assert 690 < h200.tflops_16_bit * HOPPER.product_share / slowdown < 780
     assert h200.memory_gb_per_second * HOPPER.memory_share == pytest.approx(3900, rel=0.02)
 
 

@@ -114,11 +114,11 @@ def test_classes_of_a_bert_whose_pooler_was_trained(reference):
 
 
 def test_unknown_kinds_of_preference_losses_are_refused():
-    with pytest.raises(ValueError, match="kind='kto' is unknown: choose 'sigmoid'"):
+    with pytest.raises(ValueError, match="`kind='kto'` is unknown. Choose 'sigmoid'"):
         PreferenceLoss("kto")
 
 
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"smoothing": 0.5}, {"smoothing": -0.1}])
 def test_preference_losses_check_the_range_of_their_numbers(options):
-    with pytest.raises(ValueError, match="must be above 0, and smoothing"):
+    with pytest.raises(ValueError, match="must be above 0, and `smoothing"):
         PreferenceLoss(**options)

@@ -104,7 +104,7 @@ def test_sources_and_adapters_are_mappings(tmp_path):
     settings = ["model.adapters.kind=dora", "model.adapters.alpha=2"]
     adapters = load_config(path, settings).model.adapters
     assert (adapters.rank, adapters.kind, adapters.alpha) == (4, "dora", 2.0)
-    with pytest.raises(InputError, match="model.adapters .* has no 'sort'"):
+    with pytest.raises(InputError, match="model.adapters .* has no field 'sort'"):
         load_config(path, ["model.adapters.sort=dora"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
@@ -113,7 +113,10 @@ def test_sources_and_adapters_are_mappings(tmp_path):
 @pytest.mark.parametrize(
     "setting, words",
     [
-        ("data.train={path: a, weigth: 2}", ["data.train", "Source has no 'weigth'", "weight"]),
+        (
+            "data.train={path: a, weigth: 2}",
+            ["data.train", "Source has no field 'weigth'", "weight"],
+        ),
         ("data.train=[{path: a, weight: 0}]", ["data.train", "weight should be greater than 0"]),
         ("data.train=[3]", ["data.train", "must be a path, or a list"]),
         (

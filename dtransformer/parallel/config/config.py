@@ -244,7 +244,7 @@ class TransformerOpParallelConfig(validators.Checked):
         Example:
 
         >>> config = TransformerOpParallelConfig.auto("gpt2_small", 8, device="a100")
-        Layout: one device · 2 micro-batches of 4, by the planner: ...
+        Layout: one device · 2 micro-batches of 4. Chosen by the planner: ...
         >>> config.resolve(1).data_parallel
         1
         """

@@ -1,1 +1,1 @@
-"""Operations with a gradient of their own."""
+"""Operations with hand-written gradients."""

@@ -1,6 +1,7 @@
-"""Gradients written by hand, which work on the mesh too.
+"""Hand-written gradients that also work on the mesh.
 
-`after` and those below it make what the backward pass computes depend on gradients before it.
+`after`, `computed_anew` and `seed_after` order the backward pass: they make its computations depend
+on earlier gradients.
 """
 
 from collections.abc import Callable
@@ -10,20 +11,23 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.tracing import trace
 
-# Where the operations of gradients have their names.
+# Name scope of gradient operations.
 GRADIENT_SCOPE = "gradient/"
 
 
 def custom_gradient(function: Callable) -> Callable:
-    """As `tf.custom_gradient` of tensors, where gradients may be asked for.
+    """Return a function with a hand-written gradient, like `tf.custom_gradient`.
 
-    What the gradient does not read is not kept for it. The gradient's operations are named after
-    the layer's. Where no gradients are asked for there is only the result: DTensor compiles few
-    kinds of operations in loops.
+    Tensors that the gradient does not read are not stored. Gradient operations are named after the
+    layer's operations. If no gradients are required, only the result is computed, since DTensor
+    compiles few kinds of operations in loops.
 
     Args:
-        function: a function of tensors that returns its result, and a function of the
-            result's gradient that returns those of the tensors.
+        function: Function of tensors that returns a `(result, gradient)` tuple. `gradient` takes
+            the result's gradient and returns a gradient for each tensor.
+
+    Returns:
+        A function of the same tensors that returns the result.
     """
     if not trace.has_gradients():
         return lambda *args: function(*args)[0]
@@ -47,35 +51,37 @@ def custom_gradient(function: Callable) -> Callable:
 
 
 def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-    """Return x once dy is known: nothing may be computed from it before.
+    """Return x with a dependency on dy, so nothing is computed from x before dy.
 
-    Compilers, and DTensor, respect a dependence on values only: what is added is 0 where
-    dy is a number.
+    Compilers and DTensor only respect value dependencies. The function therefore adds 0 computed
+    from dy. It adds NaN instead if the element that it reads is NaN.
     """
     if x.shape != dy.shape or not trace.is_on_mesh():
-        # On a mesh a single element lies on one device: there all are looked at.
+        # On a mesh a single element is on one device. Reduce all elements, so every device waits.
         dy = tf.reduce_min(dy) if trace.is_on_mesh() else _first_element(dy)
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
 def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
-    """Return x: what is computed from it XLA does not take from where it was computed before.
+    """Return x in a form that prevents XLA from reusing earlier results computed from x.
 
-    It would write that to memory, which is often slower than computing it twice. So it is where XLA
-    compiles, or clusters are left to it.
+    XLA would store these results in memory, which is often slower than to compute them twice.
+    Without XLA the function returns an identity.
 
     Args:
-        x: a tensor.
-        known: a tensor that is known by then.
+        x: A tensor.
+        known: Tensor that is computed before x is used again, see `after`.
     """
     is_fused = _compat.is_compiled_by_xla() or tf.config.optimizer.get_jit()
     return after(x, known) if is_fused else tf.identity(x)
 
 
 def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-    """Return the seed once dy is known: else masks are kept, as they depend on shapes only.
+    """Return the seed with a dependency on dy, so dropout masks are not drawn before dy.
 
-    On a mesh they are: a byte an element is less than what waiting for all devices costs.
+    Masks depend only on shapes and the seed. Without the dependency they would be stored. On a mesh
+    the seed is returned unchanged: a stored byte per element costs less than waiting for all
+    devices.
     """
     if trace.is_on_mesh():
         return seed

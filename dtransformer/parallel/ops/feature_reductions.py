@@ -1,4 +1,4 @@
-"""Operations along features, the last dimension."""
+"""Operations along features, the last dimensions."""
 
 import tensorflow as tf
 
@@ -8,11 +8,11 @@ from dtransformer.parallel.tracing import trace
 
 
 def add_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
-    """Return x + bias.
+    """Return x + bias, with a gradient that sums 16-bit rows by a matrix product.
 
     Args:
-        x: tensor [..., *features].
-        bias: tensor or variable [*features].
+        x: Tensor of shape `[..., *features]`.
+        bias: Tensor or variable of shape `[*features]`.
     """
     bias = tf.cast(bias, x.dtype)
     if trace.is_on_mesh():
@@ -27,14 +27,14 @@ def add_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
 
 
 def _sum_of_rows(x, rank):
-    """Return the sum over all dimensions but the last ones, of 16 bits as a product with ones."""
+    """Sum over all dimensions except the last `rank`. 16-bit rows are multiplied by ones."""
     if x.dtype.size > 2:
         return sum_to_features(x, rank)
     features = x.shape[x.shape.rank - rank :]
     rows = tf.reshape(x, [-1, features.num_elements()])
-    # Ones of its own: XLA would join all such products.
+    # Use separate ones; XLA would merge all products with shared ones.
     ones = tf.ones_like(rows[:, :1])
-    if _compat.is_compiled_by_xla():  # which else would write the rows once more, of 32 bits
+    if _compat.is_compiled_by_xla():  # XLA would otherwise write the rows again in 32 bits.
         ones, rows = _compat.barrier([ones, rows])
     else:
         ones = computed_anew(ones, rows)
@@ -42,18 +42,18 @@ def _sum_of_rows(x, rank):
 
 
 def sum_to_features(x: tf.Tensor, rank: int = 1) -> tf.Tensor:
-    """Return the sum over all dimensions but the last `rank` ones."""
+    """Sum over all dimensions except the last `rank`."""
     return tf.reduce_sum(x, axis=list(range(x.shape.rank - rank)))
 
 
 def mean_of_features(
     x: tf.Tensor, weights: tf.Tensor | None = None, axes: int | tuple[int, ...] = -1
 ) -> tf.Tensor:
-    """Return the mean of x · weights over the features: [..., h] -> [..., 1].
+    """Return the mean of x · weights over the features, with `keepdims`: `[..., h]` -> `[..., 1]`.
 
     Args:
-        x: tensor [..., h].
-        weights: tensor [h]; None for 1.
-        axes: dimensions that are features.
+        x: Tensor of shape `[..., h]`.
+        weights: Tensor of shape `[h]`. Defaults to 1.
+        axes: Integer or tuple of integers. Feature dimensions. Defaults to `-1`.
     """
     return tf.reduce_mean(x if weights is None else x * weights, axis=axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""Integers that GPUs compute, and kernels of libraries that they call."""
+"""Integer type of device computations, and checks for GPU library kernels."""
 
 import functools
 
@@ -8,28 +8,31 @@ from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.runtime.devices import takes_gpu_branch as takes_gpu_branch
 from dtransformer.parallel.tracing import trace
 
-# Of integers that a device computes: on a GPU TensorFlow's kernels of int32 (sums, products,
-# comparisons, even a reshape) have their inputs and results in the host's memory.
+# Type of integers that a device computes with. TensorFlow's GPU kernels for int32 (sums, products,
+# comparisons and even reshapes) use host memory.
 INDEX_TYPE = "int64"
-_LEAST_CAPABILITY = 8, 0
+_MIN_CAPABILITY = 8, 0
 
 
 def is_on_gpu() -> bool:
-    """Return whether what is computed here is computed on a GPU."""
+    """Return whether operations are placed on a GPU."""
     return device_type() == "GPU"
 
 
 def obstacle_to_calls() -> str | None:
-    """Return why no kernel of a library may be called here, or None where one may be."""
+    """Return the reason why library kernels cannot be called, or `None` if they can.
+
+    They cannot be called on a mesh, or on GPUs with a compute capability below 8.0.
+    """
     if trace.is_on_mesh():
         return "tensors are on a mesh"
-    if is_on_gpu() and (found := _capability()) < _LEAST_CAPABILITY:
-        return f"the card has the compute capability {found[0]}.{found[1]}, less than 8.0"
+    if is_on_gpu() and (capability := _capability()) < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"
     return None
 
 
 @functools.cache
 def _capability():
-    """Return the lowest compute capability of the GPUs, a pair; (0, 0) where it is not known."""
+    """Return the lowest compute capability of the GPUs as a tuple, or `(0, 0)` if it is unknown."""
     details = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices("GPU"))
     return min(x.get("compute_capability", (0, 0)) for x in details)

@@ -1,9 +1,9 @@
-"""Gradients of kernels that are computed later than those of inputs.
+"""Kernel gradients that are computed later than input gradients.
 
-A kernel's gradient is a product of the input and of the gradient of the output, which nobody
-waits for until the weights are updated. Inside of `splitting_backward` the backward pass leaves the two
-factors instead: the inputs are results of the forward pass, and what `tf.GradientTape` returns
-for the kernel is the gradient of the output.
+A kernel's gradient is the product of its input and of the output gradient. Only the weight update
+needs it. In `splitting_backward` the backward pass therefore keeps the two factors: the inputs are
+collected in the forward pass, and `tf.GradientTape` returns the output gradient instead of the
+kernel gradient.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ _inputs = Scoped("split_backward_inputs")
 
 @contextlib.contextmanager
 def splitting_backward() -> Iterator[dict[str, tf.Tensor]]:
-    """Leave the gradients of kernels that are multiplied with inside of the `with` block.
+    """Defer the gradients of all kernels that are multiplied in the `with` block.
 
     Yields:
-        A dict that is filled: path of a kernel -> what was multiplied with it, [rows, inputs].
+        A dictionary that the forward pass fills: path of a kernel -> its input, `[rows, inputs]`.
     """
     inputs = {}
     with _inputs.set(inputs):
@@ -42,30 +42,33 @@ def is_splitting_backward() -> bool:
 
 
 def is_split(kernel: tf.Tensor | keras.Variable) -> bool:
-    """Return whether the gradient of a kernel is left for later, here."""
-    own = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
-    return own and kernel.trainable and is_splitting_backward()
+    """Return whether the gradient of a kernel is deferred.
+
+    True in `splitting_backward` for trainable variables that are not a `ShardedVariable`.
+    """
+    is_deferrable = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
+    return is_deferrable and kernel.trainable and is_splitting_backward()
 
 
 def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:
-    """Multiply x with a kernel, whose gradient is left for later.
+    """Multiply x by a kernel with a deferred gradient.
 
     Args:
-        x: tensor [rows, inputs].
-        kernel: variable [*inputs, *outputs].
-        num_inputs: number of dimensions that are summed over.
+        x: Tensor of shape `[rows, inputs]`.
+        kernel: Variable of shape `[*inputs, *outputs]`.
+        num_inputs: Integer. Number of leading kernel dimensions to sum over.
 
     Returns:
-        A tensor [rows, outputs].
+        A tensor of shape `[rows, outputs]`.
 
     Raises:
-        ValueError: the kernel is multiplied with for the second time.
+        ValueError: If the kernel was already multiplied in this forward pass.
     """
     inputs = _inputs.get()
     if kernel.path in inputs:
         raise ValueError(
-            f"{kernel.path} is multiplied with more than once in a forward pass, and the schedule "
-            "computes the gradients of weights apart: use pipeline_schedule='1f1b'"
+            f"{kernel.path} is multiplied more than once in a forward pass, which schedules with "
+            "deferred weight gradients do not support. Use `pipeline_schedule='1f1b'`."
         )
     inputs[kernel.path] = x
 
@@ -73,17 +76,18 @@ def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:
 
     @tf.custom_gradient
     def multiply(x, handle):
-        del handle  # other than of a tensor, the gradient of a variable may have any shape
+        del handle  # Unlike a tensor, a variable may have a gradient of any shape.
         return tf.matmul(x, matrix), lambda dy: (tf.matmul(dy, matrix, transpose_b=True), dy)
 
     return multiply(x, trained_value(kernel).handle)
 
 
 def kernel_gradients(pairs: list[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
-    """Return the gradients of kernels, [inputs, outputs] each, from their two factors.
+    """Return kernel gradients of shape `[inputs, outputs]` from their factors.
 
     Args:
-        pairs: list of (x [rows, inputs], gradient of the output [rows, outputs]).
+        pairs: List of tuples: x of shape `[rows, inputs]`, and the output gradient of shape
+            `[rows, outputs]`.
     """
     gradients = [tf.matmul(x, tf.cast(dy, x.dtype), transpose_a=True) for x, dy in pairs]
     return [tf.cast(gradient, dy.dtype) for gradient, (_, dy) in zip(gradients, pairs)]

@@ -1,4 +1,4 @@
-"""Noise that a trainer's training steps draw where no layer of its own does: as masks of dropout."""
+"""Training noise outside of layers: dropout of adapter inputs and noise on embeddings."""
 
 import dataclasses
 
@@ -17,11 +17,11 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InputDropout(DrawsMasks):
-    """Dropout of what a low-rank addition is multiplied with.
+    """Dropout of a low-rank adapter's inputs, in training steps only.
 
     Args:
-        rate: the share that is set to zero.
-        path: the kernel's, by which its masks differ from others'.
+        rate: Float. Fraction of elements to drop.
+        path: Path of the kernel, which selects the random numbers.
     """
 
     rate: float
@@ -37,17 +37,17 @@ class InputDropout(DrawsMasks):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingNoise(DrawsMasks):
-    """Noise that is added to embeddings: U(−a, a), a = α / √(s·h).
+    """Uniform noise U(−a, a) on embeddings with a = α / √(s·h), in training steps only.
 
-    Reference: Jain et al., 2023, "NEFTune: noisy embeddings improve instruction finetuning", arXiv
-    2310.05914, algorithm 1, with s the length of the row.
+    Reference: [Jain et al., 2023](https://arxiv.org/abs/2310.05914) (NEFTune), algorithm 1, where s
+    is the length of the row
 
     Args:
-        alpha: α.
-        path: what its numbers differ by from those of dropout.
+        alpha: Float α.
+        path: String that selects the random numbers.
 
     Call arguments:
-        x: tensor [b, s, h].
+        x: Tensor of shape `[b, s, h]`.
     """
 
     alpha: float

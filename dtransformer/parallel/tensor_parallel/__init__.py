@@ -1,1 +1,1 @@
-"""Products, look-ups and losses whose weights are sharded over the model axis."""
+"""Tensor parallelism: sharded products, embeddings and cross entropy."""

@@ -18,21 +18,23 @@ def token_nll(
 ) -> tf.Tensor:
     """Return the negative log-likelihood of each label.
 
-    The gradient is written by hand: the softmax is computed again from the logits, whatever
-    their type, and a label is found by a comparison, so that a compiler reads the logits three times
-    and keeps no other tensor of their shape. Logits that are sharded over the mesh along the
-    vocabulary stay so: what devices send each other is numbers of a token (Shoeybi et al., 2019,
-    arXiv 1909.08053, §3).
+    The gradient is written by hand. It computes the softmax again from the logits, in any type, and
+    finds labels by comparison, so a compiler reads the logits three times and stores no other
+    tensor of their shape. Logits that are sharded over the vocabulary stay sharded; devices
+    exchange a few floats per token ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053),
+    section 3).
 
     Args:
-        logits: tensor [..., V'].
-        labels: int tensor [...].
-        label_smoothing: ε, in [0, 1).
-        vocab_size: V ≤ V'; columns from V on never count.
-        z_loss: what is added of logsumexp² (Chowdhery et al., 2022, "PaLM", arXiv 2204.02311, §5).
+        logits: Tensor of shape `[..., V']`.
+        labels: Integer tensor of shape `[...]`.
+        label_smoothing: Float ε in [0, 1). Defaults to `0.0`.
+        vocab_size: Integer V ≤ V'. Later columns are padding and ignored. Defaults to V'.
+        z_loss: Float. Factor of logsumexp², which is added
+            ([Chowdhery et al., 2022](https://arxiv.org/abs/2204.02311), section 5). Defaults to
+            `0.0`.
 
     Returns:
-        A float32 tensor [...] (float64 for float64 logits).
+        A float32 tensor of shape `[...]`, or float64 for float64 logits.
     """
     if not trace.is_on_mesh() and len(labels.shape) != 1:
         flat = tf.reshape(logits, [-1, logits.shape[-1]])
@@ -44,26 +46,26 @@ def token_nll(
     is_entry = tf.range(width) < vocab_size if vocab_size < width else None
     compute_type = "float64" if logits.dtype == "float64" else "float32"
 
-    def entries(logits, other):
-        """Return the logits in the compute type; another number where there is no entry."""
+    def entries(logits, fill):
+        """Return the logits in the compute type, with padded columns set to `fill`."""
         x = tf.cast(logits, compute_type)
-        return x if is_entry is None else tf.where(is_entry, x, tf.cast(other, x.dtype))
+        return x if is_entry is None else tf.where(is_entry, x, tf.cast(fill, x.dtype))
 
     @custom_gradient
     def nll(logits):
         x = entries(logits, logits.dtype.min)
-        highest = tf.reduce_max(x, axis=-1, keepdims=True)
-        total = tf.reduce_sum(tf.exp(x - highest), axis=-1, keepdims=True)
-        z = tf.math.log(total) + highest
-        own = tf.cast(label_values(logits, labels), compute_type)
-        target = on * (own - tf.squeeze(highest, -1))
+        max_logits = tf.reduce_max(x, axis=-1, keepdims=True)
+        sum_exp = tf.reduce_sum(tf.exp(x - max_logits), axis=-1, keepdims=True)
+        z = tf.math.log(sum_exp) + max_logits
+        label_logits = tf.cast(label_values(logits, labels), compute_type)
+        target = on * (label_logits - tf.squeeze(max_logits, -1))
         if label_smoothing:
-            target += off * tf.reduce_sum(entries(logits, highest) - highest, axis=-1)
+            target += off * tf.reduce_sum(entries(logits, max_logits) - max_logits, axis=-1)
 
         def gradient(upstream):
             upstream = upstream[..., None]
             scale = upstream * (1 + 2 * z_loss * z) if z_loss else upstream
-            dx = tf.exp(entries(logits, logits.dtype.min) - highest) * (scale / total)
+            dx = tf.exp(entries(logits, logits.dtype.min) - max_logits) * (scale / sum_exp)
             if label_smoothing:
                 smoothed = dx - off * upstream
                 dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
@@ -71,21 +73,21 @@ def token_nll(
             dx = tf.where(is_label, dx - on * upstream, dx)
             return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
-        value = tf.squeeze(tf.math.log(total), -1) - target
+        value = tf.squeeze(tf.math.log(sum_exp), -1) - target
         return value + z_loss * tf.square(tf.squeeze(z, -1)) if z_loss else value, gradient
 
     return nll(logits)
 
 
 def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Return what a tensor has for each label; `tf.gather` where there is no mesh.
+    """Return the element of each label: `tf.gather` that also works on sharded tensors.
 
     Args:
-        x: tensor [..., V].
-        labels: int tensor [...].
+        x: Tensor of shape `[..., V]`.
+        labels: Integer tensor of shape `[...]`.
 
     Returns:
-        A tensor [...].
+        A tensor of shape `[...]`.
     """
     if not trace.is_on_mesh():
         return tf.gather(x, labels, batch_dims=len(labels.shape))
@@ -100,6 +102,6 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 
 def _axes(logits):
-    """Return the logical axes of [N, V], [b, s, V] or [b, ..., V]."""
+    """Return the logical axes of logits `[N, V]`, `[b, s, V]` or `[b, ..., V]`."""
     between = ("inner_length", *[None] * (len(logits.shape) - 3)) if len(logits.shape) > 2 else ()
     return ("batch", *between, "vocab")

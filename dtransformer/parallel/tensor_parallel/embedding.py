@@ -1,8 +1,8 @@
-"""Looking rows up in a table that may be sharded by rows over the mesh, and its tied head.
+"""Embedding look-up in a table that may be sharded by rows, and tied logits.
 
-Each device looks up the rows that it holds, and an all-reduce adds the others' (Shoeybi et
-al., 2019, arXiv 1909.08053, §3). The gradient stays on the device that holds the row. A
-vocabulary that is sharded is padded to a size that all devices divide.
+Each device looks up its rows, and an all-reduce adds the rows of other devices
+([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). The gradient of a row stays
+on its device. A sharded vocabulary is padded to a multiple of the number of shards.
 """
 
 import keras
@@ -30,7 +30,7 @@ from dtransformer.parallel.tracing import trace
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the size V' of a vocabulary's dimension: the next multiple of model_parallel.
+    """Return the padded vocabulary size V', the next multiple of `model_parallel`.
 
     Example:
 
@@ -42,14 +42,14 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def mask_padding(logits: tf.Tensor, vocab_size: int) -> tf.Tensor:
-    """Give padded entries the type's lowest number: they never win, and have probability 0.
+    """Set padded logits to the lowest number of their type, so their probability is 0.
 
     Args:
-        logits: tensor [..., V'].
-        vocab_size: number V ≤ V' of true entries.
+        logits: Tensor of shape `[..., V']`.
+        vocab_size: Integer V ≤ V', the size without padding.
 
     Returns:
-        A tensor [..., V'].
+        A tensor of shape `[..., V']`.
     """
     width = logits.shape[-1]
     if width == vocab_size:
@@ -59,54 +59,54 @@ def mask_padding(logits: tf.Tensor, vocab_size: int) -> tf.Tensor:
 
 
 def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: Specs) -> tf.Tensor:
-    """Look ids up in every shard of a vocabulary; zeros stand for what another shard has.
+    """Look ids up in every shard of a vocabulary. Ids of other shards return zeros.
 
-    On CPUs an id that no shard has is an error of the operation, as of `tf.gather`.
-
-    The sum over the shards has them all (Shoeybi et al., 2019, arXiv 1909.08053, §3).
+    The sum over the shards contains all rows
+    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). On CPUs an id outside of
+    all shards raises an error, as in `tf.gather`.
 
     Args:
-        shards: tensor on the mesh: [t, V/t, h] of a table, with `shard_dim` 0; or
-            [..., t, V/t] of values of each id, with `shard_dim` -2.
-        ids: int tensor [...].
-        shard_dim: the dimension of the shards, of which each device has its own.
-        specs: the mesh axis, or None, that shards each dimension of [t, ...], or [..., t]:
-            the ids of each shard.
+        shards: Tensor on the mesh: a table `[t, V/t, h]` with `shard_dim=0`, or values
+            `[..., t, V/t]` for each id with `shard_dim=-2`.
+        ids: Integer tensor of shape `[...]`.
+        shard_dim: Integer. Dimension of the shards, one shard per device.
+        specs: Mesh axis, or `None`, of each dimension of `[t, ...]` or `[..., t]`, the ids of each
+            shard.
 
     Returns:
-        A tensor [t, ..., h], or [..., t].
+        A tensor of shape `[t, ..., h]` or `[..., t]`.
     """
     dim = shard_dim % len(shards.shape)
     num_shards, shard_size = shards.shape[dim], shards.shape[dim + 1]
-    of_each = [num_shards if d == dim else 1 for d in range(len(specs))]
+    ones_shape = [num_shards if d == dim else 1 for d in range(len(specs))]
     ids = tf.cast(ids, INDEX_TYPE)
-    starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), of_each)
+    starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), ones_shape)
     starts = relayout(starts, [spec if d == dim else None for d, spec in enumerate(specs)])
-    # The number of an id in its shard, and whether it is there.
+    # The index of an id in its shard, and whether the shard has it.
     local = tf.reshape(ids, [*ids.shape[:dim], 1, *ids.shape[dim:]]) - starts
     local = relayout(local, specs)
     zero = tf.zeros([], INDEX_TYPE)
     is_here = (local >= 0) & (local < shard_size)
     is_elsewhere = (local >= -starts) & (local < num_shards * shard_size - starts)
-    numbers = tf.where(is_here, local, tf.where(is_elsewhere, zero, zero - 1))
-    found = tf.gather(shards, numbers, axis=dim + 1, batch_dims=dim + 1)
-    if len(found.shape) > len(is_here.shape):
+    indices = tf.where(is_here, local, tf.where(is_elsewhere, zero, zero - 1))
+    values = tf.gather(shards, indices, axis=dim + 1, batch_dims=dim + 1)
+    if len(values.shape) > len(is_here.shape):
         is_here = is_here[..., None]
-    return tf.where(is_here, found, tf.zeros([], found.dtype))
+    return tf.where(is_here, values, tf.zeros([], values.dtype))
 
 
 def look_up(
     table: tf.Tensor | keras.Variable, ids: tf.Tensor, rows: str = "vocab_rows"
 ) -> tf.Tensor:
-    """Return rows of a table; `tf.gather` where there is no mesh.
+    """Return rows of a table: `tf.gather` that also works on sharded tables.
 
     Args:
-        table: tensor or variable [V, h].
-        ids: int tensor [b, s].
-        rows: logical name of the table's first dimension.
+        table: Tensor or variable of shape `[V, h]`.
+        ids: Integer tensor of shape `[b, s]`.
+        rows: Logical axis of the table's rows. Defaults to `"vocab_rows"`.
 
     Returns:
-        A tensor [b, s, h], sharded along s under sequence parallelism.
+        A tensor of shape `[b, s, h]`, sharded along s with sequence parallelism.
     """
     if not trace.is_on_mesh():
         return tf.gather(table, ids)
@@ -116,18 +116,18 @@ def look_up(
 
 
 def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-    """Multiply with the transpose of an embedding's table.
+    """Multiply x by the transposed table of an embedding.
 
     Args:
-        x: tensor [b, s, h].
-        table: tensor [V, h].
+        x: Tensor of shape `[b, s, h]`.
+        table: Tensor of shape `[V, h]`.
 
     Returns:
-        A tensor [b, s, V], sharded along V on the mesh.
+        A tensor of shape `[b, s, V]`, sharded along V on the mesh.
     """
     if not trace.is_on_mesh():
         return matmul(x, table, transpose_kernel=True)
-    # A table that is replicated is sharded first: DTensor cannot do both at once.
+    # Shard a replicated table first. DTensor cannot shard and transpose it in one operation.
     kernel = tf.transpose(constrain(table, ("vocab", "embed")))
     (logits,) = column_parallel(x, [kernel], ("vocab",))
     return logits
@@ -139,13 +139,13 @@ def _look_up_replicated(table, ids):
     @custom_gradient
     def gather(table):
         def gradient(dy):
-            # Rows are sent to every device, not full tables.
+            # Exchange rows instead of full tables.
             dy, all_ids = relayout(dy, (None,) * 3), relayout(ids, (None, None))
             # [b, s, h] -> [b·s, h] -> [V, h]
             rows = tf.reshape(dy, [-1, table.shape[-1]])
-            numbers = tf.reshape(all_ids, [-1])
+            row_ids = tf.reshape(all_ids, [-1])
             return relayout(
-                tf.math.unsorted_segment_sum(rows, numbers, table.shape[0]), (None, None)
+                tf.math.unsorted_segment_sum(rows, row_ids, table.shape[0]), (None, None)
             )
 
         return constrain(tf.gather(table, ids), ("batch", "length", None)), gradient
@@ -168,23 +168,22 @@ def _look_up_sharded(table, ids, axis):
         rows = look_up_in_shards(shards, ids, 0, (axis, batch, inner))
 
         def gradient(dy):
-            dy = relayout(dy, (None, length_axis, None))  # rows are sent to every device
+            dy = relayout(dy, (None, length_axis, None))  # Exchange rows instead of full tables.
             all_ids = tf.reshape(relayout(ids, (None, None)), [-1])
             # [b, s, h] -> [t or 1, b·s, h] -> [b·s, t or 1, h]
             if length_axis:
                 dy = all_gather_length(dy, axis, length_axis)
             dy = tf.reshape(dy, [-1, all_ids.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
-            numbers = tf.range(num_shards, dtype=INDEX_TYPE)
-            owner = all_ids[:, None] // shard_rows == numbers[None, :]
+            shard_ids = tf.range(num_shards, dtype=INDEX_TYPE)
+            owner = all_ids[:, None] // shard_rows == shard_ids[None, :]
             owner = relayout(tf.cast(owner, dy.dtype), (None, axis))
             dy = relayout(dy * owner[:, :, None], (None, axis, None))
-            # A row's number in its shard is the same for all shards: others add zeros to theirs.
-            # [b·s, t, h] -> [V/t, t, h] -> [V, h]
-            total = tf.math.unsorted_segment_sum(dy, all_ids % shard_rows, shard_rows)
-            total = tf.transpose(relayout(total, (None, axis, None)), [1, 0, 2])
-            total = tf.reshape(relayout(total, (axis, None, None)), [num_rows, features])
-            return relayout(total, (axis, None))
+            # The index of a row in its shard does not depend on the shard; other devices add zeros.
+            row_sums = tf.math.unsorted_segment_sum(dy, all_ids % shard_rows, shard_rows)
+            row_sums = tf.transpose(relayout(row_sums, (None, axis, None)), [1, 0, 2])
+            row_sums = tf.reshape(relayout(row_sums, (axis, None, None)), [num_rows, features])
+            return relayout(row_sums, (axis, None))
 
         return sum_partial(rows, axis, length_axis), gradient
 

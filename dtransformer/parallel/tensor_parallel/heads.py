@@ -1,4 +1,4 @@
-"""Projections into attention heads: one product for all of the same input."""
+"""Projections into attention heads: one product for all projections of an input."""
 
 import keras
 import tensorflow as tf
@@ -17,25 +17,26 @@ Weight = tf.Tensor | keras.Variable
 def project_to_heads(
     x: tf.Tensor, kernels: list[Weight], biases: list[Weight | None]
 ) -> list[tf.Tensor]:
-    """Return x · kernel + bias of each kernel, by heads.
+    """Return x · kernel + bias for each kernel, in heads.
 
-    On one device the kernels are multiplied as one, but for the few rows of decoding: a product is
-    faster the wider it is.
+    On one device, all kernels are multiplied in one product, since wide products are faster.
+    Kernels are multiplied separately in decoding, which has few rows, on a mesh, and if a kernel is
+    sharded, has an adapter or a deferred gradient.
 
     Args:
-        x: tensor [b, s, h].
-        kernels: list of tensors or variables [h, n, d]; n may be another for each.
-        biases: list of tensors or variables [n, d], or of None: all have one, or none.
+        x: Tensor of shape `[b, s, h]`.
+        kernels: List of tensors or variables of shape `[h, n, d]`. n may differ.
+        biases: List of tensors or variables of shape `[n, d]`, or a list of `None`.
 
     Returns:
-        A list of tensors [b, n, s, d].
+        A list of tensors of shape `[b, n, s, d]`.
     """
-    one_by_one = (
+    needs_separate_products = (
         is_unsharded_for_use(kernel) or is_split(kernel) or low_rank_of(kernel) is not None
         for kernel in kernels
     )
     decodes = trace.is_decoding_loop()
-    if trace.is_on_mesh() or decodes or any(one_by_one):
+    if trace.is_on_mesh() or decodes or any(needs_separate_products):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         return [
             _heads_first(y if bias is None else add_bias(y, bias))
@@ -49,9 +50,9 @@ def project_to_heads(
         return tf.split(_heads_first(y), heads, axis=1)
     b, s, _, d = static_or_dynamic_shape(y)
     y = tf.reshape(y, [b, s, len(heads), heads[0], d])
-    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))  # which copies no more
+    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))  # Unstacking makes no further copy.
 
 
 def _heads_first(x):
-    """[b, s, n, d] -> [b, n, s, d]"""
+    """Transpose `[b, s, n, d]` to `[b, n, s, d]`."""
     return tf.transpose(x, [0, 2, 1, 3])

@@ -1,18 +1,18 @@
 """Products with kernels that are sharded by columns or by rows over the mesh.
 
-The product with a kernel that is sharded by columns needs no collective forward, and
-sums the inputs' gradient over the mesh axis; one that is sharded by rows is the other way
-around (Shoeybi et al., 2019, arXiv 1909.08053, §3).
+A product with a column-sharded kernel needs no collective in the forward pass and reduces the input
+gradient over the mesh axis. A row-sharded kernel needs the opposite
+([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3).
 
-Under sequence parallelism the residual stream [b, s, h] is sharded along s over the model
-axis: inputs of a product are all-gathered, and its partial sums are reduce-scattered
-(Korthikanti et al., 2022, arXiv 2205.05198, §4.2). Otherwise the stream is laid out as inside of
-products, replicated or sharded over the context axis, and the sums are all-reduced.
+With sequence parallelism the residual stream `[b, s, h]` is sharded along s over the model axis.
+Inputs of a product are all-gathered, and partial sums are reduce-scattered
+([Korthikanti et al., 2022](https://arxiv.org/abs/2205.05198), section 4.2). Otherwise the stream
+has the layout of products, replicated or sharded over the context axis, and sums are all-reduced.
 
-Features that are sharded over the mesh axis are a dimension f, over which DTensor sums by
-itself. Under sequence parallelism they are two: t shards, and the f features of each; what
-the shards add up to is then sent. Other shapes: b batch, s length, h features that are
-replicated.
+Features that are sharded over the mesh axis form a dimension f, and DTensor reduces over it. With
+sequence parallelism they form two dimensions: t shards, and f features per shard. The partial sums
+of the shards are then exchanged explicitly. Other letters in shapes: b batch, s length, h
+replicated features.
 """
 
 import math
@@ -40,30 +40,37 @@ from dtransformer.parallel.zero.gather import apply_unsharded
 
 
 def length_axis_of(shape: Iterable[int | None]) -> str | None:
-    """Return the mesh axis that shards the sequence of [b, s, ...] between products only, or None."""
+    """Return the mesh axis that shards the sequence between products but not in them, or `None`.
+
+    Args:
+        shape: Shape `[b, s, ...]`.
+    """
     axis = activation_specs(("batch", "length"), shape[:2])[1]
     return None if axis == inner_length_axis_of(shape) else axis
 
 
 def inner_length_axis_of(shape: Iterable[int | None]) -> str | None:
-    """Return the mesh axis that shards the sequence of [b, s, ...] in products, too, or None."""
+    """Return the mesh axis that also shards the sequence in products, or `None`.
+
+    Args:
+        shape: Shape `[b, s, ...]`.
+    """
     return activation_specs(("batch", "inner_length"), shape[:2])[1]
 
 
 def all_gather_length(x: tf.Tensor, axis: str, length_axis: str | None) -> tf.Tensor:
-    """Let every device have the full sequence.
+    """All-gather a sequence, so every device has all positions.
 
-    The all-gather is an all-to-all that sends every device's shard to each. (DTensor's own
-    is an all-reduce of the full tensor on CPUs, which sends twice as much.)
+    The all-gather is an all-to-all that sends every shard to each device. DTensor's all-gather on
+    CPUs is an all-reduce of the full tensor, which sends twice as much.
 
     Args:
-        x: tensor [b, s, h].
-        axis: the mesh axis.
-        length_axis: the same, where s is sharded over it; None where it is not.
+        x: Tensor of shape `[b, s, h]`.
+        axis: Mesh axis.
+        length_axis: `axis` if it shards s, otherwise `None`.
 
     Returns:
-        [b, s, h] as it is where s is not; otherwise [t, b, s, h]: a copy for each of
-        the t devices.
+        The tensor `[b, s, h]` if s is not sharded, otherwise `[t, b, s, h]`: one copy per device.
     """
     if length_axis is None:
         return constrain(x, ("batch", "inner_length", None))
@@ -75,18 +82,18 @@ def all_gather_length(x: tf.Tensor, axis: str, length_axis: str | None) -> tf.Te
 
 
 def sum_partial(partial: tf.Tensor, axis: str, length_axis: str | None) -> tf.Tensor:
-    """Add up what each device has of a sum.
+    """Sum the partial sums of all devices.
 
-    An all-reduce; where the sequence is sharded a reduce-scatter, as an all-to-all of the
-    summands and their local sum.
+    This is an all-reduce. For sharded sequences it is a reduce-scatter: an all-to-all of the
+    summands, followed by a local sum.
 
     Args:
-        partial: tensor [t, b, s, h], a summand of each of the t devices.
-        axis: the mesh axis.
-        length_axis: the same, where s is to be sharded over it; None where it is not.
+        partial: Tensor of shape `[t, b, s, h]`, one summand per device.
+        axis: Mesh axis.
+        length_axis: `axis` if the result is sharded along s, otherwise `None`.
 
     Returns:
-        A tensor [b, s, h].
+        A tensor of shape `[b, s, h]`.
     """
     batch, inner = activation_specs(("batch", "inner_length"), partial.shape[1:3])
     partial = relayout(partial, (axis, batch, inner, None))
@@ -102,17 +109,18 @@ Weight = tf.Tensor | keras.Variable
 def matmul(
     x: tf.Tensor, kernel: Weight, num_inputs: int = 1, transpose_kernel: bool = False
 ) -> tf.Tensor:
-    """Multiply the last dimensions of `x` with the first ones of `kernel`.
+    """Multiply the last dimensions of x by the first dimensions of a kernel.
 
     Args:
-        x: tensor [..., *inputs].
-        kernel: tensor or variable [*inputs, *outputs], or [outputs, inputs] with
+        x: Tensor of shape `[..., *inputs]`.
+        kernel: Tensor or variable of shape `[*inputs, *outputs]`, or `[outputs, inputs]` with
             `transpose_kernel`.
-        num_inputs: number of dimensions that are summed over.
-        transpose_kernel: whether the kernel's two dimensions are swapped.
+        num_inputs: Integer. Number of dimensions to sum over. Defaults to `1`.
+        transpose_kernel: Boolean, whether to transpose a kernel of two dimensions. Defaults to
+            `False`.
 
     Returns:
-        A tensor [..., *outputs].
+        A tensor of shape `[..., *outputs]`.
     """
     if is_split(kernel) and not transpose_kernel and not is_unsharded_for_use(kernel):
         batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
@@ -135,28 +143,31 @@ def _matmul(x, kernel, num_inputs, transpose_kernel):
 
 
 def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf.Tensor]:
-    """Multiply `x` with kernels that are sharded along their first dimension of outputs.
+    """Multiply x by kernels that are sharded along their first output dimension.
 
-    Without a mesh these are plain products.
+    Includes the kernels' low-rank adapters. Without a mesh these are ordinary products.
 
     Args:
-        x: tensor [b, ..., h], such as [b, s, h].
-        kernels: list of tensors or variables [h, *outputs].
-        axes: tuple with the logical name, or None, of each dimension of the outputs.
+        x: Tensor of shape `[b, ..., h]`, such as `[b, s, h]`.
+        kernels: List of tensors or variables of shape `[h, *outputs]`.
+        axes: Tuple with the logical axis of each output dimension, or `None`.
 
     Returns:
-        A list of tensors [b, ..., *outputs], laid out along s as "inner_length".
+        A list of tensors of shape `[b, ..., *outputs]`, with s in the layout of "inner_length".
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
-    by_axes = lambda x, kernel: _columns(x, [kernel], axes)[0]
+
+    def multiply(x, kernel):
+        return _columns(x, [kernel], axes)[0]
+
     return [
-        _with_low_rank(y, x, kernel, (None,), by_axes, by_axes)
+        _with_low_rank(y, x, kernel, (None,), multiply, multiply)
         for y, kernel in zip(_columns(x, kernels, axes), kernels)
     ]
 
 
 def _columns(x, kernels, axes):
-    """Return the products without low-rank additions; see `column_parallel`."""
+    """Return the products without low-rank adapters. See `column_parallel`."""
     if not trace.is_on_mesh():
         return [matmul(x, kernel) for kernel in kernels]
     ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
@@ -180,7 +191,7 @@ def _column_parallel(x, kernels, axes):
             dys = [shards.features(dy, 2) for dy in upstream]
             dks = [shards.product("bsh,bsf->hf", x, dy) for dy in dys]
             dks = [tf.reshape(dk, kernel.shape) for dk, kernel in zip(dks, kernels)]
-            # One sum, and one collective, for all kernels.
+            # One sum and one collective for all kernels.
             return shards.product("bsf,hf->bsh", shards.join(dys), shards.join(flat)), *dks
 
         ys = [shards.product("bsh,hf->bsf", x, kernel) for kernel in flat]
@@ -192,26 +203,32 @@ def _column_parallel(x, kernels, axes):
 
 
 def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
-    """Multiply `x` with a kernel that is sharded along its first dimension.
+    """Multiply x by a kernel that is sharded along its first dimension.
 
-    Without a mesh this is the plain product.
+    Includes the kernel's low-rank adapter. Without a mesh this is an ordinary product.
 
     Args:
-        x: tensor [b, ..., *inputs], such as [b, s, *inputs].
-        kernel: tensor or variable [*inputs, h].
-        axes: tuple with the logical name, or None, of each dimension of the inputs.
+        x: Tensor of shape `[b, ..., *inputs]`, such as `[b, s, *inputs]`.
+        kernel: Tensor or variable of shape `[*inputs, h]`.
+        axes: Tuple with the logical axis of each input dimension, or `None`.
 
     Returns:
-        A tensor [b, ..., h], sharded along s under sequence parallelism.
+        A tensor of shape `[b, ..., h]`, sharded along s with sequence parallelism.
     """
     check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
-    by_axes = lambda x, kernel: _rows(x, kernel, axes)
-    multiply = lambda x, b: _rows(x, b, (None,))
-    return _with_low_rank(by_axes(x, kernel), x, kernel, axes, multiply, by_axes)
+
+    def multiply(x, b):
+        return _rows(x, b, (None,))
+
+    def multiply_kernel(x, kernel):
+        return _rows(x, kernel, axes)
+
+    y = multiply_kernel(x, kernel)
+    return _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel)
 
 
 def _rows(x, kernel, axes):
-    """Return the product without a low-rank addition; see `row_parallel`."""
+    """Return the product without a low-rank adapter. See `row_parallel`."""
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
     y = _row_parallel(_as_sequences(x, len(axes)), kernel, axes)
@@ -219,29 +236,31 @@ def _rows(x, kernel, axes):
 
 
 def _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel):
-    """Return the product y of x with a kernel, and what its low-rank addition adds to it.
+    """Add the low-rank adapter of a kernel to the product y = x · kernel.
 
     Args:
-        y, x, kernel: tensors, and the kernel as the layer has it.
-        axes: logical names of the dimensions of the inputs.
-        multiply: a function of x · A [b, ..., r] and B that returns their product like y.
-        multiply_kernel: a function of other inputs and the kernel that returns their product.
+        y, x: Tensors.
+        kernel: Tensor or variable with the adapter.
+        axes: Tuple with the logical axis of each input dimension.
+        multiply: Function of x · A, `[b, ..., r]`, and B that returns their product in the layout
+            of y.
+        multiply_kernel: Function of inputs and the kernel that returns their product.
     """
-    addition = low_rank_of(kernel)
-    if addition is None:
+    adapter = low_rank_of(kernel)
+    if adapter is None:
         return y
-    # Of the products this one is the smallest, and is sharded as the residual stream is.
-    seen = x if addition.dropout is None else addition.dropout(x)
-    inner = _rows(seen, addition.a, axes)
-    added = multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
-    if addition.m is None:
-        return y + added
-    # [*outputs]; its norms are summed over the mesh axis where inputs are sharded
-    norms = keep_for_recompute(lambda: tf.stop_gradient(addition.norms(kernel)))
-    gain = tf.cast(tf.math.divide_no_nan(tf.cast(addition.m, "float32"), norms), y.dtype)
-    if seen is x:
-        return gain * (y + added)
-    return y + (gain - 1) * multiply_kernel(seen, kernel) + gain * added
+    # The smallest of the products; it has the sharding of the residual stream.
+    dropped_x = x if adapter.dropout is None else adapter.dropout(x)
+    inner = _rows(dropped_x, adapter.a, axes)
+    adapter_output = multiply(inner * tf.cast(adapter.scale, inner.dtype), adapter.b)
+    if adapter.m is None:
+        return y + adapter_output
+    # [*outputs]. Norms are reduced over the mesh axis if inputs are sharded.
+    norms = keep_for_recompute(lambda: tf.stop_gradient(adapter.norms(kernel)))
+    gain = tf.cast(tf.math.divide_no_nan(tf.cast(adapter.m, "float32"), norms), y.dtype)
+    if dropped_x is x:
+        return gain * (y + adapter_output)
+    return y + (gain - 1) * multiply_kernel(dropped_x, kernel) + gain * adapter_output
 
 
 def _row_parallel(x, kernel, axes):
@@ -262,7 +281,7 @@ def _row_parallel(x, kernel, axes):
             dk = shards.product("bsf,bsh->fh", inputs, dy)
             return tf.reshape(dx, x.shape), tf.reshape(dk, kernel.shape)
 
-        # The sum over the mesh axis can be kept: to send it again takes long.
+        # Recompute can store this sum, since sending it again takes long.
         y = keep_for_recompute(lambda: shards.product("bsf,fh->bsh", inputs, rows))
         return y, gradient
 
@@ -270,7 +289,7 @@ def _row_parallel(x, kernel, axes):
 
 
 def _as_sequences(x, num_features):
-    """[b, ..., *features] -> [b, s, *features]: on the mesh one dimension is between them."""
+    """Reshape `[b, ..., *features]` to `[b, s, *features]`, as products on the mesh require."""
     num_leading = len(x.shape) - num_features
     if num_leading == 2:
         return x
@@ -279,7 +298,7 @@ def _as_sequences(x, num_features):
 
 
 def _like_inputs(y, x, num_features):
-    """[b, s, *outputs] -> [b, ..., *outputs], with the dimensions that `x` has."""
+    """Reshape `[b, s, *outputs]` to `[b, ..., *outputs]` with the leading dimensions of x."""
     num_leading = len(x.shape) - num_features
     if num_leading == 2:
         return y
@@ -287,57 +306,64 @@ def _like_inputs(y, x, num_features):
 
 
 class _FeatureShards:
-    """How features are sharded over a mesh axis: f, or t and f where the sequence is, too.
+    """Sharding of features over a mesh axis: f, or t and f for sharded sequences.
 
     Args:
-        axis: the mesh axis; None where features are replicated.
-        x: tensor [b, s, ...].
+        axis: Mesh axis, or `None` for replicated features.
+        x: Tensor of shape `[b, s, ...]`.
     """
 
     def __init__(self, axis, x):
-        self.axis, self.num_shards = axis, axis_size(axis)
+        self.axis = axis
+        self.num_shards = axis_size(axis)
         self.batch = activation_specs(("batch",), x.shape[:1])[0]
         self.length_axis = length_axis_of(x.shape)
         self.inner_length = inner_length_axis_of(x.shape)
 
     def features(self, x, num_leading):
-        """[..., *features] -> [..., f] or [..., t, f], after one or two leading dimensions"""
+        """Flatten features to `[..., f]` or `[..., t, f]`, after `num_leading` dimensions."""
         leading = x.shape[:num_leading].as_list()
         x = tf.reshape(x, [*leading, math.prod(x.shape[num_leading:])])
         return self._split(x) if self.length_axis else self._relayout(x)
 
     def rows(self, kernel):
-        """[*features, h] -> [f, h] or [t, f, h]"""
+        """Reshape a kernel `[*features, h]` to `[f, h]` or `[t, f, h]`."""
         shards = [self.num_shards] if self.length_axis else []
         kernel = tf.reshape(kernel, [*shards, -1, kernel.shape[-1]])
         return relayout(kernel, (self.axis, *[None] * (len(kernel.shape) - 1)))
 
     def join(self, tensors):
-        """[..., f] of each tensor -> [..., f] of all; the order is that of the shards"""
+        """Concatenate tensors `[..., f]` along f, shard by shard."""
         if len(tensors) == 1:
             return tensors[0]
-        joint = tensors if self.length_axis else [self._split(x) for x in tensors]
-        joint = tf.concat(joint, -1)
+        joined = tensors if self.length_axis else [self._split(x) for x in tensors]
+        joined = tf.concat(joined, -1)
         if not self.length_axis:
-            joint = self._relayout(tf.reshape(joint, [*joint.shape[:-2], -1]))
-        return joint
+            joined = self._relayout(tf.reshape(joined, [*joined.shape[:-2], -1]))
+        return joined
 
     def product(self, equation, a, b):
-        """Return a product of features; the equation is that of replicated sequences."""
-        result = equation.split("->")[1]
+        """Return an `einsum` over features.
+
+        Args:
+            equation: Equation for replicated sequences. For sharded sequences the dimension t is
+                added.
+            a, b: Tensors in the form of `features` or `rows`.
+        """
+        output = equation.split("->")[1]
         specs = {"b": self.batch, "s": self.inner_length, "f": self.axis}
         if not self.length_axis:
-            return relayout(tf.einsum(equation, a, b), [specs.get(name) for name in result])
+            return relayout(tf.einsum(equation, a, b), [specs.get(name) for name in output])
         for name, names in (("bsh", "tbsh"), ("f", "tf")):
             equation = equation.replace(name, names)
         y = tf.einsum(equation, a, b)
-        if result == "bsh":
+        if output == "bsh":
             return sum_partial(y, self.axis, self.length_axis)
         specs = {"b": self.batch, "t": self.axis}
         return relayout(y, [specs.get(name) for name in equation.split("->")[1]])
 
     def _split(self, x):
-        """[..., t·f] -> [..., t, f]"""
+        """Reshape `[..., t·f]` to `[..., t, f]`."""
         x = tf.reshape(x, [*x.shape[:-1], self.num_shards, -1])
         return relayout(x, (*self._leading(x, 2), self.axis, None))
 
@@ -345,6 +371,6 @@ class _FeatureShards:
         return relayout(x, (*self._leading(x, 1), self.axis))
 
     def _leading(self, x, num_last):
-        """The layout of [h], or of [b, s] in products."""
+        """Return the specs of the leading dimensions: `[h]`, or `[b, s]` in products."""
         num_leading = len(x.shape) - num_last
         return (self.batch, self.inner_length) if num_leading == 2 else (None,)

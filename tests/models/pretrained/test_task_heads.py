@@ -171,7 +171,7 @@ def test_a_name_that_is_taken_keeps_its_modules(folder_of, tmp_path):
         network = from_pretrained(folder_of("BertForTokenClassification"))
         with_task_head(network, PoolingHead(way, normalize=False))
         if number == 1:
-            with pytest.warns(UserWarning, match="is there already, and is kept"):
+            with pytest.warns(UserWarning, match="already exists and was not changed"):
                 assert save_pretrained(network, target) == tmp_path / "saved-2"
         else:
             assert save_pretrained(network, target) == target

@@ -103,8 +103,8 @@ def test_weights_of_another_format(folder):
         ({"num_hidden_layers": 2}, "it lacks model.layers.1.input_layernorm.weight"),
         ({"intermediate_size": 32}, r"gate_proj.weight is [24, 16], not [32, 16]"),
         ({"vocab_size": 21}, "embed_tokens.weight is [20, 16], not [21, 16]"),
-        ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
-        ({"tie_word_embeddings": "yes"}, "tied_head must be a bool, got 'yes'"),
+        ({"num_key_value_heads": 3}, "`num_kv_heads=3` must divide `num_heads=4`"),
+        ({"tie_word_embeddings": "yes"}, "`tied_head` must be a bool, got 'yes'"),
         ({"num_attention_heads": 0, "head_dim": KeyError}, "num_attention_heads=0, num_key"),
         (
             {"num_attention_heads": [4], "head_dim": KeyError},
@@ -428,7 +428,7 @@ def test_a_head_of_its_own_of_t5(t5):
         ),
         ({"feed_forward_proj": "mish"}, "the activation 'mish' is none of"),
         ({"relative_attention_num_buckets": 16}, "bias.weight is [32, 4], not [16, 4]"),
-        ({"relative_attention_max_distance": 4}, "relative_max_distance=4 must be more than"),
+        ({"relative_attention_max_distance": 4}, "`relative_max_distance=4` must be above"),
         ({"d_kv": KeyError}, "lacks the field 'd_kv'"),
         ({"tie_word_embeddings": False}, "it lacks lm_head.weight"),
         ({"num_decoder_layers": 2}, "it lacks decoder.block.1.layer.0.SelfAttention.q.weight"),
@@ -460,6 +460,6 @@ def test_nothing_is_overwritten(folder):
     before = (folder / "model.safetensors").read_bytes()
     network = from_pretrained(folder)
     network.weights[0].assign_add(np.ones(network.weights[0].shape))
-    with pytest.warns(UserWarning, match="is there already, and is kept"):
+    with pytest.warns(UserWarning, match="already exists and was not changed"):
         assert save_pretrained(network, folder, "llama") == folder.parent / "llama-2"
     assert (folder / "model.safetensors").read_bytes() == before

@@ -67,7 +67,7 @@ class TestFiles:
         refused = pytest.raises(InputError, match="is there already")
         if name.startswith("saved"):  # what was trained is not lost
             refused = pytest.warns(
-                UserWarning, match="is there already, .* is in .*saved-2.weights"
+                UserWarning, match="already exists .* saved to .*saved-2.weights"
             )
         with refused:
             save(trained, two, path, overwrite=False)
@@ -90,10 +90,10 @@ class TestFiles:
         else:
             (two / name).mkdir()
         if name.startswith("saved"):
-            with pytest.warns(UserWarning, match="is there already, .* is in .*saved-2.weights"):
+            with pytest.warns(UserWarning, match="already exists .* saved to .*saved-2.weights"):
                 save(trained, two, two / name, overwrite=True)
             return
-        with pytest.raises(InputError, match="no ordinary file"):
+        with pytest.raises(InputError, match="not a regular file"):
             save(trained, two, two / name, overwrite=True)
 
 

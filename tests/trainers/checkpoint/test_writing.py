@@ -76,7 +76,7 @@ class TestWriting:
         (tmp_path / "file").write_text("precious")
         trained.save(tmp_path / "one")
         for name in ("file", "one"):
-            with pytest.warns(UserWarning, match=f"{name} is there already, .* is in .*{name}-2"):
+            with pytest.warns(UserWarning, match=f"{name} already exists .* saved to .*{name}-2"):
                 trained.save(tmp_path / name, overwrite=name == "file")
             other = new_trainer()
             other.restore(tmp_path / f"{name}-2")
