@@ -42,15 +42,12 @@ SCENARIOS = {
     ],
     ("shutdown", "model"): ["rank 0 in code outside of fit, .* waiting in the barrier for rank 1"],
 }
-QUICK = [("read", "shards")]
 STALL_SECONDS = "12"
 
 
 @needs_horovod
-@pytest.mark.parametrize(
-    "scenario, axis",
-    [pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK)) for case in SCENARIOS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("scenario, axis", SCENARIOS)
 def test_the_job_ends_and_names_who_waits_in_what_for_whom(scenario, axis, tmp_path):
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     arguments = ["-m", "tests.distributed.apart", scenario, axis, tmp_path]

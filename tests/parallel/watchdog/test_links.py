@@ -1,4 +1,4 @@
-"""Promise: ranks hear of each other over connections that nobody else can take part in.
+"""Promise: ranks exchange messages over authenticated connections.
 
 The watchdogs of several ranks run in this process here, with connections of the loopback.
 """
@@ -22,7 +22,7 @@ HOSTS = ["one", "one", "two"]
 
 
 class Doing:
-    """What a rank says that it does."""
+    """The activity that a rank reports."""
 
     def __init__(self):
         self.now = Activity("step", 4)
@@ -122,14 +122,14 @@ def test_a_rank_that_fails_says_it_itself(job):
 
 
 def test_strangers_are_not_heard(job):
-    """Whatever they send: no rank is taken for lost, and none is asked to stop."""
+    """No message makes a rank count as lost, or asks it to stop."""
     stop = Seals("another token", 1, "rank").seal({"stop": True})
     again = Seals(TOKEN, 1, "rank").seal({"stop": True})  # as the rank that is there would send it
     lines = (b"0", b"3", b"[" * 5000, b"9" * 5000, b"1\n" + stop, b"1\n" + again, b"2\n{}")
     for data in (b"", b"\n", b"\xff" * 100, b"x" * 100_000, *(line + b"\n" for line in lines)):
         with contextlib.suppress(OSError), socket.create_connection(job.address) as stranger:
             stranger.sendall(data)
-            stranger.settimeout(5)
+            stranger.settimeout(1)
             while stranger.recv(4096):  # until it is closed, or says no more
                 if data in (b"", b"\n"):
                     break
