@@ -1,4 +1,4 @@
-"""Checks before the first step: what the layout cannot do, and changed configs."""
+"""Checks of networks, losses, optimizers and configs, made before the first step."""
 
 import dataclasses
 import functools
@@ -14,15 +14,15 @@ from dtransformer.trainers.optimizer.checks import check_elementwise
 
 
 def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
-    """Check that the layout can do what a trainer is compiled with.
+    """Check that the current layout supports the arguments of `Trainer.compile`.
 
     Args:
-        objective: the `Objective`.
-        optimizer: a Keras optimizer.
-        run_eagerly, jit_compile: as of `Trainer.compile`.
+        objective: The `Objective`.
+        optimizer: A Keras optimizer.
+        run_eagerly, jit_compile: As in `Trainer.compile`.
 
     Raises:
-        ValueError: it cannot; says what to change.
+        ValueError: If the layout does not support an argument.
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(
@@ -45,10 +45,10 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
 
 
 def check_launch():
-    """Check that a process that was started as one of several has joined them.
+    """Check that a process started by horovodrun has joined the other ranks.
 
     Raises:
-        RuntimeError: it has not, and would train alone.
+        RuntimeError: If it has not, and would therefore train alone.
     """
     size = os.environ.get("HOROVOD_SIZE", "1")
     if size != "1" and not job.is_initialized():
@@ -59,23 +59,24 @@ def check_launch():
 
 
 def trained_batch_normalization(network) -> keras.layers.Layer | None:
-    """Return the first `BatchNormalization` of a network that is trained; None without one."""
+    """Return the network's first trainable `BatchNormalization` layer, or `None`."""
     for layer in _compat.flat_layers(network):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             return layer
     return None
 
 
-# What the trainer does in its own way, so that a network's own would be ignored.
+# The trainer replaces these methods, so it would ignore an overriding network.
 _STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
 _LOOPS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
 
 
 def check_network(network):
-    """Check that a network has no steps of its own, and no layer that needs the whole batch.
+    """Check that the trainer can train a network as Keras would.
 
     Raises:
-        ValueError: names the method, or the layer.
+        ValueError: If the network overrides a step such as `train_step`, or if it has a trainable
+            BatchNormalization and the batch is divided over data shards.
     """
     layer = trained_batch_normalization(network)
     if job.data_shard()[1] > 1 and layer is not None:
@@ -91,12 +92,13 @@ def check_network(network):
 
 
 def _own_methods(network, names):
+    """Return the names of methods that are not inherited from Keras."""
     home = lambda name: getattr(getattr(type(network), name, None), "__module__", "keras.")
     return [name for name in names if not home(name).startswith("keras.")]
 
 
 def warn_of_loops(network):
-    """Warn once, on rank 0, if a network overrides loops such as `fit`."""
+    """Warn once, on rank 0, if a network overrides a loop such as `fit`."""
     names = _own_methods(network, _LOOPS)
     if names and job.is_chief():
         warnings.warn(
@@ -108,11 +110,17 @@ def warn_of_loops(network):
 
 
 def of_rows(metrics):
-    """Return `compile`'s metrics, of which functions are checked where data shards share the rows.
+    """Add a check to metric functions: they must return one value per row.
+
+    With a single data shard the metrics are returned unchanged. Otherwise a function that returns a
+    scalar for the local rows would be averaged incorrectly.
 
     Args:
-        metrics: as of `keras.Model.compile`: names, `keras.metrics.Metric`s, functions of
-            (y_true, y_pred), or nested lists and dicts of them.
+        metrics: As in `keras.Model.compile`: names, `keras.metrics.Metric`s, functions of
+            `(y_true, y_pred)`, or nested lists and dicts of them.
+
+    Returns:
+        The metrics in the same structure. A function raises `ValueError` when it returns a scalar.
     """
     if job.data_shard()[1] == 1:
         return metrics
@@ -138,19 +146,20 @@ def of_rows(metrics):
 
 
 def weights_now(network) -> dict[tuple[int, bool], str]:
-    """Return the paths of a network's weights by what they are, and whether they are trained."""
+    """Return a dict that maps `(id, is trainable)` of each variable of a network to its path."""
     return {(id(weight), weight.trainable): weight.path for weight in network.variables}
 
 
 def check_weights_unchanged(network, before):
-    """Check that a network has the weights that a trainer's steps were made for.
+    """Check that a network still has the weights that the compiled steps use.
 
     Args:
-        network: the `keras.Model`.
-        before: the `weights_now` of then.
+        network: The `keras.Model`.
+        before: `weights_now` of the network when the steps were built.
 
     Raises:
-        ValueError: it has others, or others are trained, such as after `freeze` or `add_lora`.
+        ValueError: If a weight was added, removed, frozen or unfrozen since then, for example by
+            `freeze` or `add_lora`.
     """
     now = weights_now(network)
     if changed := [
@@ -163,10 +172,13 @@ def check_weights_unchanged(network, before):
 
 
 def check_unchanged(config):
-    """Check that the parallel config is the one that a trainer was made under.
+    """Check that the current parallel config equals the trainer's.
+
+    Args:
+        config: The trainer's `TransformerOpParallelConfig`.
 
     Raises:
-        RuntimeError: names the field that has changed.
+        RuntimeError: If a field has a different value.
     """
     current = get_parallel_config()
     for field in dataclasses.fields(config):

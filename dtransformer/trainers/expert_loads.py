@@ -1,28 +1,30 @@
-"""Loads of experts in an epoch's steps, added up for the logs and the report."""
+"""Expert loads of mixture-of-experts layers, summed over an epoch for the logs and the report."""
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.reports.expert_load import NUMBERS, ExpertLoad, LayerLoad
 
-EXPERTS = "experts/"  # before a layer's path, in the sums of a step
+EXPERTS = "experts/"  # Prefix of a layer's path in the sums of a step.
 
 
 class ExpertLoads:
-    """Sums of what each `MoE` tells, since they were last forgotten."""
+    """Sums of the routing metrics of each `MoE` layer since the last reset."""
 
     def __init__(self):
-        self._sums = {}  # path of a layer -> tf.Variable [E + 3]
+        self._sums = {}  # Layer path -> tf.Variable [E + 3].
 
     def update(self, totals: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Add up what was told of a step; return its logs.
+        """Add the routing metrics of a step and return its logs.
 
         Args:
-            totals: sums over the global batch: those whose names begin with `EXPERTS` count.
+            totals: Dict of float32 tensors, sums over the global batch. Only names that start
+                with `EXPERTS` are used, the metrics of MoE layers.
 
         Returns:
-            A dict of scalars, means over the layers: `"dropped_share"` of choices,
-            `"router_entropy"` in nats, and `"busiest_expert"`, its load over the mean.
+            A dict of scalars, averaged over the layers: `"dropped_share"`, the fraction of dropped
+            choices, `"busiest_expert"`, the largest load divided by the mean load, and
+            `"router_entropy"` in nats.
         """
         metrics = {k.removeprefix(EXPERTS): x for k, x in totals.items() if k.startswith(EXPERTS)}
         for layer, value in metrics.items():
@@ -35,18 +37,18 @@ class ExpertLoads:
         return {name: tf.add_n(list(values)) / len(values) for name, values in means.items()}
 
     def forget(self) -> None:
-        """Begin anew, as at the start of an epoch."""
+        """Set all sums to zero, as at the start of an epoch."""
         for total in self._sums.values():
             total.assign(tf.zeros_like(total))
 
     def report(self) -> ExpertLoad:
-        """Return the `ExpertLoad` of what was added up."""
+        """Return an `ExpertLoad` with the sums of all layers, sorted by layer path."""
         found = [LayerLoad.of(layer, np.asarray(x)) for layer, x in sorted(self._sums.items())]
         return ExpertLoad(tuple(found))
 
 
 def _numbers(metrics):
-    """Return the share of choices that is dropped, the busiest expert's load, and the entropy."""
+    """Return the dropped fraction of choices, the busiest expert's load and the router entropy."""
     taken, others = metrics[: -len(NUMBERS)], metrics[-len(NUMBERS) :]
     choices, tokens, entropy = tf.unstack(others)
     total = tf.reduce_sum(taken)

@@ -1,9 +1,9 @@
-"""States that layers set in their calls: once a step, whatever shares of its batch are computed.
+"""States that layers update in their calls, kept identical on all ranks.
 
-Keras' layers set moving means, counters and metrics of their own while they compute. Data shards,
-micro-batches and pipeline stages each compute a share of a step; here every share begins with the
-states of before the step, what it changes is added up like the sums of the logs, and is applied
-to the states of all ranks alike.
+Keras layers update moving averages, counters and metrics during a forward pass. Data
+shards, micro-batches and pipeline stages each compute only a part of a step. Here every part
+starts from the states before the step. The changes are summed like the other sums of the step and
+applied once, to the states of all ranks.
 """
 
 import contextlib
@@ -22,34 +22,35 @@ from dtransformer.trainers.tried_parts import MEAN, SUM, own_states, tell_of_par
 
 
 class LayerStates:
-    """The states of a network's layers, and the metrics that they own.
+    """States of a network's layers, and the metrics that belong to layers.
 
     Attributes:
-        metrics: list of the layers' own metrics, whose results are shown in the logs.
-        adding: list of the names of layers that add losses of the rows, until they are told.
-        is_used: whether states are collected.
-        are_tried: whether layers are still to be tried with the first batch.
+        metrics: List of the layers' metrics. Their results appear in the logs.
+        adding: List of the names of layers that add losses which depend on the rows.
+        is_used: Whether changes of states must be collected and applied.
+        are_tried: Whether the layers must still be probed with the first batch.
     """
 
     def __init__(self):
         self.metrics, self.adding, self.is_used, self.are_tried = [], [], False, False
-        self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
-        self._counts = {}  # the same of metrics, which begin a share with zeros
+        self._states = {}  # Name in the sums -> (layer, variable, MEAN or SUM).
+        self._counts = {}  # The same for metric states, which start each part at zero.
 
     def take_adding(self) -> list[str]:
-        """Return the names of layers that add losses of the rows; an empty list in later calls."""
+        """Return and clear `adding`, so that later calls return an empty list."""
         adding = self.adding
         self.adding = []
         return adding
 
     def find(self, network: keras.Model) -> None:
-        """Find the metrics of layers, and whether what else they set is to be tried.
+        """Collect the metrics of all layers, and decide whether layers must be probed.
 
         Args:
-            network: the `keras.Model`, built.
+            network: The `keras.Model`, built.
 
         Raises:
-            ValueError: a layer's metric cannot be put together of shares; names both.
+            ValueError: If several devices share a batch and the states of a layer's metric are not
+                sums, or if a model inside a pipeline has a metric.
         """
         in_pipeline, num_shards = job.placement().num_chunks > 1, job.data_shard()[1]
         self.metrics = layer_metrics(network)
@@ -59,12 +60,14 @@ class LayerStates:
         self.are_tried = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
 
     def try_layers(self, network: keras.Model, objective, inputs, labels) -> None:
-        """Find out, once, what layers set, and what becomes of it; warns of what has no shares.
+        """Find out which states the layers update, and how the updates of parts combine.
+
+        Warns about layers and losses whose results differ when a batch is divided.
 
         Args:
-            network: the `keras.Model`, built.
-            objective: the `Objective`.
-            inputs, labels: nested tensors of a batch, or what a `tf.function` has of it.
+            network: The `keras.Model`, built.
+            objective: The `Objective`.
+            inputs, labels: Nested tensors of a batch. Only their shapes and dtypes are used.
         """
         self.are_tried = False
         rules, differing, self.adding = try_parts(network, objective, inputs, labels)
@@ -97,13 +100,16 @@ class LayerStates:
 
     @contextlib.contextmanager
     def collected(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
-        """After the `with` block states are what they were before.
+        """Collect state changes during the `with` block and undo them at its end.
+
+        Metric states are set to zero first.
 
         Args:
-            layers: those that are computed, with the ones inside; None for all.
+            layers: Layers that are computed, including the layers inside of them. `None` means all.
 
         Yields:
-            A dict that has, after the block, by how much each state was changed.
+            A dict that, after the block, maps each state's name in the sums to its change, a
+            float32 tensor.
         """
         if layers is not None:
             layers = {id(one) for layer in layers for one in _compat.flat_layers(layer)}
@@ -111,7 +117,7 @@ class LayerStates:
         here = {k: v for k, (of, v, _) in here.items() if layers is None or id(of) in layers}
         before, begins, found = {}, {}, {}
         for name, variable in here.items():
-            if trace.is_on_mesh():  # where metrics are not
+            if trace.is_on_mesh():  # `None` for metric states, which are not on the mesh.
                 before[name] = begins[name] = _compat.stateless_value(variable)
             else:
                 before[name] = begins[name] = tf.identity(variable.value)
@@ -128,22 +134,28 @@ class LayerStates:
                 variable.assign(before[name])
 
     def shares(self, found: dict, share: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return what was collected as it adds up over the shares of a step.
+        """Return state changes that can be summed over the parts of a step.
+
+        Changes with the rule `MEAN` are multiplied by `share`.
 
         Args:
-            found: what `collected` gave.
-            share: the share of the global batch's rows that was computed, a scalar.
+            found: Dict of changes from `collected`.
+            share: Scalar tensor. Fraction of the global batch's rows that this part has computed.
         """
         means = {name for name, (_, _, rule) in self._states.items() if rule == MEAN}
-        weighed = lambda x: tf.math.multiply_no_nan(x, share)  # of no rows it is no number
+        weighed = lambda x: tf.math.multiply_no_nan(x, share)  # The mean over zero rows is NaN.
         return {name: weighed(x) if name in means else x for name, x in found.items()}
 
     def apply(self, totals: dict[str, tf.Tensor]) -> None:
-        """Take the sums of all shares' changes out of a step's sums, and change the states."""
+        """Remove the summed state changes from `totals` and add them to the local states.
+
+        Args:
+            totals: Dict of float32 tensors, reduced over all parts of a step. It is modified.
+        """
         for name in [name for name in totals if name.startswith(("states/", "metrics/"))]:
             change = totals.pop(name)
             _, variable, _ = self._states.get(name) or self._counts.get(name) or (None,) * 3
-            if variable is None:  # another stage's
+            if variable is None:  # The state belongs to another pipeline stage.
                 continue
             if tf.as_dtype(variable.dtype).is_integer:
                 change = tf.round(change)
@@ -155,7 +167,7 @@ class LayerStates:
                     shard.assign(value + tf.cast(part, value.dtype))
 
     def results(self) -> dict[str, tf.Tensor]:
-        """Return the results of the layers' metrics, by their names, as Keras shows them."""
+        """Return the results of the layers' metrics by name, as Keras shows them."""
         logs = {}
         for metric in self.metrics:
             result = metric.result()
@@ -164,9 +176,9 @@ class LayerStates:
 
 
 def layer_metrics(network: keras.Model) -> list:
-    """Return the metrics that a network and its layers own, in Keras' order, each once.
+    """Return the metrics of a network and its layers in Keras' order, without duplicates.
 
-    Those of models inside of it are not shown, by Keras neither.
+    Metrics of models inside of the network are skipped, as in Keras.
     """
     layers = _compat.flat_layers(network)
     shown = [one for one in layers if one is network or not isinstance(one, keras.Model)]
@@ -176,12 +188,12 @@ def layer_metrics(network: keras.Model) -> list:
 def _is_sum(metric):
     try:
         return {*reductions(metric)} == {"sum"}
-    except ValueError:  # nobody says what they are
+    except ValueError:  # The metric does not specify its reduction.
         return False
 
 
 def _own_metrics(layer):
-    """Return a layer's metrics without those of layers inside of it."""
+    """Return a layer's metrics, without the metrics of layers inside of it."""
     inside = _compat.flat_layers(layer, include_self=False, recursive=False)
     inner = {id(metric) for one in inside for metric in one.metrics}
     return [one for one in keras.Layer.metrics.fget(layer) if id(one) not in inner]

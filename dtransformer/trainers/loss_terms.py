@@ -1,6 +1,6 @@
-"""One loss of one output as shares of the global batch's, which add up over ranks and micro-batches.
+"""Loss of one output, computed in parts that sum to the loss of the global batch.
 
-Keras' losses, by their own reductions, and losses of tokens, such as `CrossEntropyLoss`.
+Supports Keras losses with any of their reductions, and token losses such as `CrossEntropyLoss`.
 """
 
 import typing
@@ -14,12 +14,12 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class Counted(typing.NamedTuple):
-    """What is known of the labels of an output before the forward pass, over the global batch.
+    """Counts of an output's labels in the global batch, known before the forward pass.
 
     Args:
-        size: number of labels.
-        weights: sum of the sample weights; less than 0 where there are none.
-        tokens: sum of the weights of the tokens that count; 0 where the loss is not of tokens.
+        size: Number of labels.
+        weights: Sum of the sample weights. Negative without sample weights.
+        tokens: Sum of the weights of weighted tokens. 0 if the loss is not a token loss.
     """
 
     size: tf.Tensor
@@ -28,15 +28,14 @@ class Counted(typing.NamedTuple):
 
 
 def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
-    """Check in a step that numbers are those of entries.
+    """Return an operation that fails if an id is out of range.
+
+    `errors_in_one_line` converts the failure to a one-line `ValueError`.
 
     Args:
-        ids: int tensor [...].
-        what: what they are, for the error.
-        size: number of entries; None where it is not known.
-
-    Returns:
-        An operation, which fails with what `errors_in_one_line` makes one line of.
+        ids: Integer tensor [...].
+        what: String that names the ids in the error.
+        size: Integer. Valid ids are from 0 to `size - 1`. `None` only excludes negative ids.
     """
     lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
     is_inside = (lowest >= 0) | (tf.size(ids) == 0)
@@ -49,13 +48,13 @@ def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
 
 
 class Share(typing.NamedTuple):
-    """This share's part of a loss.
+    """The local part of a loss.
 
     Args:
-        loss: its part of the loss: Σ values · weights / divisor.
-        divided: its part of what the sum should have been divided by, over what it was divided
-            by, where the first is only known after the forward pass; else None.
-        weights: the weight of each value, as far as it is known; None for 1.
+        loss: Local part of the loss: Σ values · weights / divisor.
+        divided: Local part of the true loss normalizer divided by the assumed one, if the true one
+            is only known after the forward pass. Otherwise `None`.
+        weights: Weight of each value, or `None` if all weights are 1.
     """
 
     loss: tf.Tensor
@@ -64,13 +63,13 @@ class Share(typing.NamedTuple):
 
 
 def check_loss(loss) -> None:
-    """Check that a loss is the sum of its parts.
+    """Check that a loss can be computed in parts and summed.
 
     Args:
-        loss: a `keras.losses.Loss`, or another callable.
+        loss: A `keras.losses.Loss`, or another callable, which is not checked.
 
     Raises:
-        ValueError: it is not, or nothing is known of how it is made; names it.
+        ValueError: If the loss overrides `__call__`, or if its reduction is not a sum or a mean.
     """
     if not isinstance(loss, keras.losses.Loss):
         return
@@ -88,17 +87,17 @@ def check_loss(loss) -> None:
 
 
 def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all: bool) -> Share:
-    """Return this share's part of a loss of one output.
+    """Return the local part of one output's loss.
 
     Args:
-        loss: a `keras.losses.Loss`, or an object with `per_token(outputs, labels, weights)`.
-        labels, outputs: tensors [b, ...]
-        sample_weight: tensor [b, ...] or None.
-        counted: a `Counted`.
-        own_is_all: whether this share is the global batch.
+        loss: A `keras.losses.Loss`, or an object with `per_token(outputs, labels, weights)`.
+        labels, outputs: Tensors [b, ...].
+        sample_weight: Tensor [b, ...] or `None`.
+        counted: `Counted` of the labels in the global batch.
+        own_is_all: Whether these rows are the global batch.
 
     Raises:
-        ValueError: the loss has one value for all rows, and they have weights.
+        ValueError: If the loss returns one value for all rows and has sample weights or a mask.
     """
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
@@ -111,7 +110,7 @@ def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all:
     else:
         values, weights, own = _keras_values(loss, labels, outputs, sample_weight, own_is_all)
         divisor, is_known = _divisor(loss.reduction, values, labels, counted), own is None
-        if not values.shape.rank:  # one value for all rows, as a mean is
+        if not values.shape.rank:  # A single value, such as a mean.
             values = tf.math.multiply_no_nan(values, tf.cast(tf.size(labels), values.dtype))
     if not is_known and own_is_all:
         divisor, is_known = own, True
@@ -121,7 +120,10 @@ def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all:
 
 
 def _keras_values(loss, labels, outputs, sample_weight, own_is_all):
-    """Return values with their weights, the weights, and what they sum to where masks tell it."""
+    """Return a Keras loss' weighted values, their weights, and the sum of the weights.
+
+    The sum is `None` if it is known before the forward pass.
+    """
     in_mask = _compat.mask_of(outputs)
     cast = lambda x: tf.cast(x, loss.dtype)
     values = loss.call(
@@ -149,7 +151,7 @@ def _keras_values(loss, labels, outputs, sample_weight, own_is_all):
 
 
 def _divisor(reduction, values, labels, counted):
-    """Return what a loss' sum is divided by, as far as it is known before the forward pass."""
+    """Return the loss normalizer, as far as it is known before the forward pass."""
     if reduction == "sum":
         return tf.ones([])
     each = 1.0
@@ -163,7 +165,11 @@ def _divisor(reduction, values, labels, counted):
 
 
 def _product(values, weights):
-    """Return values times weights, which may have a last dimension of 1 more, or fewer at all."""
+    """Return values times weights, with Keras' rules for broadcasting.
+
+    A last dimension of size 1 that only one of them has is removed. Weights of a lower rank apply
+    to the first dimensions.
+    """
     rank, others = values.shape.rank, weights.shape.rank
     if others == rank + 1 and weights.shape[-1] == 1:
         weights = tf.squeeze(weights, -1)

@@ -1,4 +1,4 @@
-"""Objective: the losses of a network's outputs, over the global batch."""
+"""Training objective: the losses of a network's outputs over the global batch."""
 
 import keras
 import tensorflow as tf
@@ -8,25 +8,25 @@ from dtransformer.layers.loss import CrossEntropyLoss, class_numbers, hits
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.loss_terms import Counted, check_loss, check_range, share_of
 
-_BY_SHAPE = "crossentropy", "ce"  # which Keras chooses by the shapes of an output
-_COUNTS = len(Counted._fields)  # of each output's labels
+_BY_SHAPE = "crossentropy", "ce"  # Keras chooses these losses by an output's shape.
+_COUNTS = len(Counted._fields)  # Number of counts per output.
 
 
 class Objective:
-    """The weighted sum of the losses of a network's outputs.
+    """Weighted sum of the losses of a network's outputs.
 
     Args:
-        loss: as `keras.Model.compile` takes it: None, a Keras loss, its name, a function of
-            (y_true, y_pred), or dicts and lists of them, one for each output. Or a
-            `CrossEntropyLoss`, or any other object with its `per_token` and `token_weights`.
-        loss_weights: None, or numbers in the same structure.
-        output_names: list of the names of the network's outputs, where it has them.
+        loss: As in `keras.Model.compile`: `None`, a Keras loss, its name, a function of
+            `(y_true, y_pred)`, or dicts and lists of them, one per output. Also a
+            `CrossEntropyLoss` or another object with the methods `per_token` and `token_weights`.
+        loss_weights: Numbers in the same structure, or `None`.
+        output_names: List of the names of the network's outputs, or `None` if they have no names.
 
     Attributes:
-        losses: list of the losses, as given.
+        losses: List of the losses as passed, without `None`.
 
     Raises:
-        ValueError: a loss is none of these, or has no reduction to a scalar.
+        ValueError: If a loss cannot be computed in parts and summed, see `check_loss`.
     """
 
     def __init__(self, loss, loss_weights=None, output_names=None):
@@ -38,7 +38,7 @@ class Objective:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether it is one loss of tokens, of which epochs' means are weighted by their number."""
+        """True if the only loss is a token loss. Epoch means are then weighted by tokens."""
         return len(self.losses) == 1 and hasattr(self.losses[0], "token_weights")
 
     @property
@@ -53,15 +53,15 @@ class Objective:
 
     @property
     def knows_divisors(self) -> bool:
-        """Whether it is known before the forward pass what sums of losses are divided by."""
+        """True if all loss normalizers are known before the forward pass."""
         return all(
             not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self.losses
         )
 
     def check_class_weight(self, labels) -> None:
-        """Refuse class weights for token labels.
+        """Check that class weights are not combined with token labels.
 
-        Keras would weight rows, by the position of their largest label.
+        Keras would weight each row by the class of its largest label.
 
         Args:
             labels: Labels, or their spec.
@@ -79,21 +79,25 @@ class Objective:
             )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
-        """Return what is counted before the forward pass, to be added up over the ranks.
+        """Return the local counts that are summed over ranks before the forward pass.
 
         Args:
-            inputs, labels: nested tensors [b, ...].
-            sample_weight: tensor or nested tensors [b, ...], or None.
+            inputs, labels: Nested tensors [b, ...].
+            sample_weight: Tensor or nested tensors [b, ...], or `None`.
 
         Returns:
-            A float32 tensor [1 + 3·n]: the number of rows, and a `Counted` for each of the n
-            tensors of labels.
+            A float32 tensor [1 + 3·n]: the number of rows, and a `Counted` for each of the n label
+            tensors.
         """
         rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
 
     def name_of(self, name: str) -> str:
-        """Return what a user knows a loss by, of its name in the `sums`."""
+        """Return a description of a loss for messages.
+
+        Args:
+            name: Key of the loss in the result of `sums`: `"loss"` or `"loss/NAME"`.
+        """
         if name != "loss":
             return f"the loss of {name.removeprefix('loss/')}"
         loss = (self.losses or ["that layers add"])[0]
@@ -101,12 +105,12 @@ class Objective:
 
     @staticmethod
     def rows(counts) -> tf.Tensor:
-        """Return the number of rows of a batch, of its `counts`."""
+        """Return the number of rows, from the result of `counts`."""
         return counts[0]
 
     @staticmethod
     def counted(counts, number: int) -> Counted:
-        """Return the `Counted` of one of the tensors of labels, of a batch's `counts`."""
+        """Return the `Counted` of one label tensor, from the result of `counts`."""
         start = 1 + _COUNTS * number
         return Counted(*(counts[start + i] for i in range(_COUNTS)))
 
@@ -119,7 +123,8 @@ class Objective:
         if isinstance(losses, dict) and names:
             losses = [losses.get(name) for name in names]
         if isinstance(losses, (list, tuple)) and len(losses) != len(flat):
-            losses = [loss for loss in losses if loss is not None]  # as Keras pairs them
+            # Keras pairs the remaining losses with the labels.
+            losses = [loss for loss in losses if loss is not None]
         losses = _one_each(losses, len(flat))
         counts = []
         for label, weight, loss in zip(flat, weights, losses):
@@ -130,31 +135,35 @@ class Objective:
                 with tf.control_dependencies(_label_checks(label, loss)):
                     tokens = tf.reduce_sum(loss.token_weights(label, weight))
             elif hasattr(loss, "per_token"):
-                tokens = size  # a guess
+                tokens = size  # The true sum is only known after the forward pass.
             counts += [size, total, tokens]
         return counts
 
     def sums(self, outputs, labels, sample_weight, counts, own_is_all: bool) -> dict:
-        """Return this share's sums, which add up over ranks and micro-batches.
+        """Return the local sums of this part of a batch. They add up over ranks and micro-batches.
 
         Args:
-            outputs, labels, sample_weight: nested tensors [b, ...].
-            counts: as from `counts`, of the global batch; it may be longer.
-            own_is_all: whether this share is the global batch.
+            outputs, labels, sample_weight: Nested tensors [b, ...].
+            counts: `counts` of the global batch, possibly with more elements.
+            own_is_all: Whether these rows are the global batch.
 
         Returns:
-            A dict of float32 scalars: `"loss"`, the part of the loss, alone where layers add all
-            that there is; `"loss/NAME"` of each
-            loss where there are several; `"divided"` where the loss still has to be divided
-            by its sum; `"counted"`, the weight of the labels, or the rows where there are
-            several losses; `"right"` of a loss of tokens, the weight of those that are predicted.
+            A dict of float32 scalars:
+
+            - `"loss"`: local part of the loss. 0 if only layers add losses.
+            - `"loss/NAME"`: local part of each loss, if there are several.
+            - `"divided"`: present if the total loss must still be divided by its total.
+            - `"counted"`: total weight of the labels, or the number of rows for several losses.
+            - `"right"`: total weight of correctly predicted labels, for a token loss.
 
         Raises:
-            ValueError: several losses are divided by what is only known after the forward pass.
+            ValueError: If there are several losses, and the normalizer of one is only known after
+                the forward pass.
         """
         if not self.losses:
             return {"loss": tf.zeros([])}
-        if not trace.is_on_mesh():  # labels are checked where they are counted, before all else
+        # `counts` checks the labels, which must happen first.
+        if not trace.is_on_mesh():
             with tf.control_dependencies([counts]):
                 labels = keras.tree.map_structure(tf.identity, labels)
         flat, shares, seen = keras.tree.flatten(labels), {}, []
@@ -186,13 +195,14 @@ class Objective:
         if share.divided is not None:
             sums["divided"] = share.divided
         found = _accuracy(*seen, share.weights)
-        if not self.is_of_tokens:  # Keras shows what `metrics` asks for
+        # Keras shows an accuracy only if `metrics` contains one.
+        if not self.is_of_tokens:
             found.pop("right", None)
         return {**sums, **found}
 
 
 def _label_checks(labels, loss):
-    """Return operations that fail where labels of a loss of tokens are no numbers of classes."""
+    """Return operations that fail if the labels of a token loss are not valid class ids."""
     if not labels.dtype.is_integer:
         raise ValueError(
             f"{type(loss).__name__} takes the numbers of classes, and the labels are "
@@ -206,7 +216,7 @@ def _label_checks(labels, loss):
 
 
 def _one_each(given, number):
-    """Return a list of the sample weights, or of the losses, of a number of label tensors."""
+    """Return a list with one element per label tensor; a single element is repeated."""
     each = keras.tree.flatten(given) if given is not None else [None]
     return each if len(each) == number else each[:1] * number
 
@@ -216,7 +226,7 @@ def _position(tensor, flat):
 
 
 def _accuracy(outputs, labels, weights):
-    """Return the sums of a classifier's accuracy, `"right"` and `"counted"`."""
+    """Return the accuracy's sums, `"right"` and `"counted"`. Only classifiers have `"right"`."""
     labels = class_numbers(labels, outputs)
     size = tf.cast(tf.size(labels), "float32")
     if weights is None:
@@ -234,15 +244,16 @@ def _accuracy(outputs, labels, weights):
     return {"right": tf.reduce_sum(right * tf.cast(weights, "float32")), **counted}
 
 
-# Logits that are wider than their vocabulary: losses and outputs without the padding.
+# Padded vocabularies: losses and outputs without the padding classes.
 
 
 def of_classes(loss, network):
-    """Return a loss of so many classes as an output of a network has, where it is of tokens.
+    """Exclude the padding classes of a network's logits from its token losses.
 
     Args:
-        loss: as of `keras.Model.compile`, a dict of losses where the network has several outputs.
-        network: a `keras.Model`.
+        loss: As in `keras.Model.compile`.
+        network: A `keras.Model`. The losses are returned unchanged if it has no
+            `logits_vocab_size`.
     """
     return _of_sizes(loss, _sizes(network))
 
@@ -256,7 +267,7 @@ def _of_sizes(loss, sizes):
 
 
 def without_padding(outputs, network):
-    """Return the outputs of a network without the padding of its logits."""
+    """Return a network's outputs without the padding classes of its logits."""
     sizes = _sizes(network)
     if sizes is None:
         return outputs

@@ -10,11 +10,11 @@ from dtransformer import _compat
 
 
 def first_overflow(model: keras.Model, batch: tuple) -> str | None:
-    """Call a model in Python; return the path of the first layer with inf or nan outputs.
+    """Call a model eagerly and return the path of the first layer with inf or nan outputs.
 
     Args:
         model: A `keras.Model` that is built.
-        batch: Inputs, or inputs and labels, nested tensors [b, ...].
+        batch: Inputs, or a tuple of inputs and labels, nested tensors [b, ...].
 
     Returns:
         The path, or `None` if all outputs are finite.

@@ -1,4 +1,4 @@
-"""Errors of a step's operations, in one line."""
+"""Conversion of TensorFlow's errors during a step to one-line errors."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ from dtransformer.errors import InputError, is_of_another_rank
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
 )
-# Message of `loss_terms.check_range`, from a graph or from an eager operation.
+# Matches the message of `loss_terms.check_range`, in graphs and in eager mode.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
@@ -32,7 +32,8 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if refused := _REFUSED.search(error.message):  # from the data reader
+        # The data reader raised it.
+        if refused := _REFUSED.search(error.message):
             raise InputError(refused[1]) from None
         line = _line(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):

@@ -1,7 +1,8 @@
-"""Trial of what adds up over the parts of a batch: losses, and the states of layers.
+"""Probe that finds losses and layer states which cannot be combined from parts of a batch.
 
-A loss that is a ratio or a product of means of a batch is not the mean of those of its parts. Of
-layers and losses that may be such, a few random rows are computed whole and as halves.
+For example, a loss that is a ratio or a product of batch means is not the mean of the losses of two
+half batches. Layers and losses that could behave like this are computed on a few random rows and
+on the two halves of these rows, and the results are compared.
 """
 
 import contextlib
@@ -22,16 +23,19 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewher
 from dtransformer.parallel.recompute.recompute import StateScope
 from dtransformer.parallel.runtime import job
 
-# What a state's change over a batch is of the changes over its parts.
+# How to combine a state's changes over the parts of a batch.
 MEAN, SUM = "mean", "sum"
 _ROWS = 4
 _TYPE_OF_SEEDS = "uint32"
-_POSITIONS = 16  # at most, of what losses are tried with
-_MOST_ELEMENTS = 2**24  # of the weights of a layer that is tried
+_POSITIONS = 16  # Maximum sequence length when losses are probed.
+_MOST_ELEMENTS = 2**24  # Maximum number of weight elements in a probed layer.
 
 
 def own_states(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables of a layer, without those of layers inside, that its call may set."""
+    """Return a layer's non-trainable variables that its call may update.
+
+    Variables of inner layers and seeds are excluded.
+    """
     trained = {id(variable) for variable in _compat.own_trainable_variables(layer)}
     return [
         v
@@ -41,17 +45,18 @@ def own_states(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, list, list]:
-    """Compute what may not add up, on a few random rows and on halves of them.
+    """Probe all layers and losses whose results could differ when a batch is divided.
 
     Args:
-        network: the `keras.Model`, built.
-        objective: the `Objective`.
-        inputs, labels: nested tensors of a batch, of which the shapes and types count.
+        network: The `keras.Model`, built.
+        objective: The `Objective`.
+        inputs, labels: Nested tensors of a batch. Only their shapes and dtypes are used.
 
     Returns:
-        A dict of the id of each state that its layer's call sets, MEAN or SUM; a list of the names
-        of layers and losses of which a whole is neither the mean nor the sum of its halves; and one
-        of layers that add losses of the rows.
+        A `(rules, differing, of_rows)` tuple: a dict that maps the id of each updated state to
+        `MEAN` or `SUM`, a list of the names of layers and losses that are neither the mean nor the
+        sum of their parts, and a list of the names of layers that add losses which depend on the
+        rows.
     """
     elsewhere = [layer for layer in placed_layers(network) if is_elsewhere(layer)]
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
@@ -83,18 +88,20 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
         losses, add_up = [half for half, _ in halves], _find_rules(states, halves, rules)
         if not add_up or not _is_near(loss, sum(losses) / 2):
             differing.append(name)
-        if not _is_near([loss] * 2, losses):  # else it is of weights alone
+        # A loss that is identical for all rows depends only on weights.
+        if not _is_near([loss] * 2, losses):
             of_rows.append(name)
     differing += _losses_that_differ(objective, outputs, labels) if owns else []
     return rules, differing, of_rows
 
 
 def _find_rules(states, halves, rules):
-    """Find the rules of a layer's states; return whether they add up."""
+    """Add the rules of a layer's states to `rules`; return whether all states can be combined."""
     adds_up = True
     for number, (variable, whole, is_set) in enumerate(states):
         changes = [half[number][1] for _, half in halves]
-        if is_set:  # to what it was, this time
+        # The call may set a state without changing it in this trial.
+        if is_set:
             rules[id(variable)] = MEAN
         if np.any(whole) or np.any(changes):
             is_mean, is_sum = (_is_near(whole, sum(changes) / n) for n in (2, 1))
@@ -104,10 +111,12 @@ def _find_rules(states, halves, rules):
 
 
 def tell_of_parts(differing: list[str]) -> None:
-    """Warn of what has other numbers in parts than as a whole; all ranks call, rank 0 tells.
+    """Warn on rank 0 about layers and losses whose results depend on how a batch is divided.
+
+    All ranks must call it.
 
     Args:
-        differing: names of layers and losses, of those that this rank has.
+        differing: List of names of layers and losses found on this rank.
     """
     everyone = [name for names in all_gather_json(differing, "parts") for name in names]
     if everyone and job.is_chief():
@@ -126,7 +135,7 @@ def _may_add_losses(layer):
 
 @functools.cache
 def _code_adds_losses(of):
-    """Return whether code of a user's class, or of its module, adds losses."""
+    """Return whether `add_loss` appears in the code of a user's class or of its module."""
     if of is object or of.__module__.startswith(("keras.", "dtransformer.")):
         return False
     module = vars(sys.modules.get(of.__module__, of))
@@ -135,10 +144,11 @@ def _code_adds_losses(of):
 
 
 def _calls(network, inputs, layers, rows):
-    """Trace a network for so many rows, and watch layers.
+    """Trace a network for a number of rows and record the calls of some layers.
 
-    Returns the outputs' specs; a dict of the layers and their first calls, (args, kwargs); and those
-    that add losses, a set.
+    Returns:
+        A `(outputs, calls, adding)` tuple: the outputs' specs, a dict that maps each layer to the
+        `(args, kwargs)` of its first call, and the set of layers that called `add_loss`.
     """
     found, adding = {}, set()
 
@@ -165,9 +175,10 @@ def _calls(network, inputs, layers, rows):
 
 
 def _trials(layer, call, of_half):
-    """Return (loss, [(state, its change, whether it was set)]) of a call, and of halves of its rows.
+    """Return the results of a layer's call on random rows and on the two halves of these rows.
 
-    None where the call cannot be tried by itself, or takes long.
+    Each result is a tuple `(loss, [(state, change, is set), ...])`. Returns `None` if the layer is
+    too large or cannot be called alone.
     """
     if sum(math.prod(v.shape) for v in layer.variables) > _MOST_ELEMENTS:
         return None
@@ -187,7 +198,8 @@ def _trials(layer, call, of_half):
     packed = [tf.nest.pack_sequence_as(call, trial) for trial in trials]
     try:
         results = [_computed(layer, values, *one) for one in packed]
-        if not _is_near(results[0][0], _computed(layer, values, *packed[0])[0]):  # it draws
+        # The call is random: repeat it without randomness, for the losses only.
+        if not _is_near(results[0][0], _computed(layer, values, *packed[0])[0]):
             packed = [(args, {**kwargs, "training": False}) for args, kwargs in packed]
             results = [(_computed(layer, values, *one)[0], []) for one in packed]
     except Exception:
@@ -209,7 +221,7 @@ def _computed(layer, values, args, kwargs):
 
 
 def _drawn(shape, dtype, part, draw):
-    """Return random values; those of two parts are spread in other ways."""
+    """Return random values. The two parts have different distributions."""
     dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
         return tf.cast(draw.normal(part, 0.5 + part, shape), dtype)
@@ -221,11 +233,11 @@ def _is_near(x, y):
     return bool(np.all(np.abs(np.subtract(x, y)) <= 0.01 * scale))
 
 
-# Losses.
+# Probe of losses.
 
 
 def _is_own_loss(loss):
-    """Return whether a loss is a user's own, of which nobody knows whether it is one of each row."""
+    """Return whether a loss is custom, so that it may not be a mean over rows."""
     loss = getattr(loss, "fn", loss)
     if loss is None or isinstance(loss, str) or hasattr(loss, "per_token"):
         return False
@@ -234,7 +246,7 @@ def _is_own_loss(loss):
 
 
 def _losses_that_differ(objective, outputs, labels):
-    """Return the names of the losses that are not the mean of those of two halves of random rows."""
+    """Return the names of losses that are not the mean over two halves of random rows."""
     draw, differing = np.random.default_rng(0), []
     lengths = {x.shape[1] for x in tf.nest.flatten(outputs) if len(x.shape) > 2}
 
@@ -246,7 +258,7 @@ def _losses_that_differ(objective, outputs, labels):
     labels = tf.nest.map_structure(tf.convert_to_tensor, labels)
     labels, outputs = tf.nest.map_structure(of_few_positions, (labels, outputs))
     outputs = tf.nest.map_structure(lambda x: _probabilities(x.shape, draw), outputs)
-    for ignored in (0, -100):  # what labels that do not count are, most often
+    for ignored in (0, -100):  # Common labels of ignored positions.
         own = tf.nest.map_structure(lambda x: _drawn_labels(x, ignored, draw), labels)
         try:
             counts = objective.counts(own, own, None)
@@ -257,7 +269,7 @@ def _losses_that_differ(objective, outputs, labels):
                 objective.sums(*of_rows(*rows), None, counts, own_is_all=False)
                 for rows in ((0, _ROWS), (0, _ROWS // 2), (_ROWS // 2, _ROWS))
             ]
-        except Exception:  # such as of a loss that takes no such labels
+        except Exception:  # The loss may not accept these labels.
             continue
         names = [name for name in sums[0] if name.startswith("loss/")] or ["loss"]
         for name in names:
@@ -268,20 +280,20 @@ def _losses_that_differ(objective, outputs, labels):
 
 
 def _loss_of(sums, name):
-    """Return the loss of shares that are added up."""
+    """Return the total loss of several parts."""
     divided = sum(float(one.get("divided", 0.0)) for one in sums) or 1.0
     return sum(float(one[name]) for one in sums) / divided
 
 
 def _drawn_labels(like, ignored, draw):
-    """Return random labels, of which more count in the second half."""
+    """Return random labels. The second half has fewer ignored labels."""
     shape = (_ROWS // 2, *(n or _ROWS for n in like.shape[1:]))
     counts = tf.concat([_drawn(shape, "bool", part, draw) for part in range(2)], 0)
     return tf.cast(tf.where(counts, 1, ignored if like.dtype.is_integer else 0), like.dtype)
 
 
 def _probabilities(shape, draw):
-    """Return random positive values; those of several classes sum to 1."""
+    """Return random positive values. The values of several classes sum to 1."""
     values = draw.uniform(0.05, 0.95, shape)
     if len(shape) > 1 and shape[-1] > 1:
         values /= values.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The callback that saves checkpoints while `fit` trains."""
+"""Callbacks that save checkpoints while `fit` trains."""
 
 import contextlib
 import os
@@ -20,20 +20,20 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 
-# Retention of checkpoints of a folder: the newest ones, and the best.
+# Retention of checkpoints: the newest ones, and the best.
 
 
 def remove_old(
     folder: str | os.PathLike, keep: int, monitor: str | None = None, sign: int = 1
 ) -> None:
-    """Remove all checkpoints of a folder but the newest ones and the best.
+    """Remove all checkpoints of a folder except the newest ones and the best.
+
+    Checkpoints that cannot be removed cause a warning.
 
     Args:
-        folder: a folder of checkpoints.
-        keep: number of the newest ones that stay, at least 1.
-        monitor, sign: as of `best_of`.
-
-    Warns of those that cannot be removed.
+        folder: Folder of checkpoints.
+        keep: Positive integer. Number of newest checkpoints to keep.
+        monitor, sign: As in `best_of`.
     """
     saved = [path for _, path in folders.saved_steps(folder)]
     best = best_of(saved, monitor, sign)
@@ -41,25 +41,25 @@ def remove_old(
         try:
             if path != best:
                 folders.remove(path)
-        except OSError as error:  # training goes on
+        except OSError as error:  # Training continues.
             warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
 
 
 def best_of(
     paths: Sequence[pathlib.Path], monitor: str | None, sign: int = 1
 ) -> pathlib.Path | None:
-    """Return the checkpoint with the best value of a log; None where none has it.
+    """Return the checkpoint with the best value of a log, or `None` if no checkpoint has the log.
 
     Args:
-        paths: the checkpoints' folders, the oldest first; of equal values the first is best.
-        monitor: name of the log, or None.
-        sign: 1 where small values are good, -1 where large ones are.
+        paths: Folders of checkpoints from oldest to newest. The oldest of equal values wins.
+        monitor: Name of the log, or `None`.
+        sign: 1 if smaller values are better, -1 if larger values are better.
     """
     values = {}
     for path in paths if monitor is not None else ():
         try:
             value = Checkpoint(path).manifest["metrics"].get(monitor)
-        except InputError:  # damaged
+        except InputError:  # Skip damaged checkpoints.
             continue
         if value is not None:
             values[path] = sign * value
@@ -67,25 +67,26 @@ def best_of(
 
 
 class SharedTimer:
-    """Tells all ranks at the same step that a time is over, by rank 0's clock.
+    """Timer that expires at the same step on all ranks, by rank 0's clock.
 
-    Ranks ask rarely: each time after half of the steps that are left, by what steps took since
-    they last asked (the first one is compiled, and says nothing about the others).
+    Ranks rarely exchange the time: each time after half of the steps that should remain, estimated
+    from the duration of the steps since the last exchange. The first step is excluded because it
+    compiles.
 
     Args:
-        seconds: the time.
+        seconds: Number of seconds until it expires.
     """
 
     def __init__(self, seconds):
         self._seconds = seconds
 
     def start(self, step):
-        """Begin to count at a step."""
+        """Start the timer at a step."""
         self._started, self._passed = time.monotonic(), 0.0
         self._asked_at, self._ask_at = step, step + 1
 
     def is_over(self, step):
-        """Return whether the time is over; all ranks have to call at the same steps."""
+        """Return whether the timer has expired. All ranks must call it at the same steps."""
         if step < self._ask_at:
             return False
         passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
@@ -96,28 +97,30 @@ class SharedTimer:
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
-    """Saves checkpoints of a `Trainer` during `fit`, from which `fit(resume=True)` goes on.
+    """Saves checkpoints of a `Trainer` during `fit`, so that `fit(resume=True)` can continue.
 
-    It is like `keras.callbacks.ModelCheckpoint`, for the full state of a run on any layout. A
-    checkpoint is the folder `folder/step-NUMBER`. One that a kill left incomplete is not counted as
-    one, and the next save removes it. Training goes on while a checkpoint is written. The last step
-    is always saved.
+    It resembles `keras.callbacks.ModelCheckpoint`, but saves the full state of a run on any layout.
+    A checkpoint is the folder `folder/step-NUMBER`. Training continues while a checkpoint is being
+    written. If the process is killed, the incomplete folder is ignored and removed by the next
+    save. The last step is always saved.
 
     Args:
-        folder: the folder of checkpoints; all hosts have to see it.
-        every_steps: number of steps between saves; None for none.
-        every_minutes: minutes between saves, by rank 0's clock; None for none.
-        every_epochs: number of epochs between saves; None for none.
-        keep: number of the newest checkpoints that are kept; None for all.
-        monitor: name of a log, such as `"val_loss"`, by which the best checkpoint is kept in
-            addition. It has to be in the logs when an epoch ends.
-        mode: `"min"` or `"max"`: which value is best; `"auto"` takes `"max"` for names with
-            "acc" or "bleu".
-        replicas: as in `Trainer.save`.
-        assets: as in `Trainer.save`.
+        folder: Folder of checkpoints, on a file system that all hosts share.
+        every_steps: Interval in steps between saves. `None` disables these saves.
+        every_minutes: Interval in minutes between saves, by rank 0's clock. `None` disables these
+            saves.
+        every_epochs: Interval in epochs between saves. `None` disables these saves. Defaults to
+            `1`.
+        keep: Number of newest checkpoints to keep. `None` keeps all. Defaults to `3`.
+        monitor: Name of a log, such as `"val_loss"`. The checkpoint with its best value is also
+            kept. The log must be present at the end of epochs.
+        mode: `"min"`, `"max"` or `"auto"`. Whether smaller or larger values are better. `"auto"`
+            means `"max"` if the name contains "acc" or "bleu". Defaults to `"auto"`.
+        replicas: As in `Trainer.save`.
+        assets: As in `Trainer.save`.
 
     Raises:
-        InputError: an argument is wrong; during training, a checkpoint cannot be written.
+        InputError: If an argument is invalid, or if a checkpoint cannot be written during training.
 
     Example:
 
@@ -175,8 +178,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         if self._timer is not None:
             self._timer.start(self._last_step)
 
-    # A save that is due waits until the next step begins, or the epoch ends: at an epoch's last
-    # step it then has the logs of the validation, and resuming from it begins the next epoch.
+    # A due save waits until the next step starts or the epoch ends. A checkpoint of an epoch's last
+    # step then contains the logs of the validation, and a resumed run starts with the next epoch.
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         before, self._last_step = self._last_step, self.model.num_steps
@@ -192,11 +195,12 @@ class ModelCheckpoint(keras.callbacks.Callback):
             self._save({})
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Save an epoch that stops early, before validation resets the metrics' sums."""
+        """Save an epoch that stops early, before validation resets the metrics."""
         steps = self.params.get("steps")
         if self._in_epoch and self.model.stop_training and (not steps or self._batch < steps):
             self._save({})
-            self._saved_logs = True  # do not save again at the epoch's end, with validation's sums
+            # Do not save the validation's metric states at the end of the epoch.
+            self._saved_logs = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._in_epoch = False
@@ -210,7 +214,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._finish()
 
     def save_now(self) -> int:
-        """Save, and wait until the checkpoint is complete; all ranks call. Return the step."""
+        """Save, wait for the complete checkpoint and return its step. All ranks must call it."""
         self._save({})
         self._finish()
         return self._saved_step
@@ -221,7 +225,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             return
         metrics = {}
         for name, value in logs.items():
-            with contextlib.suppress(TypeError, ValueError):  # of what is no number
+            with contextlib.suppress(TypeError, ValueError):  # Skip values that are not numbers.
                 metrics[name] = float(value)
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
@@ -237,7 +241,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             self._timer.start(step)
 
     def _finish(self):
-        """Wait until the newest checkpoint is complete; remove old ones."""
+        """Wait until the newest checkpoint is complete, then remove old ones."""
         self.model.wait_until_saved()
         if self.keep is not None and job.is_chief():
             remove_old(self.folder, self.keep, self.monitor, self._sign)
@@ -246,7 +250,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         return int(self.model.optimizer.iterations)
 
 
-# States of Keras' own callbacks in checkpoints, such as the patience of early stopping.
+# States of Keras' callbacks in checkpoints, such as the patience of early stopping.
 
 
 FILE = "callbacks.safetensors"
@@ -260,11 +264,11 @@ _WEIGHTS = "best_weights"
 
 
 class CallbackStates(keras.callbacks.Callback):
-    """What Keras' callbacks with a state have, set once more after they have begun.
+    """Callback that saves and restores the states of Keras' callbacks.
 
     Args:
-        callbacks: the callbacks of a `fit`, which come before this one.
-        folder: the checkpoint that a run goes on from, or None.
+        callbacks: Callbacks of `fit` that are listed before this one.
+        folder: The checkpoint to resume from, or `None` for a new run.
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback], folder: str | None):
@@ -277,6 +281,7 @@ class CallbackStates(keras.callbacks.Callback):
         self._path = None if folder is None else pathlib.Path(folder) / FILE
 
     def on_train_begin(self, logs=None):
+        """Restore the states, after the callbacks' `on_train_begin` has reset them."""
         if self._path is None or not self._path.exists():
             return
         file = SafetensorsFile(self._path)
@@ -289,7 +294,7 @@ class CallbackStates(keras.callbacks.Callback):
                 one.best_weights = [np.array(file[x]) for x in weights]
 
     def assets(self) -> dict:
-        """Return what a checkpoint gets: the states as they are now; nothing where there are none."""
+        """Return the assets for a checkpoint: the current states, or `{}` without states."""
         values = {}
         for name, one in self._with_state.items():
             for field in _FIELDS:
@@ -303,10 +308,13 @@ class CallbackStates(keras.callbacks.Callback):
 
 
 def saved_after_states(callbacks: list) -> list:
-    """Return callbacks in an order in which checkpoints see states that an epoch's end has changed.
+    """Return callbacks in an order that lets checkpoints contain the other callbacks' new states.
+
+    At the end of an epoch, callbacks such as `EarlyStopping` must update their states before
+    `ModelCheckpoint` saves.
 
     Args:
-        callbacks: a `fit`'s callbacks.
+        callbacks: Callbacks of `fit`.
 
     Example:
 

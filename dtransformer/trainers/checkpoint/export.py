@@ -1,4 +1,4 @@
-"""Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
+"""Weights in single files: export of checkpoints to Keras and safetensors files, and loading."""
 
 import hashlib
 import math
@@ -27,10 +27,10 @@ from dtransformer.trainers.checkpoint.training_state import (
     network_tensors,
 )
 
-# The seal of a file of weights: its last line, with its checksum and the run that it belongs to.
+# Seal of a weights file: a last line with its checksum and the run that it belongs to.
 
 
-RUN = "run.json"  # in a run folder, and in its checkpoints
+RUN = "run.json"  # Name of the file in a run folder and in its checkpoints.
 NO_RUN = "0" * 64
 _LINE = re.compile(rb"\ndtransformer ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _LINE_BYTES = len(b"\ndtransformer  \n") + 2 * 64
@@ -38,14 +38,14 @@ _CHUNK_BYTES = 2**22
 
 
 def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
-    """Add the seal to a file of weights that was written to the end.
+    """Append the seal to a complete weights file.
 
     Args:
-        path: the file.
-        run: the SHA-256 of the `run.json` of its run.
+        path: Path of the file.
+        run: SHA-256 of the run's `run.json`.
 
     Raises:
-        OSError: the disk is full.
+        OSError: If the disk is full.
     """
     digest = sha256_of(path, run)
     with open(path, "ab") as file:
@@ -53,14 +53,14 @@ def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
 
 
 def check_seal(path: str | os.PathLike, run: str) -> None:
-    """Refuse a file of weights that is damaged, or of another run; it is not parsed.
+    """Check, without parsing it, that a weights file is intact and belongs to a run.
 
     Args:
-        path: the file.
-        run: the SHA-256 of the `run.json` that it has to belong to.
+        path: Path of the file.
+        run: Expected SHA-256 of the run's `run.json`.
 
     Raises:
-        InputError: says what is wrong with it.
+        InputError: If the file is damaged, has no seal, or belongs to another run.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size - _LINE_BYTES
@@ -84,10 +84,18 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
 
 
 def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
-    """Return the SHA-256 of a file's first `size` bytes and of an ending, 64 hexadecimal digits.
+    """Return the SHA-256 of the first `size` bytes of a file, followed by `ending`.
+
+    Args:
+        path: Path of the file.
+        ending: String that is hashed after the file.
+        size: Number of bytes. Defaults to all.
+
+    Returns:
+        A string of 64 hexadecimal digits.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     with opened(path) as file:
@@ -100,8 +108,8 @@ def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf)
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
-_HEAD_BYTES = 2**16  # what a file has besides its tensors, and
-_TENSOR_BYTES = 2**12  # for each of them, at most
+_HEAD_BYTES = 2**16  # Upper bound on a file's header.
+_TENSOR_BYTES = 2**12  # Upper bound on the additional bytes per tensor.
 
 
 def export(
@@ -110,21 +118,21 @@ def export(
     network: keras.Model | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Write the weights of a checkpoint to one file, which is complete or not there.
+    """Write the weights of a checkpoint to one file, atomically.
 
     Args:
-        path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
-        filepath: the file to write, `.weights.h5` or `.safetensors`.
-        network: a model like the one that was saved, for `.weights.h5`; by default it is made from
-            the config in the checkpoint.
-        overwrite: whether a file that is there may be replaced.
+        path: Folder of a checkpoint. Or a folder of checkpoints, whose newest one is exported.
+        filepath: Path of the new file, ending with `.weights.h5` or `.safetensors`.
+        network: Model with the saved architecture, only used for `.weights.h5`. By default it is
+            created from the config in the checkpoint.
+        overwrite: Whether an existing file may be replaced. Defaults to `False`.
 
     Returns:
         The number of tensors.
 
     Raises:
-        InputError: the checkpoint is damaged, a weight is not finite, the file is there, cannot be
-            written or has another ending, or the network cannot be made from its config.
+        InputError: If the checkpoint is damaged, a weight is not finite, the file exists, cannot be
+            written or has another ending, or if the network cannot be created from its config.
     """
     if os.path.lexists(filepath) and not overwrite:
         raise InputError(
@@ -173,34 +181,34 @@ def _export_keras(checkpoint, filepath, network):
 
 
 def write_keras(network: keras.Model, filepath: str | os.PathLike, save: Callable) -> None:
-    """Write a file of a network; a full disk, or a kill, leaves it as it was.
+    """Write a network's file atomically: after a failure the old file is unchanged.
 
     Args:
-        network: the network.
-        filepath: the file, replaced where it is there.
-        save: a function of the path that it writes to, which becomes the file.
+        network: The `keras.Model`. Its variables determine the required disk space.
+        filepath: Path of the file. An existing file is replaced.
+        save: Function that writes the file to the temporary path that it receives.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: If the file cannot be written.
     """
     with replacing(filepath, _file_bytes(network.variables)) as fresh:
         save(fresh)
 
 
 def network_values(network: keras.Model) -> dict[str, tf.Tensor]:
-    """Return what this rank holds of the weights of a built network, by their names."""
+    """Return this rank's parts of the weights of a built network by name."""
     return {tensor.name.removeprefix(NETWORK): tensor.read() for tensor in network_tensors(network)}
 
 
 def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.ndarray]) -> None:
-    """Refuse weights that are not numbers.
+    """Check that weights contain no NaN and no infinity.
 
     Args:
-        path: where they come from, for the error.
-        values: the names of tensors and their values.
+        path: Source of the weights, for the error.
+        values: Dict that maps tensor names to values.
 
     Raises:
-        InputError: names the first that has a NaN or an infinity.
+        InputError: If a value is not finite. The error contains the name of the first such tensor.
     """
     for name, value in values.items():
         value = np.asarray(value)
@@ -212,26 +220,26 @@ def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.nd
 
 
 def _file_bytes(variables):
-    """Return at least the bytes that a file of variables takes."""
+    """Return an upper bound on the size in bytes of a file with these variables."""
     sizes = [math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in variables]
     return _HEAD_BYTES + sum(size + _TENSOR_BYTES for size in sizes)
 
 
 def is_safetensors(filepath: str | os.PathLike) -> bool:
-    """Return whether a path has the ending of a safetensors file."""
+    """Return whether a path ends with `.safetensors`."""
     return str(filepath).endswith(_SAFETENSORS)
 
 
 def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
-    """Set the weights of a built network; each rank reads only the shards that it holds.
+    """Set the weights of a built network. Each rank reads only its shards.
 
     Args:
-        network: the network.
-        filepath: a `.safetensors` file that `export` wrote.
+        network: The `keras.Model`.
+        filepath: Path of a `.safetensors` file that `export` wrote.
 
     Raises:
-        InputError: there is no such file, it is damaged, its weights are not the network's, or have
-            values that are not finite; nothing is changed then.
+        InputError: If the file does not exist, is damaged, does not fit the network, or has values
+            that are not finite. The network is unchanged then.
     """
     tensors = together(lambda: network_tensors(network), "safetensors/network")
 
@@ -262,7 +270,7 @@ def _read(stored, bounds):
 
 
 def _check_fits(path, tensors, in_file):
-    """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
+    """Raise `InputError` on all ranks if their tensors do not match a file's."""
     if what := misfit(*differences(tensors, in_file)):
         raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}")
 
@@ -278,7 +286,7 @@ def _network_of(checkpoint):
     try:
         network = keras.saving.deserialize_keras_object(config)
         network.build()
-    except Exception as error:  # whatever Keras raises for a config
+    except Exception as error:  # An invalid config may raise any exception.
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
             f"{checkpoint.path}: the network cannot be made from its config ({reason}): call "
@@ -291,7 +299,7 @@ _DEPTHS = "num_layers", "encoder_layers", "decoder_layers"
 
 
 def _check_depth(checkpoint, config):
-    """Refuse a config with more layers than the checkpoint has tensors, before they are made."""
+    """Check, before building, that a config has no more layers than the checkpoint has tensors."""
     num_tensors = len(checkpoint.shapes_of(NETWORK))
     arguments = config.get("config")
     is_ours = str(config.get("registered_name")).startswith("dtransformer>")

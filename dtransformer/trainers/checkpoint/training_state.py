@@ -1,8 +1,11 @@
-"""The state of a training run: the tensors it consists of, and what this rank holds of them.
+"""State of a training run: its tensors, and this rank's shards of them.
 
-Names do not depend on the layout: `network/PATH` is a weight, without the network's own name;
-`optimizer/KIND/PATH` what an optimizer keeps for it, such as `optimizer/momentums/PATH`;
-`optimizer/NAME` the optimizer's scalars; `metrics/NUMBER/NAME` sums since the epoch began.
+Names of tensors do not depend on the layout:
+
+- `network/PATH`: a weight. The path excludes the network's name.
+- `optimizer/KIND/PATH`: an optimizer state of the weight, such as `optimizer/momentums/PATH`.
+- `optimizer/NAME`: a scalar of the optimizer.
+- `metrics/INDEX/NAME`: a sum since the epoch began.
 """
 
 import collections
@@ -21,14 +24,14 @@ from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_
 from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
 from dtransformer.trainers.optimizer.apply import optimizer_states
 
-# Names of a network's variables that do not change from process to process.
+# Names of a network's variables that are identical in all processes.
 
 
-_SEEDS = "seed_generator"  # Keras' own layers have these, under no layer's path
+_SEEDS = "seed_generator"  # Keras' seed generators have this path, without a layer.
 
 
 def names_of(network: keras.Model) -> dict[int, str]:
-    """Return the names of a built network's variables, by their `id`."""
+    """Return a dict that maps the `id` of each variable of a built network to its name."""
     counts, layer_names = collections.Counter(), {network.name: ""}
     for layer in _compat.flat_layers(network, include_self=False):
         if layer.path is not None and layer.path not in layer_names:
@@ -45,7 +48,10 @@ def names_of(network: keras.Model) -> dict[int, str]:
 
 
 def _renumbered(name, default, outer, counts):
-    """Return a name; where Keras made it of the default name, with its number in the outer layer."""
+    """Replace the counter in a default layer name by its index in the outer layer.
+
+    Keras counts all layers of a class in the process. Custom names are returned unchanged.
+    """
     if not re.fullmatch(rf"{default}(_\d+)?", name):
         return name
     counts[outer, default] += 1
@@ -54,7 +60,7 @@ def _renumbered(name, default, outer, counts):
 
 
 def _name(path, layer_names):
-    """Return a path with the layers along it named as in `layer_names`."""
+    """Replace the layers' names along a path as in `layer_names`."""
     words, along = [], ""
     for word in path.split("/"):
         along = f"{along}/{word}" if along else word
@@ -67,16 +73,16 @@ NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """What checkpoints save and restore; a trainer hands it over.
+    """State that checkpoints save and restore.
 
     Args:
-        network: a built `keras.Model`.
-        optimizer: a built Keras optimizer.
-        optimizer_shards: what the optimizer updates on this rank, in the order of its states:
-            for each shard the weight, the bounds of the shard in it, and the range of the
-            flattened rectangle that it is, None where it is all of it.
-        skipped_steps: variable with the number of steps that were skipped, int64 scalar.
-        metrics: the Keras metrics that sum over an epoch.
+        network: A built `keras.Model`.
+        optimizer: A built Keras optimizer.
+        optimizer_shards: Weight shards that the optimizer updates on this rank, in the order of its
+            states. Tuples of the weight, the shard's bounds, and the range of the flattened shard,
+            `None` for the full shard.
+        skipped_steps: Int64 scalar variable, the number of skipped steps.
+        metrics: Keras metrics that sum over an epoch.
     """
 
     network: keras.Model
@@ -89,7 +95,7 @@ class TrainingState:
         """Return all tensors of the state.
 
         Raises:
-            ValueError: two variables have the same name.
+            ValueError: If two variables have the same name.
         """
         names = names_of(self.network)
         tensors = network_tensors(self.network, names)
@@ -103,14 +109,15 @@ class TrainingState:
             if math.prod(variable.shape) == stop - start:
                 place = variable, bounds, flat_range
                 tensors.append(ShardedTensor.of(name, true_shape(weight), *place))
-            else:  # not a number for each element, such as Adafactor's sums over rows
+            else:
+                # The state is not elementwise, for example Adafactor's sums over rows.
                 tensors.append(_replicated(name, variable))
         tensors.append(_replicated(f"{OPTIMIZER}skipped_steps", self.skipped_steps))
         _check_names(tensors, self.network)
         return tensors + self.metric_tensors()
 
     def metric_tensors(self) -> list[ShardedTensor]:
-        """Return the sums since the epoch began."""
+        """Return the tensors of the metrics' sums since the epoch began."""
         variables = [variable for metric in self.metrics for variable in metric.variables]
         return [
             _replicated(f"{METRICS}{number}/{variable.name}", variable)
@@ -121,7 +128,12 @@ class TrainingState:
 def network_tensors(
     network: keras.Model, names: Mapping[int, str] | None = None
 ) -> list[ShardedTensor]:
-    """Return the tensors of a built network; `names` are those of `names_of`."""
+    """Return the tensors of a built network.
+
+    Args:
+        network: The `keras.Model`.
+        names: Result of `names_of(network)`. Computed by default.
+    """
     names = names_of(network) if names is None else names
     return [
         tensor
@@ -149,7 +161,7 @@ def _check_names(tensors, network):
             )
 
 
-# Differences between the state of all ranks and what a file holds.
+# Differences between the tensors of all ranks and a file.
 
 
 Shape = tuple[int, ...]
@@ -158,17 +170,16 @@ Shape = tuple[int, ...]
 def differences(
     tensors: Sequence[ShardedTensor], in_file: Mapping[str, Shape]
 ) -> tuple[list[str], list[str], dict[str, tuple[Shape, Shape]]]:
-    """Compare the names and shapes of all ranks' tensors with those of a file.
-
-    All ranks have to call.
+    """Compare the names and shapes of all ranks' tensors with a file. All ranks must call it.
 
     Args:
-        tensors: this rank's.
-        in_file: the names of the file's tensors, and their shapes.
+        tensors: This rank's tensors.
+        in_file: Dict that maps the names of the file's tensors to their shapes.
 
     Returns:
-        The sorted names that the file lacks; the sorted names that only the file has; and the names
-        whose shapes differ, with our shape and the file's.
+        A `(missing, unexpected, other_shapes)` tuple: sorted names that only the ranks have, sorted
+        names that only the file has, and a dict of names with different shapes, which maps to the
+        ranks' shape and the file's shape.
     """
     own = {tensor.name: list(tensor.shape) for tensor in tensors}
     ours = {}
@@ -190,7 +201,7 @@ def misfit(
     unexpected: Sequence[str],
     other_shapes: Mapping[str, tuple[Shape, Shape]],
 ) -> str:
-    """Return what `differences` has found as a clause about the file; "" where it is nothing."""
+    """Return the result of `differences` as text, or `""` if nothing differs."""
     shapes = [f"{name} {ours}, there {its}" for name, (ours, its) in sorted(other_shapes.items())]
     kinds = {"it lacks": missing, "it also has": unexpected, "shapes differ": shapes}
     return "; ".join(

@@ -1,4 +1,4 @@
-"""Saving: all ranks write their shards at the same time, while training goes on."""
+"""Saving of checkpoints: all ranks write their shards in parallel while training continues."""
 
 import concurrent.futures
 import dataclasses
@@ -21,20 +21,20 @@ from dtransformer.trainers.checkpoint.manifest import describe_file, describe_ru
 from dtransformer.trainers.checkpoint.saved_checkpoint import LATEST, PREFIX, REPLICAS
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 
-# Save plan: which rank writes which shards of a checkpoint, pure data.
+# Save plan, pure data: which rank writes which shards.
 
 
-ShardKey = tuple[str, Bounds]  # a tensor's name, and the shard's bounds in it
+ShardKey = tuple[str, Bounds]  # Name of a tensor, and bounds of a shard in it.
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file of a checkpoint, which one rank writes.
+    """File of a checkpoint, written by one rank.
 
     Args:
-        writer: the rank.
-        shards: which shards are in it, by tensor name and bounds.
-        replica_of: index in the plan of the file that it repeats; None where it is no replica.
+        writer: The rank.
+        shards: Names and bounds of the shards in the file.
+        replica_of: Index in the plan of the file that it duplicates, or `None`.
     """
 
     writer: int
@@ -45,12 +45,12 @@ class DataFile:
 def plan_files(
     rank_shards: Sequence[Mapping[ShardKey, int]], with_replicas: bool = False
 ) -> list[DataFile]:
-    """Return the files of a checkpoint, replicas last.
+    """Return the plan of a checkpoint's files, with replicas last.
 
     Args:
-        rank_shards: for each rank the shards that it holds, and their bytes.
-        with_replicas: whether shards that several ranks hold are written twice, by different
-            ranks. All shards of a file then belong to the same ranks.
+        rank_shards: For each rank a dict that maps its shards to their sizes in bytes.
+        with_replicas: Whether shards of several ranks are written twice, by different ranks. All
+            shards of a file then belong to the same ranks.
 
     Example:
 
@@ -65,7 +65,7 @@ def plan_files(
         for key in shards:
             holders.setdefault(key, []).append(rank)
     chosen, load = [[] for _ in rank_shards], [0] * len(rank_shards)
-    # First the shards that a single rank holds, then the largest.
+    # Assign shards of a single rank first, then large shards.
     order = sorted(
         holders, key=lambda key: (len(holders[key]) > 1, -rank_shards[holders[key][0]][key], key)
     )
@@ -89,21 +89,21 @@ def plan_files(
 
 
 def _other_holders(file, rank_shards):
-    """Return the other ranks that hold all shards of a file, the next ones first."""
+    """Return the other ranks that have all shards of a file, starting after the writer."""
     ranks = [(file.writer + step) % len(rank_shards) for step in range(1, len(rank_shards))]
     return [rank for rank in ranks if all(key in rank_shards[rank] for key in file.shards)]
 
 
 @dataclasses.dataclass
 class Save:
-    """One save, as this rank sees it.
+    """One save on this rank.
 
     Args:
-        path: the checkpoint's folder.
-        files: the plan of the files that all ranks write.
-        values: for each shard that this rank writes the tensor, its local value, and the shard.
-        assets: see `CheckpointWriter.start`.
-        manifest: what the manifest holds but for `files` and `tensors`.
+        path: Folder of the checkpoint.
+        files: Plan of the files of all ranks.
+        values: Dict of the shards that this rank writes: key -> tensor, local value and shard.
+        assets: See `CheckpointWriter.start`.
+        manifest: Manifest without `files` and `tensors`.
     """
 
     path: pathlib.Path
@@ -114,7 +114,7 @@ class Save:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The folder that is written until the checkpoint is complete."""
+        """Folder that is written until the checkpoint is complete."""
         return folders.unfinished(self.path)
 
     def prefix(self, index: int) -> str:
@@ -134,8 +134,8 @@ def write_shards(save: Save) -> dict[int, dict]:
     """Write this rank's files.
 
     Returns:
-        For each of them, by its index in the plan, what the manifest says about it, and its `tensors`
-        with their shapes and data types.
+        A dict that maps the index of each file in the plan to its manifest entry, with `tensors`
+        added: a dict of names, shapes and dtypes.
     """
     described = {}
     for index, file in enumerate(save.files):
@@ -157,14 +157,15 @@ def write_shards(save: Save) -> dict[int, dict]:
 
 
 def merge_shards(save: Save, written: Mapping[str, dict]) -> None:
-    """Make one checkpoint of all ranks' files, and rename it to its path.
+    """Merge the files of all ranks into one checkpoint and rename it to its final path.
 
     Args:
-        save: the save.
-        written: what `write_shards` returned on all ranks; JSON has made texts of the indices.
+        save: The `Save`.
+        written: Merged results of `write_shards` on all ranks. JSON has converted the indices to
+            strings.
 
     Raises:
-        FileNotFoundError: another rank's file is not in the folder.
+        FileNotFoundError: If another rank's file is not in the folder.
     """
     _check_all_there(save)
     merged = [index for index, file in enumerate(save.files) if file.replica_of is None]
@@ -206,7 +207,7 @@ def _check_all_there(save):
 
 
 def _write_assets(save):
-    """Return the paths of the files that the user adds, written."""
+    """Write the user's assets and return the paths of their files."""
     paths = []
     for name, asset in save.assets.items():
         asset.save(save.folder / name)
@@ -216,13 +217,13 @@ def _write_assets(save):
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time.
+    """Writer of checkpoints, one at a time.
 
-    A save keeps the values that variables have: TensorFlow gives a variable new memory when it
-    changes while its old value is in use. Those of a GPU are copied to the host first.
+    A save refers to the current values of variables. TensorFlow allocates new memory for a variable
+    that changes while its old value is in use. Values on a GPU are first copied to the host.
     """
 
-    _running = None  # the save that is under way in this process, whichever trainer's
+    _running = None  # Running save of any trainer in this process.
 
     def __init__(self):
         self._digest = self._files = self._num_bytes = None
@@ -238,18 +239,20 @@ class CheckpointWriter:
         replicas: bool = False,
         assets: Mapping | None = None,
     ) -> None:
-        """Begin to save; all ranks have to call. A save that is under way is waited for.
+        """Start a save, after waiting for a running one. All ranks must call it.
 
         Args:
-            path: the checkpoint's folder.
-            state: what is saved.
-            info: what else the manifest holds.
-            overwrite: whether it may replace a checkpoint; else it is saved beside one.
-            replicas: whether shards that several ranks hold are written twice.
-            assets: names of files or folders to add, and objects whose `save(path)` writes them.
+            path: Folder of the checkpoint.
+            state: The `TrainingState` to save.
+            info: Additional items of the manifest.
+            overwrite: Whether an existing checkpoint may be replaced. Otherwise another path is
+                used.
+            replicas: Whether shards of several ranks are written twice.
+            assets: Dict that maps names of additional files or folders to objects with a method
+                `save(path)`.
 
         Raises:
-            InputError: it cannot be written there; on every rank.
+            InputError: If the folder cannot be written. All ranks raise the error.
         """
         self.finish()
         path = pathlib.Path(path).absolute()
@@ -266,17 +269,17 @@ class CheckpointWriter:
 
     @classmethod
     def finish(cls) -> None:
-        """Wait until the save that is under way is complete.
+        """Wait until the running save is complete.
 
         Raises:
-            InputError: it could not be written; the same on every rank.
+            InputError: If the checkpoint could not be written. All ranks raise the same error.
         """
         if cls._running is not None:
             running, CheckpointWriter._running = cls._running, None
             running.result()
 
     def _plan(self, tensors: Sequence[ShardedTensor], replicas: bool):
-        """Plan the files that all ranks write; the last plan holds where no rank's shards changed."""
+        """Plan the files of all ranks, unless no rank's shards have changed since the last plan."""
         own = [
             [tensor.name, shard.bounds, tensor.num_bytes(shard), tensor.shape, tensor.dtype]
             for tensor in tensors
@@ -296,7 +299,7 @@ class CheckpointWriter:
 
 
 def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]):
-    """Return {(name, bounds): (tensor, its local value, shard)} of what this rank writes."""
+    """Return a dict of the shards that this rank writes: key -> tensor, local value and shard."""
     own = {key for file in files if file.writer == job.rank() for key in file.shards}
     values = {}
     for tensor in tensors:
@@ -306,15 +309,15 @@ def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]
     return values
 
 
-# A process that ends waits for it.
+# A process waits for this thread before it exits.
 _THREAD = concurrent.futures.ThreadPoolExecutor(1)
 
 
 def _run(save: Save):
-    """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files.
+    """Write this rank's shards, and on rank 0 merge the files of all ranks.
 
     Raises:
-        InputError: it could not be written; the same on every rank.
+        InputError: If the checkpoint could not be written. All ranks raise the same error.
     """
     try:
         with tf.device("CPU:0"):
@@ -322,7 +325,7 @@ def _run(save: Save):
             written = {name: about for files in everyone for name, about in files.items()}
             merge = lambda: job.is_chief() and merge_shards(save, written)
             together(merge, "checkpoint/committed")
-    except (ValueError, RuntimeError) as error:  # some rank's
+    except (ValueError, RuntimeError) as error:  # The error of any rank.
         if job.is_chief():
             shutil.rmtree(save.folder, ignore_errors=True)
         raise InputError(f"{save.path}: the checkpoint could not be written: {error}") from None

@@ -1,7 +1,7 @@
-"""Gradient accumulation: a batch is computed in micro-batches, one after the other.
+"""Gradient accumulation over micro-batches.
 
-A step then needs the activations of one micro-batch only, and its numbers are those of
-the whole batch.
+A step stores the activations of only one micro-batch at a time. Gradients and sums equal the
+results of the full batch.
 """
 
 import tensorflow as tf
@@ -12,18 +12,17 @@ _CALLED = {"_noinline": True}
 
 
 def in_micro_batches(forward_backward, number, reduce):
-    """Return an engine's forward–backward that takes a batch in micro-batches.
+    """Return a forward–backward function that divides each batch into micro-batches.
 
     Args:
-        forward_backward: as `Engine.forward_backward`.
-        number: number m of micro-batches; rows are divided as evenly as they can be, some get none
-            where there are fewer.
-        reduce: a function of the gradients of a micro-batch, whose results are added up.
+        forward_backward: Function like `Engine.forward_backward`.
+        number: Number m of micro-batches. Rows are divided as evenly as possible. With
+            fewer rows, some micro-batches are empty.
+        reduce: Function that is applied to the gradients of each micro-batch before they are added.
 
     Returns:
-        A function alike. Gradients and sums are those of all micro-batches; outputs,
-        where there are any, follow one another. Each micro-batch has dropout masks of
-        its own.
+        A function with the same arguments and results. Gradients and sums are added over the
+        micro-batches, outputs are concatenated. Each micro-batch has different dropout masks.
     """
 
     def accumulated(inputs, labels, sample_weight, numbers):
@@ -35,15 +34,18 @@ def in_micro_batches(forward_backward, number, reduce):
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         compute = micro_batch
-        if not tf.executing_eagerly():  # compiled once, and called for each
+        # Compile one function and call it for each micro-batch.
+        if not tf.executing_eagerly():
             compute = tf.function(micro_batch, autograph=False, experimental_attributes=_CALLED)
         before = [x for x in tf.nest.flatten(batch) if x is not None]
         gradients, all_outputs, sums = None, [], None
         for i in range(number):
-            # What ranks send does not depend on the batch, and one is in memory at a time.
+            # Gathers of weights do not depend on the batch and could run early. Order them, so
+            # that only one micro-batch is in memory at a time.
             with tf.control_dependencies(before):
                 more, outputs, more_sums = compute(tf.constant(i))
-            if gradients is not None:  # one after the other, so that the old ones are freed
+            # Add the gradients one by one to free each old one immediately.
+            if gradients is not None:
                 more = [gradients.pop(0) + more.pop(0) for _ in range(len(more))]
                 more_sums = tf.nest.map_structure(tf.add, sums, more_sums)
             gradients, sums = more, more_sums
@@ -56,5 +58,5 @@ def in_micro_batches(forward_backward, number, reduce):
 
 
 def seed_of(seed, i, number):
-    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
+    """Return the dropout seed of micro-batch `i` of `number`."""
     return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])

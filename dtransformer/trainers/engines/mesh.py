@@ -1,7 +1,4 @@
-"""The engine of a mesh: forward and backward of all of its devices together.
-
-The shards of the weights and the batch go in, this rank's shards of the gradients come out.
-"""
+"""Engine for a mesh: its devices run the forward and backward passes together."""
 
 import warnings
 
@@ -29,14 +26,14 @@ from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Engine, Numbers
 
-MANY_BLOCKS = 24  # those of which the function takes DTensor half a minute to compile
+MANY_BLOCKS = 24  # DTensor takes about half a minute to compile a function with this many blocks.
 
 
 class MeshEngine(Engine):
-    """Forward and backward on the mesh that this rank is a part of.
+    """Engine that runs forward and backward passes on this rank's mesh.
 
     Args:
-        step: the `ForwardStep`.
+        step: The `ForwardStep`.
     """
 
     def __init__(self, step):
@@ -84,10 +81,13 @@ class MeshEngine(Engine):
         return _own_rows(self._predict(put_sharded(inputs)), inputs)
 
     def _check_added_rows(self, inputs, function, training=False):
-        """Check that nothing counts the rows of zeros that are added to a batch, but for the loss.
+        """Check that nothing counts the zero rows that fill up a batch.
+
+        The loss excludes these rows.
 
         Raises:
-            ValueError: what layers add to the loss does, or keep; or a BatchNormalization.
+            ValueError: If rows were added and layers add losses, update states or metrics, or, in
+                training, if there is a trainable BatchNormalization.
         """
         rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
         if not rows_added(rows):
@@ -106,7 +106,7 @@ class MeshEngine(Engine):
                 f"{axis * get_parallel_config().micro_batch_num} rows, or drop the rest"
             )
 
-    # What is traced on the mesh.
+    # Functions that are traced on the mesh.
 
     def _train_on_mesh(self, inputs, labels, sample_weight, counts, loss_scale, seed):
         job.compiles()
@@ -128,7 +128,7 @@ class MeshEngine(Engine):
 
 
 def _tell_of_chunks(network):
-    """Warn that the first step of a deep network takes long, and say what takes less."""
+    """Warn if the network is so deep that its first step takes long to compile."""
     number = number_of_blocks(network)
     may_have_chunks = not settings_without_chunks(get_parallel_config())
     if number >= MANY_BLOCKS and may_have_chunks and job.is_chief():
@@ -144,6 +144,6 @@ def _tell_of_chunks(network):
 
 
 def _own_rows(outputs, inputs):
-    """Return outputs without the rows that were added to the batch."""
+    """Return the local outputs without the rows that were added to the batch."""
     number = num_rows(inputs)
     return tf.nest.map_structure(lambda x: None if x is None else local_value(x)[:number], outputs)

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: carries the schedule's instructions out on this rank."""
+"""Engine for a pipeline: runs the instructions of this rank's stage."""
 
 import contextlib
 import dataclasses
@@ -43,10 +43,10 @@ from dtransformer.trainers.row_sharding import rows_of_shard
 
 
 class PipelineEngine(Engine):
-    """Forward and backward of this rank's stage of the network.
+    """Engine that runs forward and backward passes of this rank's pipeline stage.
 
     Args:
-        step: the `ForwardStep`. Its network is built here, this stage's layers of it.
+        step: The `ForwardStep`. `build` builds only this stage's layers of its network.
     """
 
     takes_micro_batches = True
@@ -61,7 +61,7 @@ class PipelineEngine(Engine):
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
         self.devices, self.peers = stage_devices(), peers()
-        # Compiled forward passes of chunks, by chunk and `Dataflow`.
+        # Compiled forward pass of a chunk, from its index and the `Dataflow`.
         self.function = ChunkFunctions(self.network, self._forward, self.devices, shares=True).of
         self._predict = ForwardPass(
             self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
@@ -69,7 +69,7 @@ class PipelineEngine(Engine):
         self._evaluate = ForwardPass(
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
-        self._dataflows = {}  # specs of a micro-batch -> Dataflow
+        self._dataflows = {}  # Specs of a micro-batch -> Dataflow.
         self._is_prepared = False
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
@@ -78,14 +78,14 @@ class PipelineEngine(Engine):
             kernel_gradients, autograph=False, reduce_retracing=True
         )
         self._shared = self._example = None
-        self._names_of_sums = {}  # kind of computation -> dict of names and shapes
-        self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
-        # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
+        self._names_of_sums = {}  # "train" or "test" -> dict of names and shapes.
+        self._compiled = []  # The last compilation, see `PipelineStep.compiled`.
+        # Dataflow and events of the last step: computations, starts of sends, and receives.
         self._last_dataflow, self._last_events = None, ([], {}, {})
         self._consistency = ReplicaConsistency()
 
     def build(self, first):
-        """As `Engine.build`; of other stages' layers there are no weights."""
+        """Build this stage's layers; see `Engine.build`."""
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
@@ -93,7 +93,7 @@ class PipelineEngine(Engine):
             self._leave_out_frozen_chunks()
 
     def _leave_out_frozen_chunks(self):
-        """Find the first chunk with a weight that is trained: none before it has a backward pass."""
+        """Remove backward passes before the first chunk with a trainable weight."""
         trained = [
             chunk for chunk in own_chunks() if weights_of(self.network, chunk, self._example)[0]
         ]
@@ -103,10 +103,10 @@ class PipelineEngine(Engine):
             without_backward(of_stage, self.first_trained) for of_stage in self._instructions
         ]
 
-    # A training step.
+    # Training step.
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        """As `Engine.forward_backward`; gradients are those of this stage's weights."""
+        """See `Engine.forward_backward`. Gradients belong to this stage's weights."""
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch, number = (inputs, labels, sample_weight), self._num_micro_batches
         self._consistency.check(batch, "train")
@@ -128,13 +128,13 @@ class PipelineEngine(Engine):
         gradients = [shard for shards in gradients for shard in shards]
         is_first = "train" not in self._names_of_sums
         sums = self._sums_everywhere(step.sums, "train")
-        if is_first:  # later steps do not wait for it
+        if is_first:  # Reading the sums blocks, so only the first step is checked.
             self._check_added(sums)
         return gradients, step.all_outputs(), sums
 
     def _prepare(self, batches, rows, *numbers):
-        """Compile this stage's chunks, before it waits for others."""
-        # In the first step alone, which all ranks take together: layers may send.
+        """Compile this stage's chunks before it waits for other stages."""
+        # Layers may communicate, so all ranks must do this in the same step, the first.
         is_first, self._is_prepared = not self._is_prepared, True
         if not is_first or self.placement.num_stages == 1:
             return
@@ -145,16 +145,16 @@ class PipelineEngine(Engine):
             self._compiled = step.compiled or self._compiled
 
     def dataflow(self, inputs):
-        """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
+        """Return the `Dataflow` of a micro-batch with these input tensors or specs."""
         key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
         return self._dataflows[key]
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
-        """Return a chunk's share of the loss, its sums, outputs if wanted, and its split kernels.
+        """Return a chunk's local loss, sums, outputs for metrics and deferred kernel gradients.
 
-        Outputs are the last chunk's.
+        Only the last chunk has outputs.
         """
         devices, step = self.devices, self._step
         job.compiles()
@@ -172,15 +172,15 @@ class PipelineEngine(Engine):
         return devices.replicate((loss, sums, outputs, deferred))
 
     def _layers(self, chunk=None):
-        """Return the layers of a model chunk, by default of the one that is computed."""
+        """Return the layers of a model chunk, by default the current one."""
         chunk = current_chunk() if chunk is None else chunk
         return layers_of(self.network, chunk, self.placement)
 
     def _sums_everywhere(self, sums, kind):
-        """Return on every stage the sums over all stages; of layers' states, those of its own."""
+        """Return on every stage the sums over all stages, and this stage's state changes."""
         states = {name: value for name, value in sums.items() if name.startswith("states/")}
         sums = {name: value for name, value in sums.items() if name not in states}
-        if kind not in self._names_of_sums:  # always the same
+        if kind not in self._names_of_sums:  # The names do not change from step to step.
             own = {name: list(value.shape) for name, value in sums.items()}
             everyone = all_gather_json(own, "names_of_sums")
             everyone = {name: shape for of_rank in everyone for name, shape in of_rank.items()}
@@ -193,7 +193,13 @@ class PipelineEngine(Engine):
         return totals | states
 
     def _check_added(self, sums):
-        """Refuse what stages would have to know of the last one before their backward passes."""
+        """Check that layers add no losses if the loss normalizer depends on the forward pass.
+
+        Other stages would need the normalizer before their backward passes.
+
+        Raises:
+            ValueError: If layers have added losses to such a loss.
+        """
         if "divided" in sums and float(sums["added"]):
             raise ValueError(
                 "a loss that is a mean over a mask, and losses that layers add, do not go through a "
@@ -201,10 +207,10 @@ class PipelineEngine(Engine):
                 "instead of the mask, or pipeline_stage=1"
             )
 
-    # Without gradients: the whole batch, from stage to stage.
+    # Evaluation and prediction: the full batch passes from stage to stage.
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        """As `Engine.evaluate`; outputs where metrics want them, on the stage that has them."""
+        """See `Engine.evaluate`. Only the last stage returns outputs."""
         self._consistency.check((inputs, labels, sample_weight), "test")
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
@@ -216,7 +222,7 @@ class PipelineEngine(Engine):
         return outputs, self._sums_everywhere(sums, "test")
 
     def _outputs_and_sums(self, inputs, labels, sample_weight, counts):
-        """Return the last chunk's results, and what the layers of this one add to the sums."""
+        """Return the last chunk's results and the sums of the current chunk's layers."""
         outputs, found = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
@@ -225,7 +231,7 @@ class PipelineEngine(Engine):
         return (self._step.kept(outputs), sums), self.devices.replicate(own)
 
     def predict(self, inputs):
-        """As `Engine.predict`."""
+        """See `Engine.predict`."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         self._consistency.check(inputs, "predict")
         rows = num_rows(inputs)
@@ -233,18 +239,18 @@ class PipelineEngine(Engine):
         return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))
 
     def example_outputs(self):
-        """Return zeros of the types of the outputs, and of shapes like theirs."""
+        """See `Engine.example_outputs`."""
         return zeros_like(self._example.outputs)
 
-    # What is told of a step.
+    # Reports on a step.
 
     @property
     def num_kept(self):
-        """The number of micro-batches whose activations of all own chunks are kept at once."""
+        """Maximum number of stored activations of chunks, divided by this stage's chunks."""
         return most_alive(self._instructions[self.stage]) / len(own_chunks())
 
     def collectives(self):
-        """Return the `Collective`s of a step: those on the mesh, and between the stages."""
+        """Return the `Collective`s of a step, on the mesh and between stages."""
         on_mesh = [
             dataclasses.replace(one, layer=function.layer_name(one.layer))
             for function, names in self._compiled
@@ -253,7 +259,7 @@ class PipelineEngine(Engine):
         return self._num_micro_batches * on_mesh + self.transfers()
 
     def transfers(self):
-        """Return the `Collective`s that this stage sends to others in the last step."""
+        """Return the `Collective`s that this stage sent to other stages in the last step."""
         sent = []
         for one in self._instructions[self.stage]:
             if one.kind not in SENDS:
@@ -273,7 +279,7 @@ class PipelineEngine(Engine):
         return sent
 
     def timeline(self, path=None):
-        """Return what all stages did in the last step; see `Trainer.timeline`."""
+        """Return the timeline of all stages in the last step; see `Trainer.timeline`."""
         if takes_gpu_branch() and not self.devices.measures:
             self.devices.measures = True
             raise ValueError(

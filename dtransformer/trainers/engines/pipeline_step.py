@@ -1,4 +1,4 @@
-"""One training step of a pipeline stage: its instructions are carried out here."""
+"""One training step of a pipeline stage, which executes the schedule's instructions."""
 
 import dataclasses
 import time
@@ -23,24 +23,23 @@ from dtransformer.trainers.optimizer.gradients import with_zeros
 
 
 class PipelineStep:
-    """A training step of this rank's stage.
+    """Training step of this rank's stage.
 
     Args:
-        engine: the `PipelineEngine`.
-        batches: list of the micro-batches, each (inputs, labels, sample_weight) as compiled
-            functions take them.
-        num_rows: number of rows of each, those that were added for the mesh not counted.
-        counts, loss_scale: numbers as compiled functions take them.
-        seed: int64 tensor [2].
+        engine: The `PipelineEngine`.
+        batches: List of micro-batches, tuples `(inputs, labels, sample_weight)` of device tensors.
+        num_rows: Number of rows of each micro-batch, without rows that were added for the mesh.
+        counts, loss_scale: Device tensors, see `Numbers`.
+        seed: Int64 tensor [2].
 
     Attributes:
-        dataflow: the `Dataflow` of a micro-batch.
-        sums: dict of what the logs are made of, of this stage.
-        events: list of the `Event`s of computations.
-        sent: dict of the names of sends and when they began.
-        received: dict of the names of receives and their `Event`s.
-        compiled: list of the functions of this stage's chunks, each with the names of those that it
-            was compiled into, if any were.
+        dataflow: The `Dataflow` of a micro-batch.
+        sums: Dict of this stage's sums for the logs.
+        events: List of the `Event`s of computations.
+        sent: Dict that maps the name of each send to its start time.
+        received: Dict that maps the name of each receive to its `Event`.
+        compiled: List of `(function, names)` tuples if a chunk was compiled in this step, otherwise
+            empty: the function of each chunk, and the names of its compiled TensorFlow functions.
     """
 
     def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
@@ -49,19 +48,19 @@ class PipelineStep:
         self._counts, self._loss_scale, self._seed = counts, loss_scale, seed
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
-        self._weights = {}  # chunk -> what gradients are taken of
-        self._tapes = {}  # (chunk, micro-batch) -> what its backward pass needs
-        self._left = {}  # (chunk, micro-batch) -> list of (kernel, input, gradient of the output)
-        self._arriving = {}  # name of a receive -> future
+        self._weights = {}  # Chunk -> tensors that gradients are computed for.
+        self._tapes = {}  # (chunk, micro-batch) -> inputs of its backward pass.
+        self._left = {}  # (chunk, micro-batch) -> list of (kernel, input, output gradient).
+        self._arriving = {}  # Name of a receive -> future.
         self._leaving = []
-        self._handed = {}  # name of what passes a border -> tensors, until they are taken
-        self._gradients = {}  # id of a weight -> list of this rank's shards
+        self._handed = {}  # Name of border tensors -> tensors, until they are used.
+        self._gradients = {}  # Weight id -> list of this rank's shards.
         self._outputs = []
         self.sums, self.events, self.compiled = {}, [], []
         self.sent, self.received = {}, {}
 
     def run(self, instruction):
-        """Carry an instruction out."""
+        """Execute an instruction."""
         self._started = time.time()
         if instruction.kind in SENDS:
             self._send(instruction)
@@ -73,9 +72,9 @@ class PipelineStep:
             self.events.append(event)
 
     def rehearse(self):
-        """Compute the first micro-batch, on zeros in place of what other stages send.
+        """Run the first micro-batch on zeros instead of received tensors.
 
-        All stages compile at the same time then, not one when the other's results have come.
+        All stages then compile at the same time, not in sequence.
         """
         for chunk in own_chunks():
             one = Instruction(FORWARD, 0, chunk)
@@ -95,7 +94,7 @@ class PipelineStep:
         return self._devices.from_shards(crossing, shards)
 
     def finish(self):
-        """Wait until everything has left."""
+        """Wait for all sends, and record the end of all receives."""
         for sent in self._leaving:
             sent.result()
         for name, event in self.received.items():
@@ -108,23 +107,23 @@ class PipelineStep:
                 function.compilation.is_new = False
 
     def all_gradients(self):
-        """Return for each weight the list of this rank's shards of its gradient."""
+        """Return for each trainable weight the list of its gradient's local shards."""
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
         zeros = lambda i: [tf.zeros_like(shard.value) for shard in own_shards([weights[i]])]
         return with_zeros(weights, gradients, zeros)
 
     def all_outputs(self):
-        """Return the outputs of all micro-batches; None where they are not wanted, or not here."""
+        """Return the outputs of all micro-batches, or `None` without metrics or on other stages."""
         if not self._outputs:
             return None
         return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *self._outputs)
 
-    # What passes the border after a chunk, forwards or backwards: by send and receive, or from
-    # hand to hand where both chunks are on this stage.
+    # Tensors at the border between two chunks. They are sent and received, or passed on directly
+    # if both chunks are on this stage.
 
     def _border(self, one):
-        """Return the `CrossStageTensor`s of a send or a receive, and the name of what passes."""
+        """Return the `CrossStageTensor`s of a send or a receive, and their common name."""
         border = one.chunk - (one.kind in (RECEIVE_ACTIVATIONS, SEND_GRADIENTS))
         if one.kind in (SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS):
             return self.dataflow.sent_after(border), _activations(one.micro_batch, border)
@@ -143,11 +142,11 @@ class PipelineStep:
         self._leaving.append(self._engine.peers.send(shards, one.peer, name))
 
     def _take(self, crossing, name):
-        """Return the tensors that pass a border, in the order of the `CrossStageTensor`s."""
+        """Return the tensors at a border in the order of the `CrossStageTensor`s."""
         if name in self._handed:
             return self._handed.pop(name)
         shards = self._arriving.pop(name).result()
-        self._started = time.time()  # what comes before is waiting
+        self._started = time.time()  # Exclude the waiting time from the event.
         return self._devices.from_shards(crossing, shards)
 
     # Computations.
@@ -195,13 +194,14 @@ class PipelineStep:
             upstream = self._take(self.dataflow.gradients_after(chunk), _gradients(k, chunk))
         tape, sent, loss, unused, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
-        # What is told has no gradient, but the tape would make zeros of it that are not on the mesh.
+        # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
+        # zeros that are not on the mesh.
         upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, unused)]
         found = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         function = self._engine.function(chunk, self.dataflow)
-        if function.compilation.is_new:  # it had no gradient before
+        if function.compilation.is_new:  # The first backward pass compiles its gradient.
             function.compilation.compiled.extend(new_functions())
         if chunk > self._engine.first_trained:
             self._handed[_gradients(k, chunk - 1)] = [
@@ -225,7 +225,7 @@ class PipelineStep:
         self._add_up([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(left, gradients)])
 
     def _add_up(self, gradients):
-        """Add a list of (weight, gradient or None) to what other micro-batches gave."""
+        """Add (weight, gradient) tuples to the gradients of other micro-batches; skip `None`."""
         new = {
             id(weight): self._devices.gradient_shards(weight, gradient)
             for weight, gradient in gradients
@@ -237,10 +237,10 @@ class PipelineStep:
 
 
 def _activations(k, border):
-    """Return the name of a micro-batch's activations that pass the border after a chunk."""
+    """Return the name of a micro-batch's activations at the border after a chunk."""
     return f"activations_{k}_after_{border}"
 
 
 def _gradients(k, border):
-    """Return the name of a micro-batch's gradients that pass the border after a chunk."""
+    """Return the name of a micro-batch's gradients at the border after a chunk."""
     return f"gradients_{k}_after_{border}"
