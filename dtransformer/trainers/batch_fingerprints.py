@@ -12,14 +12,14 @@ from dtransformer.parallel.runtime import job
 
 FINGERPRINTS = "fingerprints"  # Key in the sums and logs of a step.
 _DIFFERENT = (
-    "rank {} and rank {} have different batches in step {}. Give every rank the same data in the "
-    "same order (a dataset that shuffles needs a seed), or pass shard=False if each rank has its "
-    "own rows"
+    "Rank {} and rank {} have different batches in step {}. Pass the same data in the same order "
+    "on every rank (shuffle datasets with a seed), or pass `shard=False` if each rank has "
+    "different rows."
 )
 _EQUAL = (
-    "rank {} and rank {} have the same rows up to step {}, but each must have its own (shard=False, "
-    "or as_dataset() without num_shards=1). Pass shard=True, or give each rank the rows of "
-    "dtransformer.data_shard()"
+    "Rank {} and rank {} have had the same rows up to step {}, but ranks must have different rows "
+    "with `shard=False` or an `as_dataset()` that shards. Pass `shard=True`, or select each rank's "
+    "rows by `dtransformer.data_shard()`."
 )
 
 

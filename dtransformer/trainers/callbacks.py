@@ -173,8 +173,8 @@ class SacreBleu(keras.callbacks.Callback):
             iterables, for several translations per sentence.
         translate: Function that takes a list of strings and returns their translations, an iterable
             of the same length.
-        every: Positive integer. Interval in epochs: epochs `every`, `2 * every`, … are scored, and
-            the logs of other epochs have no `val_bleu`. Defaults to `1`.
+        every: Positive integer. Interval in epochs: epochs `every`, `2 * every`, … are scored.
+            The logs of other epochs have no `val_bleu`. Defaults to `1`.
 
     Attributes:
         score: The last score, a float from 0 to 100, or `None` before the first.
@@ -212,12 +212,12 @@ class SacreBleu(keras.callbacks.Callback):
         sizes = [len(reference) for reference in self.references]
         if not self.source_sentences or set(sizes) != {len(self.source_sentences)}:
             raise InputError(
-                "source_sentences must not be empty and every list of references must be as "
-                f"long, received {len(self.source_sentences)} sentences and references of "
-                f"length {', '.join(map(str, sizes))}"
+                f"`source_sentences` has {len(self.source_sentences)} sentences and `references` "
+                f"has {', '.join(map(str, sizes))}. Pass at least one sentence, and one reference "
+                "for each in every list of references."
             )
         if not callable(translate):
-            raise InputError(f"translate must be a function, received {translate!r}")
+            raise InputError(f"`translate` must be a function, received {translate!r}.")
         self.translate = translate
         self.every = check_int("every", every)
         self.score: float | None = None
@@ -229,8 +229,8 @@ class SacreBleu(keras.callbacks.Callback):
         translations = list(self.translate(list(self.source_sentences)))
         if len(translations) != len(self.source_sentences):
             raise ValueError(
-                "translate must return one string a sentence: it was given "
-                f"{len(self.source_sentences)} and returned {len(translations)}"
+                f"`translate` received {len(self.source_sentences)} sentences and returned "
+                f"{len(translations)}. It must return one string for each sentence."
             )
         metric = BLEU()
         self.score = metric.corpus_score(translations, self.references).score

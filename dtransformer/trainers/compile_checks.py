@@ -26,21 +26,21 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(
-            "MultiOptimizer has several optimizers, but the trainer updates all weights with one: "
-            "use a single Keras optimizer, such as AdamW"
+            "The trainer updates all weights with one optimizer and does not support "
+            "MultiOptimizer. Use a single Keras optimizer, such as AdamW."
         )
     if job.placement().num_chunks > 1 and not objective.knows_divisors:
         raise ValueError(
-            "a pipeline needs a loss of tokens that tells their weights before the forward pass: "
-            "give it the method token_weights(labels, mask), or use pipeline_stage=1"
+            "A pipeline must know the token weights of a loss before the forward pass, but the "
+            "loss has no method token_weights(labels, mask). Define it, or set `pipeline_stage=1`."
         )
     if job.mesh() is not None:
         check_elementwise(optimizer)
     if job.compiles_shapes() and (run_eagerly or jit_compile is True):
         name = "run_eagerly" if run_eagerly else "jit_compile"
         raise ValueError(
-            f"{name}=True does not work with a pipeline, and not where operations are sharded over "
-            "a mesh: leave it out"
+            f"`{name}=True` does not work with a pipeline or with operations that are sharded over "
+            f"a mesh. Remove `{name}`."
         )
 
 
@@ -53,8 +53,8 @@ def check_launch():
     size = os.environ.get("HOROVOD_SIZE", "1")
     if size != "1" and not job.is_initialized():
         raise RuntimeError(
-            f"horovodrun has started {size[:10]} ranks, and this one has not joined them: call "
-            "dtransformer.init() before anything else"
+            f"horovodrun has started {size[:10]} ranks, but this rank has not joined them. Call "
+            "dtransformer.init() first."
         )
 
 
@@ -81,13 +81,13 @@ def check_network(network):
     layer = trained_batch_normalization(network)
     if job.data_shard()[1] > 1 and layer is not None:
         raise ValueError(
-            f"{layer.name}: a BatchNormalization would have other means on each data shard: use "
-            "LayerNormalization or GroupNormalization, or freeze it (trainable=False)"
+            f"The BatchNormalization {layer.name!r} would compute different means on each data "
+            "shard. Use LayerNormalization or GroupNormalization, or freeze it (trainable=False)."
         )
     for name in _own_methods(network, _STEPS):
         raise ValueError(
-            f"{type(network).__name__} has a {name} of its own, which the trainer would not "
-            "call: put what it computes into a loss, a metric or add_loss"
+            f"{type(network).__name__} overrides `{name}`, which the trainer does not call. Move "
+            "its computation to a loss, a metric or `add_loss`."
         )
 
 
@@ -103,8 +103,8 @@ def warn_of_loops(network):
     if names and job.is_chief():
         warnings.warn(
             f"{type(network).__name__} overrides {', '.join(names)}, which the trainer does not "
-            "call: preprocess the data first, as in data.map(task.preprocessor) for KerasHub, and "
-            "move other code to a callback",
+            "call. Preprocess the data first, for example with data.map(task.preprocessor) for "
+            "KerasHub, and move other code to a callback.",
             stacklevel=3,
         )
 
@@ -135,8 +135,8 @@ def of_rows(metrics):
             if not len(values.shape):
                 name = getattr(metric, "__name__", metric)
                 raise ValueError(
-                    f"the metric {name!r} returns one number for all rows, and each data shard has "
-                    "its own: let it return a number for each row"
+                    f"The metric {name!r} returns a scalar for all rows, which is not defined when "
+                    "data shards divide the rows. Return one value for each row."
                 )
             return values
 
@@ -166,8 +166,9 @@ def check_weights_unchanged(network, before):
         path for key, path in {**before, **now}.items() if (key in now) != (key in before)
     ]:
         raise ValueError(
-            f"{changed[0]} was frozen, added or taken away after the trainer had made its steps: do "
-            "so before compile, or compile again with a new optimizer"
+            f"The weight {changed[0]} was added, removed, frozen or unfrozen after the trainer had "
+            "built its steps. Do this before `compile`, or call `compile` again with a new "
+            "optimizer."
         )
 
 
@@ -185,7 +186,7 @@ def check_unchanged(config):
         before, now = getattr(config, field.name), getattr(current, field.name)
         if before != now:
             raise RuntimeError(
-                f"the Trainer was made with {field.name}={before!r} in the parallel config, which "
-                f"now has {now!r}: a trainer keeps its config, so make a new one, or use this one "
-                "in the scope that it was made in"
+                f"The Trainer was created with `{field.name}={before!r}` in the parallel config, "
+                f"but the current value is {now!r}. Create a new Trainer, or use this one in the "
+                "scope in which it was created."
             )

@@ -183,8 +183,8 @@ def check_batched(first, network):
     shapes = [tuple(x.shape) for x in batch if x.shape != tf.TensorShape(None)]
     if () in shapes or (ranks and None not in own and sorted(own) == sorted(r - 1 for r in ranks)):
         raise ValueError(
-            f"the data's elements have the shapes {shapes}, without the batch's dimension: call "
-            "batch(...) on the dataset"
+            f"The data's elements have the shapes {shapes}, without a batch dimension. Call "
+            "`batch(...)` on the dataset."
         )
 
 
@@ -202,8 +202,8 @@ def check_batches(data):
     for rank, number in enumerate(numbers):
         if number != numbers[0]:
             raise ValueError(
-                f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
-                "same number, its own rows of each global batch"
+                f"Rank 0 has {numbers[0]} batches and rank {rank} has {number}. Every rank needs "
+                "the same number of batches, with its rows of each global batch."
             )
 
 
@@ -248,9 +248,9 @@ def check_rows(number):
     if number % multiple:
         shards = job.data_shard()[1]
         raise ValueError(
-            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
-            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
-            f"{multiple * shards} rows, {multiple} a data shard"
+            f"{number:g} rows per rank cannot be divided into `micro_batch_num={multiple}` equal "
+            "micro-batches, as a pipeline requires. Use batches with a multiple of "
+            f"{multiple * shards} rows, {multiple} per data shard."
         )
 
 
@@ -314,6 +314,6 @@ def input_specs(first):
 
 def _inputs_of(first):
     if first is None:
-        raise ValueError("the network is not built: call it on a batch before training")
+        raise ValueError("The network is not built. Call it on a batch before training.")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
     return element_specs(inputs)

@@ -83,17 +83,17 @@ class LayerStates:
     def _count(self, network, in_pipeline):
         for layer in _compat.flat_layers(network):
             for metric in _own_metrics(layer):
-                where = f"{layer.path or layer.name} owns the metric {metric.name!r}"
+                where = f"The layer {layer.path or layer.name} has the metric {metric.name!r}"
                 if in_pipeline and isinstance(layer, keras.Model):
                     raise ValueError(
-                        f"{where}, and no stage of a pipeline computes a model's own call: let a "
-                        "layer update it"
+                        f"{where}, but it is a model, and no pipeline stage runs a model's call. "
+                        "Update the metric in a layer."
                     )
                 if not _is_sum(metric):
                     raise ValueError(
-                        f"{where}, whose states are not known to be sums over the rows, as those of "
-                        "layers have to be where devices share a batch: say state_reduction = 'sum' "
-                        "in its class if they are, give it to compile, or use one device"
+                        f"{where}, but devices share a batch, so its states must be sums over "
+                        "rows. Set state_reduction = 'sum' in its class if they are, pass the "
+                        "metric to `compile`, or use one device."
                     )
                 for variable in metric.variables:
                     self._counts[f"metrics/{len(self._counts)}"] = layer, variable, SUM

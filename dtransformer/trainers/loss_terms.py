@@ -43,7 +43,7 @@ def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
     if size is not None:
         is_inside &= (highest < size) | (tf.size(ids) == 0)
         expected = f"0 to {size - 1}"
-    line = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
+    line = f"dtransformer: The {what} must be {expected}. The batch has the range"
     return tf.debugging.Assert(is_inside, [line, lowest, highest])
 
 
@@ -75,14 +75,14 @@ def check_loss(loss) -> None:
         return
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         raise ValueError(
-            f"the loss {type(loss).__name__} has a __call__ of its own, of which the parts that "
-            "ranks compute cannot be added up: define call(y_true, y_pred), which returns the "
-            "loss of each sample, and choose a reduction"
+            f"The loss {type(loss).__name__} overrides __call__, so its value cannot be summed "
+            "over the ranks' parts of a batch. Define call(y_true, y_pred), which returns the loss "
+            "of each sample, and set a reduction."
         )
     if loss.reduction not in (*_MEANS, "sum"):
         raise ValueError(
-            f"the loss {loss.name!r} has reduction={loss.reduction!r}, which gives no scalar to "
-            f"minimize: use one of {', '.join((*_MEANS, 'sum'))}"
+            f"The loss {loss.name!r} has `reduction={loss.reduction!r}`, which does not return a "
+            f"scalar. Use one of {', '.join((*_MEANS, 'sum'))}."
         )
 
 
@@ -142,9 +142,9 @@ def _keras_values(loss, labels, outputs, sample_weight, own_is_all):
     if weights is not None:
         if not values.shape.rank and not own_is_all:
             raise ValueError(
-                f"the loss {loss.name!r} gives one value for all rows, which sample weights or a "
-                "mask cannot weigh where ranks or micro-batches share the rows: let it return "
-                "the loss of each row"
+                f"The loss {loss.name!r} returns one value for all rows, so sample weights or a "
+                "mask cannot be applied when ranks or micro-batches divide the rows. Return the "
+                "loss of each row."
             )
         values = _product(values, weights)
     return values, weights, own if loss.reduction != "sum" else None

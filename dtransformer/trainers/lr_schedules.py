@@ -31,7 +31,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self.peak_learning_rate = rate("peak_learning_rate", peak_learning_rate)
         if self.peak_learning_rate == 0.0:
             raise InputError(
-                f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
+                f"`peak_learning_rate` must be greater than 0, received {peak_learning_rate!r}."
             )
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
 
@@ -69,14 +69,13 @@ class WarmupDecay(WarmupSchedule):
         self.final_learning_rate = rate("final_learning_rate", final_learning_rate)
         if self.total_steps <= self.warmup_steps:
             raise InputError(
-                "total_steps counts the warm-up too and must be greater than warmup_steps, "
-                f"received total_steps={total_steps!r} and warmup_steps={warmup_steps!r}"
+                f"`total_steps={total_steps!r}` must be greater than "
+                f"`warmup_steps={warmup_steps!r}`, because it includes the warmup."
             )
         if self.final_learning_rate > self.peak_learning_rate:
             raise InputError(
-                "final_learning_rate must not exceed peak_learning_rate, received "
-                f"final_learning_rate={final_learning_rate!r} and "
-                f"peak_learning_rate={peak_learning_rate!r}"
+                f"`final_learning_rate={final_learning_rate!r}` must not exceed "
+                f"`peak_learning_rate={peak_learning_rate!r}`."
             )
 
         # The decay covers the last steps.
@@ -269,11 +268,11 @@ class WarmupStableDecay(WarmupDecay):
         self.decay_steps = check_int("decay_steps", given, 0)
         if not 1 <= self.decay_steps <= most:
             raise InputError(
-                f"decay_steps must be from 1 to the {most} steps after the warm-up, received "
-                f"{decay_steps!r}"
+                f"`decay_steps` must be from 1 to {most}, the number of steps after the warmup, "
+                f"received {decay_steps!r}."
             )
         if decay not in ("linear", "sqrt"):
-            raise InputError(f"decay must be 'linear' or 'sqrt', received {decay!r}")
+            raise InputError(f"`decay` must be 'linear' or 'sqrt', received {decay!r}.")
         self.decay = decay
 
     def left(self, done: tf.Tensor) -> tf.Tensor:
@@ -349,10 +348,10 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
     """
     if name not in SCHEDULES:
         raise InputError(
-            f"unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
+            f"Unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
         )
     signature = inspect.signature(SCHEDULES[name])
-    with refusing(f"the learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
+    with refusing(f"The learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
         signature.bind(**kwargs)
     return SCHEDULES[name](**kwargs)
 
@@ -365,5 +364,5 @@ def rate(name: str, value: object) -> float:
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
-        raise InputError(f"{name} must be a finite number, at least 0, received {value!r}")
+        raise InputError(f"`{name}` must be a finite number of at least 0, received {value!r}.")
     return value

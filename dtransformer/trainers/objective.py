@@ -73,9 +73,9 @@ class Objective:
         has_ids = self.is_of_tokens or "sparse_categorical_crossentropy" in str(self.losses)
         if has_ids and len(shape) > 1 and shape[-1] != 1:
             raise ValueError(
-                f"`class_weight` weights rows, and the labels of shape {tuple(shape)} are class ids of "
-                "tokens. Pass `sample_weight` in the labels' shape instead: the weight of each "
-                "label's class."
+                f"`class_weight` weights rows, but the labels of shape {tuple(shape)} are class "
+                "ids of tokens. Pass `sample_weight` in the labels' shape instead, the weight of "
+                "each label's class."
             )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
@@ -186,9 +186,10 @@ class Objective:
             sums.update({f"loss/{name}": share.loss for name, share in shares.items()})
             if any(share.divided is not None for share in shares.values()):
                 raise ValueError(
-                    "several losses of which one is a mean over a mask need the whole batch at "
-                    "once: train it on one data shard with micro_batch_num=1, or give sample "
-                    "weights and mean_with_sample_weight instead of the mask"
+                    "Several losses cannot be combined if one of them is averaged over a mask and "
+                    "the batch is divided. Use sample weights with the reduction "
+                    "'mean_with_sample_weight' instead of the mask, or one data shard with "
+                    "`micro_batch_num=1`."
                 )
             return {**sums, "counted": tf.cast(tf.shape(flat[0])[0], "float32")}
         (share,) = shares.values()
@@ -205,8 +206,8 @@ def _label_checks(labels, loss):
     """Return operations that fail if the labels of a token loss are not valid class ids."""
     if not labels.dtype.is_integer:
         raise ValueError(
-            f"{type(loss).__name__} takes the numbers of classes, and the labels are "
-            f"{labels.dtype.name}: cast them to int32"
+            f"{type(loss).__name__} needs integer class ids, but the labels have the dtype "
+            f"{labels.dtype.name}. Cast them to int32."
         )
     ignored, size = getattr(loss, "ignore_id", None), getattr(loss, "vocab_size", None)
     name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"

@@ -38,7 +38,7 @@ class SaveAndLeave(keras.callbacks.Callback):
         if stopping.passes_gate():
             return
         step = self._saving.save_now()
-        job.print_once(f"Asked to stop: saved at step {step} in {self._saving.folder}")
+        job.print_once(f"Stopping on request. Saved step {step} in {self._saving.folder}.")
         job.barrier()
         # horovodrun kills all other ranks when the first rank exits. Ignore the signals until then.
         for number in _SIGNALS:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError, is_of_another_rank
 
 _NOT_COUNTED = (
-    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
+    " To ignore labels of -100, use CrossEntropyLoss(ignore_id=-100), or ignore_class=-100."
 )
 # Matches the message of `loss_terms.check_range`, in graphs and in eager mode.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
@@ -37,9 +37,11 @@ def errors_in_one_line() -> Iterator[None]:
             raise InputError(refused[1]) from None
         line = _line(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):
-            line = "another device of the mesh failed: an id that is in no table, most often"
+            line = "Another device of the mesh failed. Check that all ids are valid table indices."
         if line is None and is_of_another_rank(error.message):
-            raise RuntimeError("another rank has failed, or left: what it says tells why") from None
+            raise RuntimeError(
+                "Stopped because another rank has failed or exited. See its output."
+            ) from None
         if line is None:
             raise
         raise ValueError(line + _NOT_COUNTED * (" -100" in line)) from None
@@ -48,10 +50,10 @@ def errors_in_one_line() -> Iterator[None]:
 def _line(message):
     if found := _CHECKED.search(message):
         line, lowest, highest = found.groups()
-        return f"{line} {lowest} and {highest}"
+        return f"{line} {lowest} to {highest}."
     if found := _LOOKED_UP.search(message):
         number, size = map(int, found.groups())
-        return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
+        return f"An id or label of the batch is {number}, but must be 0 to {size - 1}."
     if found := _LABEL.search(message):
-        return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
+        return f"A label of the batch is {found[1]}, but the outputs have {found[2]} classes."
     return None

@@ -121,9 +121,10 @@ def tell_of_parts(differing: list[str]) -> None:
     everyone = [name for names in all_gather_json(differing, "parts") for name in names]
     if everyone and job.is_chief():
         warnings.warn(
-            f"{', '.join(dict.fromkeys(everyone))}: what a batch gives there is not the mean of what "
-            "its parts give, and data shards and micro-batches compute parts: the numbers are those "
-            "of parts, not Keras'; one data shard and micro_batch_num=1 give Keras'",
+            f"The result of {', '.join(dict.fromkeys(everyone))} for a batch is not the mean of "
+            "the results for its parts, but data shards and micro-batches divide each batch. "
+            "Results therefore differ from Keras'. Use one data shard and `micro_batch_num=1` for "
+            "Keras' results.",
             stacklevel=2,
         )
 

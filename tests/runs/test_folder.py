@@ -110,7 +110,7 @@ def nan_weights(run, other):
 SWAPS = {
     "another config": (swap("config.yaml"), "config.yaml: is not what the run began with"),
     "another tokenizer": (swap("tokenizer"), "is not what the run began with"),
-    "other weights": (swap(WEIGHTS), "weights are of another run"),
+    "other weights": (swap(WEIGHTS), "weights belong to another run"),
     "another run.json": (swap("run.json"), "is not what the run began with"),
     "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
     "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
@@ -343,7 +343,7 @@ def test_the_command_exports_weights_that_belong_to_the_run(run, trained, monkey
     command = [sys.executable, "-m", "dtransformer.cli", "checkpoint", "export"]
     arguments = [str(run / "checkpoints"), "--out", str(run / WEIGHTS)]
     refused = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    assert refused.returncode == 2 and "is there already" in refused.stderr
+    assert refused.returncode == 2 and "exists. Pass another path" in refused.stderr
     subprocess.run([*command, *arguments, "--overwrite"], check=True, capture_output=True)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 0

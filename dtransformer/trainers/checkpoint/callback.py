@@ -42,7 +42,7 @@ def remove_old(
             if path != best:
                 folders.remove(path)
         except OSError as error:  # Training continues.
-            warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
+            warnings.warn(f"An old checkpoint cannot be removed ({error}).", stacklevel=2)
 
 
 def best_of(
@@ -146,9 +146,9 @@ class ModelCheckpoint(keras.callbacks.Callback):
             if value is not None:
                 check_int(name, value)
         if every_minutes is not None and not every_minutes > 0:
-            raise InputError(f"every_minutes must be greater than 0, received {every_minutes!r}")
+            raise InputError(f"`every_minutes` must be greater than 0, received {every_minutes!r}.")
         if mode not in ("auto", "min", "max"):
-            raise InputError(f"mode must be 'auto', 'min' or 'max', received {mode!r}")
+            raise InputError(f"`mode` must be 'auto', 'min' or 'max', received {mode!r}.")
         self.folder = pathlib.Path(folder)
         self.every_steps, self.every_epochs = every_steps, every_epochs
         self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
@@ -161,8 +161,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         if not hasattr(self.model, "wait_until_saved"):
             raise InputError(
-                "dtransformer.trainers.ModelCheckpoint saves a dtransformer.Trainer, and this is a "
-                f"{type(self.model).__name__}: use keras.callbacks.ModelCheckpoint"
+                "dtransformer.trainers.ModelCheckpoint needs a dtransformer.Trainer, received a "
+                f"{type(self.model).__name__}. Use keras.callbacks.ModelCheckpoint."
             )
         self._saved_step = self._last_step = self._step()
         self._is_due, self._saved_logs = False, True
@@ -172,8 +172,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         )
         if newest > self._last_step:
             raise InputError(
-                f"{self.folder} has a checkpoint of step {newest}, and training is at step "
-                f"{self._last_step}: go on from it with fit(resume=True), or give another folder"
+                f"{self.folder} contains a checkpoint of step {newest}, but training is at step "
+                f"{self._last_step}. Resume from it with fit(resume=True), or use another folder."
             )
         if self._timer is not None:
             self._timer.start(self._last_step)
@@ -229,8 +229,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
                 metrics[name] = float(value)
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
-                f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "
-                f"best: they have {', '.join(sorted(metrics))}",
+                f"`monitor={self.monitor!r}` is not in the logs, so this checkpoint cannot be the "
+                f"best. The logs contain {', '.join(sorted(metrics))}.",
                 stacklevel=2,
             )
         self._finish()

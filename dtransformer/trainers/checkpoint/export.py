@@ -68,18 +68,18 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
         line = _LINE.fullmatch(file.read(_LINE_BYTES))
     if line is None:
         raise InputError(
-            f"{path}: these weights are damaged, or were not written by this dtransformer: they do "
-            "not end with their checksum"
+            f"{path}: the weights are damaged, or were not written by this version of "
+            "dtransformer: they do not end with their checksum."
         )
     digest, owner = (value.decode() for value in line.groups())
     if sha256_of(path, owner, size) != digest:
         raise InputError(
-            f"{path}: these weights are damaged: their content does not match its checksum"
+            f"{path}: the weights are damaged: their content does not match their checksum."
         )
     if owner != run:
         raise InputError(
-            f"{path}: these weights are of another run than the {RUN} beside them: put the run's own "
-            "there, or export one of its checkpoints"
+            f"{path}: the weights belong to another run than the {RUN} beside them. Copy the "
+            "weights of this run, or export one of its checkpoints."
         )
 
 
@@ -135,9 +135,7 @@ def export(
             written or has another ending, or if the network cannot be created from its config.
     """
     if os.path.lexists(filepath) and not overwrite:
-        raise InputError(
-            f"{filepath}: is there already: give another path, or overwrite (--overwrite)"
-        )
+        raise InputError(f"{filepath} exists. Pass another path, or overwrite it (--overwrite).")
     checkpoint = Checkpoint(checkpoints_of(path)[0])
     problems = checkpoint.problems()
     if problems:
@@ -145,7 +143,7 @@ def export(
     if str(filepath).endswith(_KERAS):
         return _export_keras(checkpoint, filepath, network)
     if not is_safetensors(filepath):
-        raise InputError(f"{filepath}: give a file that ends with {_KERAS} or {_SAFETENSORS}")
+        raise InputError(f"{filepath} must end with {_KERAS} or {_SAFETENSORS}.")
     tensors = {
         name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
         for name in checkpoint.shapes_of(NETWORK)
@@ -214,8 +212,8 @@ def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.nd
         value = np.asarray(value)
         if value.dtype.kind not in "biu" and not np.isfinite(value).all():
             raise InputError(
-                f"{path}: {name} has values that are not finite (NaN or infinity), as its training "
-                "went astray: take earlier weights, or train again with a lower learning rate"
+                f"{path}: {name} has values that are not finite (NaN or infinity), because the "
+                "training diverged. Use earlier weights, or train again with a lower learning rate."
             )
 
 
@@ -272,15 +270,15 @@ def _read(stored, bounds):
 def _check_fits(path, tensors, in_file):
     """Raise `InputError` on all ranks if their tensors do not match a file's."""
     if what := misfit(*differences(tensors, in_file)):
-        raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}")
+        raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}.")
 
 
 def _network_of(checkpoint):
     config = checkpoint.manifest["network"]
     if config is None:
         raise InputError(
-            f"{checkpoint.path}: the network was saved without a Keras config: call "
-            "dtransformer.trainers.checkpoint.export with the network itself"
+            f"{checkpoint.path} contains no Keras config of the network. Pass the network to "
+            "dtransformer.trainers.checkpoint.export."
         )
     _check_depth(checkpoint, config)
     try:
@@ -289,8 +287,8 @@ def _network_of(checkpoint):
     except Exception as error:  # An invalid config may raise any exception.
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"{checkpoint.path}: the network cannot be made from its config ({reason}): call "
-            "dtransformer.trainers.checkpoint.export with the network itself"
+            f"{checkpoint.path}: the network cannot be created from its config ({reason}). Pass "
+            "the network to dtransformer.trainers.checkpoint.export."
         ) from None
     return network
 
@@ -307,6 +305,6 @@ def _check_depth(checkpoint, config):
         depth = arguments.get(name)
         if isinstance(depth, int) and depth > num_tensors:
             raise InputError(
-                f"{checkpoint.path}: the network's config has {name}={depth}, and the checkpoint "
-                f"{num_tensors} tensors: give the network's own checkpoint"
+                f"{checkpoint.path}: the network's config has `{name}={depth}`, but the checkpoint "
+                f"has only {num_tensors} tensors. Use a checkpoint of this network."
             )

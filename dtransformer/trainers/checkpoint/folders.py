@@ -66,11 +66,11 @@ def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
         return [folder for _, folder in sorted(found, reverse=True)]
     if not os.path.exists(path):
         raise InputError(
-            f"{path}: there is no such folder; give a checkpoint's folder, or a folder of checkpoints"
+            f"{path} does not exist. Pass the folder of a checkpoint, or a folder of checkpoints."
         )
     raise InputError(
-        f"{path}: there is no checkpoint here; a complete one has a {MANIFEST}, and in a folder of "
-        "checkpoints each is named step-NUMBER"
+        f"{path} contains no checkpoint. A checkpoint contains a {MANIFEST}, and a folder of "
+        "checkpoints contains folders named step-NUMBER."
     )
 
 
@@ -130,7 +130,7 @@ def _inside(folder):
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{folder} cannot be read ({error.strerror}).") from None
 
 
 def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
@@ -163,8 +163,8 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
     if free < num_bytes:
         shutil.rmtree(fresh)
         raise InputError(
-            f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, and a checkpoint takes "
-            f"{num_bytes / 2**20:,.0f} MiB: make room, or keep fewer checkpoints"
+            f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, but a checkpoint needs "
+            f"{num_bytes / 2**20:,.0f} MiB. Free disk space, or keep fewer checkpoints."
         )
     return path
 

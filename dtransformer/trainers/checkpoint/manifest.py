@@ -96,11 +96,11 @@ def read_manifest(folder: pathlib.Path) -> dict:
     document = typed(read_json(path), _Document, path)
     body = document["checkpoint"]
     if document["crc32"] != _crc32_of(json.dumps(body, sort_keys=True)):
-        raise InputError(f"{path} is damaged: its content does not match its checksum")
+        raise InputError(f"{path} is damaged: its content does not match its checksum.")
     if body.get("version") != _VERSION:
         raise InputError(
-            f"{path} has format version {shown(body.get('version'))}, and this dtransformer reads "
-            f"version {_VERSION}: update dtransformer"
+            f"{path} has format version {shown(body.get('version'))}, but this version of "
+            f"dtransformer reads version {_VERSION}. Update dtransformer."
         )
     return typed(body, Manifest, path)
 

@@ -92,8 +92,8 @@ def restore(
     restored = Restored(checkpoint, *compared, damaged)
     if strict and (what := misfit(*compared)):
         raise InputError(
-            f"{restored.path} does not fit this network and optimizer: {what}. Restore it with those "
-            "that it was saved with, or restore what fits with strict=False"
+            f"{restored.path} does not fit this network and optimizer: {what}. Restore it with the "
+            "network and optimizer that were saved, or pass `strict=False` to skip these tensors."
         )
     if check is not None:
         check(restored)
@@ -106,8 +106,8 @@ def restore(
                     tensor.assign(checkpoint.read_local(tensor))
         except (tf.errors.OpError, OSError, MemoryError) as error:
             raise InputError(
-                f"{checkpoint.path}: cannot be read ({one_line(str(error), 160)}); some tensors "
-                "are replaced already: restore another checkpoint before you train on"
+                f"{checkpoint.path} cannot be read ({one_line(str(error), 160)}). Some tensors "
+                "have already been replaced. Restore another checkpoint before you continue."
             ) from error
 
     together(assign, "checkpoint/restored")
@@ -138,10 +138,12 @@ def _newest_intact(path):
         if not problems:
             if message:
                 lines = "\n  ".join(message)
-                job.print_once(f"Damaged, and skipped:\n  {lines}\nTaken instead: {candidate}")
+                job.print_once(
+                    f"Skipped damaged checkpoints:\n  {lines}\nUsing {candidate} instead."
+                )
             return checkpoint, candidates[:number]
         message += problems
-    raise InputError(f"{path}: no checkpoint is intact: {'; '.join(message)}")
+    raise InputError(f"{path} contains no intact checkpoint: {'; '.join(message)}")
 
 
 def _verified(path):
@@ -163,7 +165,7 @@ def _verified(path):
     def repair():
         repaired = [name for name in problems if checkpoint is not None and checkpoint.repair(name)]
         for name in repaired:
-            print(f"{problems[name]}; replaced by its replica", flush=True)
+            print(f"Replaced a damaged file by its replica: {problems[name]}", flush=True)
         return repaired
 
     repaired = from_chief(repair, "checkpoint/repaired")

@@ -43,7 +43,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike):
         found = find_checkpoint(path)
         if found is None:
-            raise InputError(f"{path}: there is no checkpoint here ({MANIFEST} is missing)")
+            raise InputError(f"{path} is not a checkpoint: {MANIFEST} is missing.")
         self.path: pathlib.Path = found
         self.manifest: dict = read_manifest(found)
 
@@ -93,7 +93,7 @@ class Checkpoint:
             path = inside(self.path, name)
             size = path.stat().st_size
             if size != expected["bytes"]:
-                return f"{path} has {size:,} bytes, {expected['bytes']:,} were written"
+                return f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
             found = checksum(path)
         except FileNotFoundError:
             return f"{path} is missing"
@@ -102,7 +102,7 @@ class Checkpoint:
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
         if found != expected["crc32"]:
-            return f"{path} is damaged: its checksum is {found}, {expected['crc32']} was written"
+            return f"{path} is damaged: its checksum is {found} instead of {expected['crc32']}"
         return self._problem_with_index() if name == INDEX else ""
 
     def _problem_with_index(self):
@@ -118,7 +118,7 @@ class Checkpoint:
         except Exception as error:  # TensorFlow raises several built-in types.
             return f"{path} is damaged: {one_line(error, 100)}"
         if found != self.manifest["tensors"]:
-            return f"{path} is damaged: its tensors are not those of {MANIFEST}"
+            return f"{path} is damaged: its tensors do not match {MANIFEST}"
         return ""
 
     def problems(self, names: Sequence[str] | None = None) -> dict[str, str]:

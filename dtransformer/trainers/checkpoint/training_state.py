@@ -156,8 +156,8 @@ def _check_names(tensors, network):
         ]
         if not all(own) or shapes.setdefault(tensor.name, tensor.shape) != tensor.shape:
             raise ValueError(
-                f"two variables of {network.name} have the name {tensor.name}, and a checkpoint "
-                "could not tell them apart: give their layers different names"
+                f"Two variables of {network.name} have the name {tensor.name}, which must be "
+                "unique in a checkpoint. Rename one of their layers."
             )
 
 
@@ -202,7 +202,9 @@ def misfit(
     other_shapes: Mapping[str, tuple[Shape, Shape]],
 ) -> str:
     """Return the result of `differences` as text, or `""` if nothing differs."""
-    shapes = [f"{name} {ours}, there {its}" for name, (ours, its) in sorted(other_shapes.items())]
+    shapes = [
+        f"{name} {ours}, in the file {its}" for name, (ours, its) in sorted(other_shapes.items())
+    ]
     kinds = {"it lacks": missing, "it also has": unexpected, "shapes differ": shapes}
     return "; ".join(
         f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names

@@ -201,8 +201,8 @@ def _check_all_there(save):
     if missing:
         ranks = sorted({save.files[index].writer for index in missing})
         raise FileNotFoundError(
-            f"the files that ranks {', '.join(map(str, ranks))} have written are not here: the folder "
-            "has to be on a file system that all hosts share"
+            f"The files of ranks {', '.join(map(str, ranks))} are missing. The folder must be on a "
+            "file system that all hosts share."
         )
 
 

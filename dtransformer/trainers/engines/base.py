@@ -127,8 +127,8 @@ class ForwardStep:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
-                f"the network {self.network.name!r} returned None: its call has to return a tensor, "
-                "or several"
+                f"The network {self.network.name!r} returned None. Its call must return one or "
+                "more tensors."
             )
         return outputs, found
 
@@ -162,7 +162,8 @@ class ForwardStep:
             outputs, found = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
                 raise ValueError(
-                    "there is no loss: give compile one, or a layer that calls add_loss"
+                    "The network has no loss. Pass a loss to `compile`, or call `add_loss` in a "
+                    "layer."
                 )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
@@ -242,17 +243,18 @@ class ForwardStep:
         adding = self.states.take_adding()
         if losses and adding and job.is_chief():
             warnings.warn(
-                f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "
-                "by what the mask leaves of a data shard or micro-batch, not by rows: the numbers are "
-                "not Keras'; one data shard and micro_batch_num=1 give Keras'",
+                f"The loss is a mean over a mask. The losses that {', '.join(adding)} add to it "
+                "are weighted by the unmasked positions of each data shard and micro-batch, not by "
+                "rows, and differ from Keras'. Use one data shard and `micro_batch_num=1` for "
+                "Keras' results.",
                 stacklevel=2,
             )
         layers = _compat.flat_layers(self.network)
         if losses and any(getattr(layer, "adds_means", False) for layer in layers):
             raise ValueError(
-                "a loss that is a mean over a mask and what a mixture of experts adds to it do not "
-                "go together over several ranks or micro-batches: use sample weights and "
-                "reduction='mean_with_sample_weight' instead of the mask"
+                "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
+                "of experts over several ranks or micro-batches. Use sample weights and "
+                "`reduction='mean_with_sample_weight'` instead of the mask."
             )
 
 
@@ -263,7 +265,7 @@ def check_any_trained(is_any: bool) -> None:
         ValueError: If it has none.
     """
     if not is_any:
-        raise ValueError("every weight of the network is frozen: there is nothing to train")
+        raise ValueError("All weights of the network are frozen. Unfreeze a weight to train.")
 
 
 class Engine:
@@ -365,8 +367,8 @@ class LocalEngine(Engine):
             sends = "expert_group_size=None on data ranks"
         if sends is not None:
             raise ValueError(
-                f"jit_compile=True does not work with {sends}, which communicates while the network "
-                "is computed: leave it at 'auto'"
+                f"`jit_compile=True` does not work with {sends}, which communicates during the "
+                "forward pass. Use `jit_compile='auto'`."
             )
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):

@@ -94,16 +94,17 @@ class MeshEngine(Engine):
             return
         what = None
         if function.adds_losses:
-            what = "the losses that layers add"
+            what = "losses that layers add"
         elif training and trained_batch_normalization(self._step.network) is not None:
-            what = "the BatchNormalization's means"
+            what = "the means of a BatchNormalization"
         elif self._step.states.is_used:
-            what = "the states and metrics of layers"
+            what = "states and metrics of layers"
         if what is not None:
             raise ValueError(
-                f"a batch or micro-batch of {rows} rows is filled up with rows of zeros, as the "
-                f"mesh's data axis is {axis}: {what} would count them; give batches of a multiple of "
-                f"{axis * get_parallel_config().micro_batch_num} rows, or drop the rest"
+                f"A batch or micro-batch of {rows} rows is filled up with zeros, because the "
+                f"mesh's data axis has size {axis}, and {what} would include them. Use batches "
+                f"with a multiple of {axis * get_parallel_config().micro_batch_num} rows, or drop "
+                "the remainder."
             )
 
     # Functions that are traced on the mesh.
@@ -134,11 +135,11 @@ def _tell_of_chunks(network):
     if number >= MANY_BLOCKS and may_have_chunks and job.is_chief():
         warnings.warn(
             f"{number} blocks are compiled for the mesh as one function, which may take minutes. "
-            "Blocks that are alike are compiled once, for the same losses, with "
+            "To compile equal blocks only once, with the same losses, pass "
             "TransformerOpParallelConfig(pipeline_schedule='interleaved', "
-            f"pipeline_chunks={number // 4 + 1}, ...), given to dtransformer.init() before the "
-            "network is made; later steps take longer where blocks are small: see 'Deep networks on "
-            "a mesh' in docs/pipeline.md",
+            f"pipeline_chunks={number // 4 + 1}, ...) to dtransformer.init() before you create the "
+            "network. Later steps are slower if blocks are small. See 'Deep networks on a mesh' in "
+            "docs/pipeline.md.",
             stacklevel=2,
         )
 

@@ -202,9 +202,9 @@ class PipelineEngine(Engine):
         """
         if "divided" in sums and float(sums["added"]):
             raise ValueError(
-                "a loss that is a mean over a mask, and losses that layers add, do not go through a "
-                "pipeline together: use sample weights and reduction='mean_with_sample_weight' "
-                "instead of the mask, or pipeline_stage=1"
+                "A pipeline cannot combine a loss that is a mean over a mask with losses that "
+                "layers add. Use sample weights and `reduction='mean_with_sample_weight'` instead "
+                "of the mask, or set `pipeline_stage=1`."
             )
 
     # Evaluation and prediction: the full batch passes from stage to stage.
@@ -283,8 +283,9 @@ class PipelineEngine(Engine):
         if takes_gpu_branch() and not self.devices.measures:
             self.devices.measures = True
             raise ValueError(
-                "on GPUs the host runs ahead of a stage, and times are measured from the next step on: "
-                "train one more step and call timeline again; each step waits for the GPU from now on"
+                "On GPUs the times of a stage are measured only after the first call of "
+                "timeline(). Train one more step and call timeline() again. From now on each step "
+                "waits for the GPU."
             )
         timeline = gather_timeline(*self._last_events)
         if path is not None and job.is_chief():

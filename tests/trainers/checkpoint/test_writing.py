@@ -52,7 +52,7 @@ class TestWriting:
         usage = shutil.disk_usage(tmp_path)._replace(free=100)
         monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
         before = state(trained)
-        with pytest.raises(InputError, match="the disk has 0 MiB left, and a checkpoint takes"):
+        with pytest.raises(InputError, match="the disk has 0 MiB left, but a checkpoint needs"):
             trained.save(tmp_path / "one")
         assert list(tmp_path.iterdir()) == []
         assert_same_state(before, state(trained))
