@@ -63,13 +63,15 @@ def compare_batches(tables, step, totals):
             have had the same rows since the first step. All ranks raise the same error.
     """
     for i, table in enumerate(tables, step + 1):
-        numbers = table[:, :4].astype("uint16").view("uint64")[:, 0]
-        totals, is_shared = totals + numbers, table[:, 4].any()
-        values = numbers if is_shared else totals
+        fingerprints = table[:, :4].astype("uint16").view("uint64")[:, 0]
+        totals = totals + fingerprints
+        is_shared = table[:, 4].any()
+        values = fingerprints if is_shared else totals
         is_equal = values[:, None] == values
         wrong = np.argwhere(~is_equal if is_shared else np.triu(is_equal, 1))
         if wrong.size:
             ranks = job.data_parallel_group().ranks
             message = _DIFFERENT if is_shared else _EQUAL
-            raise ValueError(message.format(*(ranks[position] for position in wrong[0]), i))
+            first, second = wrong[0]
+            raise ValueError(message.format(ranks[first], ranks[second], i))
     return totals

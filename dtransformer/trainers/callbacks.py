@@ -31,7 +31,8 @@ class _StepCallback(keras.callbacks.Callback):
         self.every = check_int("every", every)
 
     def on_train_begin(self, logs=None):
-        self._step, self._due = self._num_steps(), False
+        self._step = self._num_steps()
+        self._due = False
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
@@ -45,7 +46,8 @@ class _StepCallback(keras.callbacks.Callback):
 
         A `Trainer` reads its logs only every `log_every` steps, see `Trainer.compile`.
         """
-        before, self._step = self._step, self._num_steps()
+        before = self._step
+        self._step = self._num_steps()
         self._due |= self._step // self.every > before // self.every
         is_due = self._due and getattr(self.model, "logs_are_new", True)
         self._due &= not is_due
@@ -207,8 +209,10 @@ class SacreBleu(keras.callbacks.Callback):
         super().__init__()
         self.source_sentences = list(source_sentences)
         references = list(references)
-        one_each = not references or isinstance(references[0], str)
-        self.references = [references] if one_each else [list(r) for r in references]
+        if not references or isinstance(references[0], str):
+            self.references = [references]
+        else:
+            self.references = [list(r) for r in references]
         sizes = [len(reference) for reference in self.references]
         if not self.source_sentences or set(sizes) != {len(self.source_sentences)}:
             raise InputError(
@@ -241,8 +245,8 @@ class SacreBleu(keras.callbacks.Callback):
 
 
 # Logs that the progress bar hides. History and other callbacks receive all logs.
-_LINES_ONLY = "learning_rate", "gradient_norm", "tokens_per_second"
-_HIDDEN = {*_LINES_ONLY, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
+_LINE_METRICS = "learning_rate", "gradient_norm", "tokens_per_second"
+_HIDDEN_METRICS = {*_LINE_METRICS, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
 _MAX_METRICS = 6
 
 
@@ -261,7 +265,8 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         self._every = min(max((self.target or 1000) // 10, 1), 100)
 
     def on_train_batch_end(self, batch, logs=None):
-        logs, before = self._select(logs), self.seen
+        logs = self._select(logs)
+        before = self.seen
         super().on_train_batch_end(batch, logs)
         job.has_open_line = self.verbose == 1
         is_due = self.seen // self._every > before // self._every
@@ -274,10 +279,10 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         job.has_open_line = False
 
     def _select(self, logs):
-        names = [name for name in logs or () if name not in _HIDDEN]
+        names = [name for name in logs or () if name not in _HIDDEN_METRICS]
         if self.verbose == 1:
             return {name: logs[name] for name in names}
-        order = dict.fromkeys(["loss", "val_loss", *names, *_LINES_ONLY])
+        order = dict.fromkeys(["loss", "val_loss", *names, *_LINE_METRICS])
         present = [name for name in order if name in (logs or ())]
         return {name: logs[name] for name in present[:_MAX_METRICS]}
 
@@ -288,7 +293,7 @@ def with_progress_log(callbacks: list, verbose: int | str) -> list:
     The list is returned unchanged if it contains a `keras.callbacks.ProgbarLogger` or if `verbose`
     is 0.
     """
-    has_bar = any(isinstance(x, keras.callbacks.ProgbarLogger) for x in callbacks)
+    has_bar = any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in callbacks)
     return callbacks if has_bar or verbose == 0 else [*callbacks, ProgressLog()]
 
 

@@ -29,7 +29,7 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
             "The trainer updates all weights with one optimizer and does not support "
             "MultiOptimizer. Use a single Keras optimizer, such as AdamW."
         )
-    if job.placement().num_chunks > 1 and not objective.knows_divisors:
+    if job.placement().num_chunks > 1 and not objective.has_known_normalizers:
         raise ValueError(
             "A pipeline must know the token weights of a loss before the forward pass, but the "
             "loss has no method token_weights(labels, mask). Define it, or set `pipeline_stage=1`."
@@ -58,7 +58,7 @@ def check_launch():
         )
 
 
-def trained_batch_normalization(network) -> keras.layers.Layer | None:
+def find_trained_batch_norm(network) -> keras.layers.Layer | None:
     """Return the network's first trainable `BatchNormalization` layer, or `None`."""
     for layer in _compat.flat_layers(network):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
@@ -67,8 +67,8 @@ def trained_batch_normalization(network) -> keras.layers.Layer | None:
 
 
 # The trainer replaces these methods, so it would ignore an overriding network.
-_STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
-_LOOPS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
+_STEP_METHODS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+_LOOP_METHODS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
 
 
 def check_network(network):
@@ -78,28 +78,32 @@ def check_network(network):
         ValueError: If the network overrides a step such as `train_step`, or if it has a trainable
             BatchNormalization and the batch is divided over data shards.
     """
-    layer = trained_batch_normalization(network)
+    layer = find_trained_batch_norm(network)
     if job.data_shard()[1] > 1 and layer is not None:
         raise ValueError(
             f"The BatchNormalization {layer.name!r} would compute different means on each data "
             "shard. Use LayerNormalization or GroupNormalization, or freeze it (trainable=False)."
         )
-    for name in _own_methods(network, _STEPS):
+    for name in _overridden_methods(network, _STEP_METHODS):
         raise ValueError(
             f"{type(network).__name__} overrides `{name}`, which the trainer does not call. Move "
             "its computation to a loss, a metric or `add_loss`."
         )
 
 
-def _own_methods(network, names):
+def _overridden_methods(network, names):
     """Return the names of methods that are not inherited from Keras."""
-    home = lambda name: getattr(getattr(type(network), name, None), "__module__", "keras.")
-    return [name for name in names if not home(name).startswith("keras.")]
+    overridden = []
+    for name in names:
+        method = getattr(type(network), name, None)
+        if not getattr(method, "__module__", "keras.").startswith("keras."):
+            overridden.append(name)
+    return overridden
 
 
-def warn_of_loops(network):
+def warn_overridden_loops(network):
     """Warn once, on rank 0, if a network overrides a loop such as `fit`."""
-    names = _own_methods(network, _LOOPS)
+    names = _overridden_methods(network, _LOOP_METHODS)
     if names and job.is_chief():
         warnings.warn(
             f"{type(network).__name__} overrides {', '.join(names)}, which the trainer does not "
@@ -109,7 +113,7 @@ def warn_of_loops(network):
         )
 
 
-def of_rows(metrics):
+def add_metric_checks(metrics):
     """Add a check to metric functions: they must return one value per row.
 
     With a single data shard the metrics are returned unchanged. Otherwise a function that returns a
@@ -125,12 +129,12 @@ def of_rows(metrics):
     if job.data_shard()[1] == 1:
         return metrics
 
-    def checked(metric):
+    def add_check(metric):
         if not callable(metric) or isinstance(metric, (keras.metrics.Metric, type)):
             return metric
 
         @functools.wraps(metric)
-        def function(y_true, y_pred):
+        def checked_metric(y_true, y_pred):
             values = metric(y_true, y_pred)
             if not len(values.shape):
                 name = getattr(metric, "__name__", metric)
@@ -140,31 +144,32 @@ def of_rows(metrics):
                 )
             return values
 
-        return function
+        return checked_metric
 
-    return keras.tree.map_structure(checked, metrics)
+    return keras.tree.map_structure(add_check, metrics)
 
 
-def weights_now(network) -> dict[tuple[int, bool], str]:
+def weight_paths(network) -> dict[tuple[int, bool], str]:
     """Return a dict that maps `(id, is trainable)` of each variable of a network to its path."""
     return {(id(weight), weight.trainable): weight.path for weight in network.variables}
 
 
-def check_weights_unchanged(network, before):
+def check_weights_unchanged(network, old_paths):
     """Check that a network still has the weights that the compiled steps use.
 
     Args:
         network: The `keras.Model`.
-        before: `weights_now` of the network when the steps were built.
+        old_paths: `weight_paths` of the network when the steps were built.
 
     Raises:
         ValueError: If a weight was added, removed, frozen or unfrozen since then, for example by
             `freeze` or `add_lora`.
     """
-    now = weights_now(network)
-    if changed := [
-        path for key, path in {**before, **now}.items() if (key in now) != (key in before)
-    ]:
+    paths = weight_paths(network)
+    changed = [
+        path for key, path in {**old_paths, **paths}.items() if (key in paths) != (key in old_paths)
+    ]
+    if changed:
         raise ValueError(
             f"The weight {changed[0]} was added, removed, frozen or unfrozen after the trainer had "
             "built its steps. Do this before `compile`, or call `compile` again with a new "
@@ -172,7 +177,7 @@ def check_weights_unchanged(network, before):
         )
 
 
-def check_unchanged(config):
+def check_same_config(config):
     """Check that the current parallel config equals the trainer's.
 
     Args:
@@ -183,10 +188,11 @@ def check_unchanged(config):
     """
     current = get_parallel_config()
     for field in dataclasses.fields(config):
-        before, now = getattr(config, field.name), getattr(current, field.name)
-        if before != now:
+        original = getattr(config, field.name)
+        value = getattr(current, field.name)
+        if original != value:
             raise RuntimeError(
-                f"The Trainer was created with `{field.name}={before!r}` in the parallel config, "
-                f"but the current value is {now!r}. Create a new Trainer, or use this one in the "
+                f"The Trainer was created with `{field.name}={original!r}` in the parallel config, "
+                f"but the current value is {value!r}. Create a new Trainer, or use this one in the "
                 "scope in which it was created."
             )

@@ -124,10 +124,10 @@ def peek(data):
     if isinstance(data, types.GeneratorType):
         first = list(itertools.islice(data, 1))
         # Keras accepts a generator, but no other iterator.
-        again = (batch for batch in itertools.chain(first, data))
-        return (first[0] if first else None), again
+        restarted = (batch for batch in itertools.chain(first, data))
+        return (first[0] if first else None), restarted
     if not _are_arrays(data):
-        return _first_of_loader(data), data
+        return _peek_loader(data), data
     arrays = [x for x in tf.nest.flatten(data) if x is not None]
     # Sparse arrays cannot be sliced.
     if not all(hasattr(x, "__getitem__") for x in arrays):
@@ -139,7 +139,7 @@ def _are_arrays(data):
     return hasattr(data, "shape") or tf.nest.is_nested(data)
 
 
-def _first_of_loader(data):
+def _peek_loader(data):
     """Return the first batch of a PyTorch `DataLoader` without changing its random order.
 
     The result is `None` for other objects, empty loaders and iterable datasets.
@@ -179,9 +179,12 @@ def check_batched(first, network):
     # Inputs of this package's models are tokens [b, s].
     if hasattr(network, "named_inputs"):
         ranks = [2] * len(tf.nest.flatten(inputs))
-    own = [tf.TensorShape(getattr(x, "shape", None)).rank for x in tf.nest.flatten(inputs)]
+    input_ranks = [tf.TensorShape(getattr(x, "shape", None)).rank for x in tf.nest.flatten(inputs)]
     shapes = [tuple(x.shape) for x in batch if x.shape != tf.TensorShape(None)]
-    if () in shapes or (ranks and None not in own and sorted(own) == sorted(r - 1 for r in ranks)):
+    are_rows = (
+        ranks and None not in input_ranks and sorted(input_ranks) == sorted(r - 1 for r in ranks)
+    )
+    if () in shapes or are_rows:
         raise ValueError(
             f"The data's elements have the shapes {shapes}, without a batch dimension. Call "
             "`batch(...)` on the dataset."
@@ -198,11 +201,11 @@ def check_batches(data):
     """
     if not isinstance(data, tf.data.Dataset):
         return
-    numbers = all_gather_json(int(data.cardinality()), "number_of_batches")
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
+    counts = all_gather_json(int(data.cardinality()), "number_of_batches")
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
             raise ValueError(
-                f"Rank 0 has {numbers[0]} batches and rank {rank} has {number}. Every rank needs "
+                f"Rank 0 has {counts[0]} batches and rank {rank} has {count}. Every rank needs "
                 "the same number of batches, with its rows of each global batch."
             )
 
@@ -235,20 +238,20 @@ def _count_rows(batch):
     return int(number_of_rows(tf.nest.flatten(batch)[0]))
 
 
-def check_rows(number):
+def check_rows(num_rows):
     """Check that a number of local rows can be divided into micro-batches.
 
     Args:
-        number: Number of rows on this rank.
+        num_rows: Number of rows on this rank.
 
     Raises:
         ValueError: If the number of micro-batches does not divide it.
     """
     multiple = job.rows_multiple_of()
-    if number % multiple:
+    if num_rows % multiple:
         shards = job.data_shard()[1]
         raise ValueError(
-            f"{number:g} rows per rank cannot be divided into `micro_batch_num={multiple}` equal "
+            f"{num_rows:g} rows per rank cannot be divided into `micro_batch_num={multiple}` equal "
             "micro-batches, as a pipeline requires. Use batches with a multiple of "
             f"{multiple * shards} rows, {multiple} per data shard."
         )
@@ -283,14 +286,14 @@ def input_symbols(first):
     Raises:
         ValueError: If `first` is `None`.
     """
-    kinds = {"sparse": tf.SparseTensorSpec, "ragged": tf.RaggedTensorSpec}
     return tf.nest.map_structure(
         lambda x: keras.KerasTensor(
             (None, *x.shape[1:]),
             x.dtype.name,
-            **{name: isinstance(x, kind) for name, kind in kinds.items()},
+            sparse=isinstance(x, tf.SparseTensorSpec),
+            ragged=isinstance(x, tf.RaggedTensorSpec),
         ),
-        _inputs_of(first),
+        _element_inputs(first),
     )
 
 
@@ -308,11 +311,11 @@ def input_specs(first):
     """
     return tf.nest.map_structure(
         lambda x: tf.TensorSpec([4, *(size or 4 for size in x.shape[1:])], x.dtype),
-        _inputs_of(first),
+        _element_inputs(first),
     )
 
 
-def _inputs_of(first):
+def _element_inputs(first):
     if first is None:
         raise ValueError("The network is not built. Call it on a batch before training.")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)

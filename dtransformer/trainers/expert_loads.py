@@ -32,29 +32,29 @@ class ExpertLoads:
                 with tf.init_scope():
                     self._sums[layer] = tf.Variable(tf.zeros(value.shape), trainable=False)
             self._sums[layer].assign_add(value)
-        dropped, busiest, entropy = zip(*map(_numbers, metrics.values()))
+        dropped, busiest, entropy = zip(*map(_summarize, metrics.values()))
         means = {"dropped_share": dropped, "busiest_expert": busiest, "router_entropy": entropy}
         return {name: tf.add_n(list(values)) / len(values) for name, values in means.items()}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Set all sums to zero, as at the start of an epoch."""
         for total in self._sums.values():
             total.assign(tf.zeros_like(total))
 
     def report(self) -> ExpertLoad:
         """Return an `ExpertLoad` with the sums of all layers, sorted by layer path."""
-        found = [LayerLoad.of(layer, np.asarray(x)) for layer, x in sorted(self._sums.items())]
-        return ExpertLoad(tuple(found))
+        loads = [LayerLoad.of(layer, np.asarray(x)) for layer, x in sorted(self._sums.items())]
+        return ExpertLoad(tuple(loads))
 
 
-def _numbers(metrics):
+def _summarize(metrics):
     """Return the dropped fraction of choices, the busiest expert's load and the router entropy."""
-    taken, others = metrics[: -len(NUMBERS)], metrics[-len(NUMBERS) :]
-    choices, tokens, entropy = tf.unstack(others)
-    total = tf.reduce_sum(taken)
-    mean = total / tf.cast(tf.size(taken), "float32")
+    loads = metrics[: -len(NUMBERS)]
+    choices, tokens, entropy = tf.unstack(metrics[-len(NUMBERS) :])
+    total = tf.reduce_sum(loads)
+    mean = total / tf.cast(tf.size(loads), "float32")
     return (
         tf.math.divide_no_nan(choices - total, choices),
-        tf.math.divide_no_nan(tf.reduce_max(taken), mean),
+        tf.math.divide_no_nan(tf.reduce_max(loads), mean),
         tf.math.divide_no_nan(entropy, tokens),
     )

@@ -17,8 +17,14 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards, shard_bounds_of
+from dtransformer.trainers.split_probe import (
+    MEAN,
+    SUM,
+    probe_split,
+    updatable_states,
+    warn_split_results,
+)
 from dtransformer.trainers.step_metrics import reductions
-from dtransformer.trainers.tried_parts import MEAN, SUM, own_states, tell_of_parts, try_parts
 
 
 class LayerStates:
@@ -26,23 +32,26 @@ class LayerStates:
 
     Attributes:
         metrics: List of the layers' metrics. Their results appear in the logs.
-        adding: List of the names of layers that add losses which depend on the rows.
+        row_loss_layers: List of the names of layers that add losses which depend on the rows.
         is_used: Whether changes of states must be collected and applied.
-        are_tried: Whether the layers must still be probed with the first batch.
+        needs_probe: Whether the layers must still be probed with the first batch.
     """
 
     def __init__(self):
-        self.metrics, self.adding, self.is_used, self.are_tried = [], [], False, False
+        self.metrics = []
+        self.row_loss_layers = []
+        self.is_used = False
+        self.needs_probe = False
         self._states = {}  # Name in the sums -> (layer, variable, MEAN or SUM).
-        self._counts = {}  # The same for metric states, which start each part at zero.
+        self._metric_states = {}  # The same for metric states, which start each part at zero.
 
-    def take_adding(self) -> list[str]:
-        """Return and clear `adding`, so that later calls return an empty list."""
-        adding = self.adding
-        self.adding = []
-        return adding
+    def pop_row_loss_layers(self) -> list[str]:
+        """Return and clear `row_loss_layers`, so that later calls return an empty list."""
+        names = self.row_loss_layers
+        self.row_loss_layers = []
+        return names
 
-    def find(self, network: keras.Model) -> None:
+    def find_metrics(self, network: keras.Model) -> None:
         """Collect the metrics of all layers, and decide whether layers must be probed.
 
         Args:
@@ -52,14 +61,15 @@ class LayerStates:
             ValueError: If several devices share a batch and the states of a layer's metric are not
                 sums, or if a model inside a pipeline has a metric.
         """
-        in_pipeline, num_shards = job.placement().num_chunks > 1, job.data_shard()[1]
+        in_pipeline = job.placement().num_chunks > 1
+        num_shards = job.data_shard()[1]
         self.metrics = layer_metrics(network)
         if in_pipeline or job.mesh() is not None or num_shards > 1:
-            self._count(network, in_pipeline)
-        self.is_used = bool(self._counts)
-        self.are_tried = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
+            self._add_metric_states(network, in_pipeline)
+        self.is_used = bool(self._metric_states)
+        self.needs_probe = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
 
-    def try_layers(self, network: keras.Model, objective, inputs, labels) -> None:
+    def probe(self, network: keras.Model, objective, inputs, labels) -> None:
         """Find out which states the layers update, and how the updates of parts combine.
 
         Warns about layers and losses whose results differ when a batch is divided.
@@ -69,20 +79,20 @@ class LayerStates:
             objective: The `Objective`.
             inputs, labels: Nested tensors of a batch. Only their shapes and dtypes are used.
         """
-        self.are_tried = False
-        rules, differing, self.adding = try_parts(network, objective, inputs, labels)
+        self.needs_probe = False
+        rules, differing, self.row_loss_layers = probe_split(network, objective, inputs, labels)
         for layer in _compat.flat_layers(network):
-            for variable in own_states(layer):
+            for variable in updatable_states(layer):
                 if id(variable) in rules:
                     name = f"states/{job.stage()[0]}.{len(self._states)}"
                     self._states[name] = layer, variable, rules[id(variable)]
-        self.is_used = bool(self._states or self._counts)
+        self.is_used = bool(self._states or self._metric_states)
         if job.data_shard()[1] * get_parallel_config().micro_batch_num > 1:
-            tell_of_parts(differing)
+            warn_split_results(differing)
 
-    def _count(self, network, in_pipeline):
+    def _add_metric_states(self, network, in_pipeline):
         for layer in _compat.flat_layers(network):
-            for metric in _own_metrics(layer):
+            for metric in _direct_metrics(layer):
                 where = f"The layer {layer.path or layer.name} has the metric {metric.name!r}"
                 if in_pipeline and isinstance(layer, keras.Model):
                     raise ValueError(
@@ -96,10 +106,14 @@ class LayerStates:
                         "metric to `compile`, or use one device."
                     )
                 for variable in metric.variables:
-                    self._counts[f"metrics/{len(self._counts)}"] = layer, variable, SUM
+                    self._metric_states[f"metrics/{len(self._metric_states)}"] = (
+                        layer,
+                        variable,
+                        SUM,
+                    )
 
     @contextlib.contextmanager
-    def collected(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
+    def collect_changes(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
         """Collect state changes during the `with` block and undo them at its end.
 
         Metric states are set to zero first.
@@ -112,39 +126,49 @@ class LayerStates:
             float32 tensor.
         """
         if layers is not None:
-            layers = {id(one) for layer in layers for one in _compat.flat_layers(layer)}
-        here = {**self._states, **self._counts}
-        here = {k: v for k, (of, v, _) in here.items() if layers is None or id(of) in layers}
-        before, begins, found = {}, {}, {}
-        for name, variable in here.items():
+            layers = {id(inner) for layer in layers for inner in _compat.flat_layers(layer)}
+        variables = {
+            name: variable
+            for name, (layer, variable, _) in {**self._states, **self._metric_states}.items()
+            if layers is None or id(layer) in layers
+        }
+        before = {}
+        starts = {}
+        changes = {}
+        for name, variable in variables.items():
             if trace.is_on_mesh():  # `None` for metric states, which are not on the mesh.
-                before[name] = begins[name] = _compat.stateless_value(variable)
+                before[name] = starts[name] = _compat.stateless_value(variable)
             else:
-                before[name] = begins[name] = tf.identity(variable.value)
-            if name in self._counts:
-                begins[name] = tf.zeros(variable.shape, variable.dtype)
-                variable.assign(begins[name])
-        yield found
-        for name, variable in here.items():
-            new, begin = variable.value, begins[name]
-            if tf.as_dtype(new.dtype).is_bool:
-                new, begin = tf.cast(new, "float32"), tf.cast(begin, "float32")
-            found[name] = tf.stop_gradient(tf.cast(new - begin, "float32"))
+                before[name] = starts[name] = tf.identity(variable.value)
+            if name in self._metric_states:
+                starts[name] = tf.zeros(variable.shape, variable.dtype)
+                variable.assign(starts[name])
+        yield changes
+        for name, variable in variables.items():
+            end = variable.value
+            start = starts[name]
+            if tf.as_dtype(end.dtype).is_bool:
+                end = tf.cast(end, "float32")
+                start = tf.cast(start, "float32")
+            changes[name] = tf.stop_gradient(tf.cast(end - start, "float32"))
             if before[name] is not None:
                 variable.assign(before[name])
 
-    def shares(self, found: dict, share: tf.Tensor) -> dict[str, tf.Tensor]:
+    def weight_changes(self, changes: dict, fraction: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return state changes that can be summed over the parts of a step.
 
-        Changes with the rule `MEAN` are multiplied by `share`.
+        Changes with the rule `MEAN` are multiplied by `fraction`.
 
         Args:
-            found: Dict of changes from `collected`.
-            share: Scalar tensor. Fraction of the global batch's rows that this part has computed.
+            changes: Result of `collect_changes`.
+            fraction: Scalar tensor. Fraction of the global batch's rows in this part.
         """
         means = {name for name, (_, _, rule) in self._states.items() if rule == MEAN}
-        weighed = lambda x: tf.math.multiply_no_nan(x, share)  # The mean over zero rows is NaN.
-        return {name: weighed(x) if name in means else x for name, x in found.items()}
+        return {
+            # The mean over zero rows is NaN.
+            name: tf.math.multiply_no_nan(change, fraction) if name in means else change
+            for name, change in changes.items()
+        }
 
     def apply(self, totals: dict[str, tf.Tensor]) -> None:
         """Remove the summed state changes from `totals` and add them to the local states.
@@ -154,19 +178,21 @@ class LayerStates:
         """
         for name in [name for name in totals if name.startswith(("states/", "metrics/"))]:
             change = totals.pop(name)
-            _, variable, _ = self._states.get(name) or self._counts.get(name) or (None,) * 3
-            if variable is None:  # The state belongs to another pipeline stage.
+            state = self._states.get(name) or self._metric_states.get(name)
+            if state is None:  # The state belongs to another pipeline stage.
                 continue
+            variable = state[1]
             if tf.as_dtype(variable.dtype).is_integer:
                 change = tf.round(change)
             for shard, (bounds, _) in zip(own_shards([variable]), shard_bounds_of(variable)):
-                part, value = change[tuple(slice(*one) for one in bounds)], shard.value
+                part = change[tuple(slice(*ends) for ends in bounds)]
+                value = shard.value
                 if tf.as_dtype(value.dtype).is_bool:
                     shard.assign(tf.cast(value, "float32") + part > 0.5)
                 else:
                     shard.assign(value + tf.cast(part, value.dtype))
 
-    def results(self) -> dict[str, tf.Tensor]:
+    def metric_results(self) -> dict[str, tf.Tensor]:
         """Return the results of the layers' metrics by name, as Keras shows them."""
         logs = {}
         for metric in self.metrics:
@@ -181,8 +207,11 @@ def layer_metrics(network: keras.Model) -> list:
     Metrics of models inside of the network are skipped, as in Keras.
     """
     layers = _compat.flat_layers(network)
-    shown = [one for one in layers if one is network or not isinstance(one, keras.Model)]
-    return list({id(metric): metric for one in shown for metric in _own_metrics(one)}.values())
+    metrics = {}
+    for layer in layers:
+        if layer is network or not isinstance(layer, keras.Model):
+            metrics.update((id(metric), metric) for metric in _direct_metrics(layer))
+    return list(metrics.values())
 
 
 def _is_sum(metric):
@@ -192,8 +221,8 @@ def _is_sum(metric):
         return False
 
 
-def _own_metrics(layer):
+def _direct_metrics(layer):
     """Return a layer's metrics, without the metrics of layers inside of it."""
-    inside = _compat.flat_layers(layer, include_self=False, recursive=False)
-    inner = {id(metric) for one in inside for metric in one.metrics}
-    return [one for one in keras.Layer.metrics.fget(layer) if id(one) not in inner]
+    inner_layers = _compat.flat_layers(layer, include_self=False, recursive=False)
+    inner_ids = {id(metric) for inner in inner_layers for metric in inner.metrics}
+    return [metric for metric in keras.Layer.metrics.fget(layer) if id(metric) not in inner_ids]

@@ -90,8 +90,8 @@ class WarmupDecay(WarmupSchedule):
         return 1.0 - done
 
     def later(self, step: tf.Tensor) -> tf.Tensor | float:
-        begin = self.total_steps - self.decay_steps
-        done = ops.clip((step - begin) / self.decay_steps, 0.0, 1.0)
+        decay_start = self.total_steps - self.decay_steps
+        done = ops.clip((step - decay_start) / self.decay_steps, 0.0, 1.0)
         span = self.peak_learning_rate - self.final_learning_rate
         return self.final_learning_rate + span * self.left(done)
 
@@ -195,8 +195,8 @@ class WarmupCosine(WarmupDecay):
 
     def left(self, done: tf.Tensor) -> tf.Tensor:
         waves = done * (self.restarts + 1)
-        place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
-        return 0.5 * (1.0 + ops.cos(math.pi * place))
+        fraction = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
+        return 0.5 * (1.0 + ops.cos(math.pi * fraction))
 
 
 @register
@@ -263,13 +263,14 @@ class WarmupStableDecay(WarmupDecay):
         decay: str = "linear",
     ):
         super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
-        most = self.decay_steps
-        given = max(min(self.total_steps // 10, most), 1) if decay_steps is None else decay_steps
-        self.decay_steps = check_int("decay_steps", given, 0)
-        if not 1 <= self.decay_steps <= most:
+        max_steps = self.decay_steps
+        if decay_steps is None:
+            decay_steps = max(min(self.total_steps // 10, max_steps), 1)
+        self.decay_steps = check_int("decay_steps", decay_steps, 0)
+        if not 1 <= self.decay_steps <= max_steps:
             raise InputError(
-                f"`decay_steps` must be from 1 to {most}, the number of steps after the warmup, "
-                f"received {decay_steps!r}."
+                f"`decay_steps` must be from 1 to {max_steps}, the number of steps after the "
+                f"warmup, received {decay_steps!r}."
             )
         if decay not in ("linear", "sqrt"):
             raise InputError(f"`decay` must be 'linear' or 'sqrt', received {decay!r}.")

@@ -6,10 +6,10 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.loss import CrossEntropyLoss, class_numbers, hits
 from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.loss_terms import Counted, check_loss, check_range, share_of
+from dtransformer.trainers.loss_terms import LabelCounts, check_loss, check_range, loss_term
 
 _BY_SHAPE = "crossentropy", "ce"  # Keras chooses these losses by an output's shape.
-_COUNTS = len(Counted._fields)  # Number of counts per output.
+_COUNTS = len(LabelCounts._fields)  # Number of counts per output.
 
 
 class Objective:
@@ -30,14 +30,16 @@ class Objective:
     """
 
     def __init__(self, loss, loss_weights=None, output_names=None):
-        self._losses, self._weights, self._names = loss, loss_weights, output_names
-        self.losses = [one for one in keras.tree.flatten(loss) if one is not None]
-        for one in self.losses:
-            if not hasattr(one, "per_token") and one not in _BY_SHAPE:
-                check_loss(keras.losses.get(one))
+        self._losses = loss
+        self._weights = loss_weights
+        self._names = output_names
+        self.losses = [leaf for leaf in keras.tree.flatten(loss) if leaf is not None]
+        for leaf in self.losses:
+            if not hasattr(leaf, "per_token") and leaf not in _BY_SHAPE:
+                check_loss(keras.losses.get(leaf))
 
     @property
-    def is_of_tokens(self) -> bool:
+    def is_token_loss(self) -> bool:
         """True if the only loss is a token loss. Epoch means are then weighted by tokens."""
         return len(self.losses) == 1 and hasattr(self.losses[0], "token_weights")
 
@@ -49,13 +51,13 @@ class Objective:
         Other losses weight batches by rows, as Keras does, and rows of padding count.
         """
         is_marked = any(hasattr(loss, "weights_epoch_means") for loss in self.losses)
-        return self.is_of_tokens or is_marked
+        return self.is_token_loss or is_marked
 
     @property
-    def knows_divisors(self) -> bool:
+    def has_known_normalizers(self) -> bool:
         """True if all loss normalizers are known before the forward pass."""
         return all(
-            not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self.losses
+            not hasattr(loss, "per_token") or hasattr(loss, "token_weights") for loss in self.losses
         )
 
     def check_class_weight(self, labels) -> None:
@@ -70,7 +72,7 @@ class Objective:
             ValueError: If the labels are class ids [b, s] or [b, s, ...].
         """
         shape = getattr(labels, "shape", ())
-        has_ids = self.is_of_tokens or "sparse_categorical_crossentropy" in str(self.losses)
+        has_ids = self.is_token_loss or "sparse_categorical_crossentropy" in str(self.losses)
         if has_ids and len(shape) > 1 and shape[-1] != 1:
             raise ValueError(
                 f"`class_weight` weights rows, but the labels of shape {tuple(shape)} are class "
@@ -86,13 +88,13 @@ class Objective:
             sample_weight: Tensor or nested tensors [b, ...], or `None`.
 
         Returns:
-            A float32 tensor [1 + 3·n]: the number of rows, and a `Counted` for each of the n label
-            tensors.
+            A float32 tensor [1 + 3·n]: the number of rows, and a `LabelCounts` for each of the n
+            label tensors.
         """
         rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
 
-    def name_of(self, name: str) -> str:
+    def describe_loss(self, name: str) -> str:
         """Return a description of a loss for messages.
 
         Args:
@@ -104,28 +106,29 @@ class Objective:
         return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"
 
     @staticmethod
-    def rows(counts) -> tf.Tensor:
+    def num_rows(counts) -> tf.Tensor:
         """Return the number of rows, from the result of `counts`."""
         return counts[0]
 
     @staticmethod
-    def counted(counts, number: int) -> Counted:
-        """Return the `Counted` of one label tensor, from the result of `counts`."""
-        start = 1 + _COUNTS * number
-        return Counted(*(counts[start + i] for i in range(_COUNTS)))
+    def label_counts(counts, index: int) -> LabelCounts:
+        """Return the `LabelCounts` of one label tensor, from the result of `counts`."""
+        start = 1 + _COUNTS * index
+        return LabelCounts(*(counts[start + i] for i in range(_COUNTS)))
 
     def _label_counts(self, labels, sample_weight):
         if not self.losses:
             return []
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
-        weights, losses = _one_each(sample_weight, len(flat)), self._losses
+        weights = _one_per_label(sample_weight, len(flat))
+        losses = self._losses
         names = sorted(labels) if isinstance(labels, dict) else self._names
         if isinstance(losses, dict) and names:
             losses = [losses.get(name) for name in names]
         if isinstance(losses, (list, tuple)) and len(losses) != len(flat):
             # Keras pairs the remaining losses with the labels.
             losses = [loss for loss in losses if loss is not None]
-        losses = _one_each(losses, len(flat))
+        losses = _one_per_label(losses, len(flat))
         counts = []
         for label, weight, loss in zip(flat, weights, losses):
             size = tf.cast(tf.size(label), "float32")
@@ -139,20 +142,20 @@ class Objective:
             counts += [size, total, tokens]
         return counts
 
-    def sums(self, outputs, labels, sample_weight, counts, own_is_all: bool) -> dict:
+    def sums(self, outputs, labels, sample_weight, counts, is_full_batch: bool) -> dict:
         """Return the local sums of this part of a batch. They add up over ranks and micro-batches.
 
         Args:
             outputs, labels, sample_weight: Nested tensors [b, ...].
             counts: `counts` of the global batch, possibly with more elements.
-            own_is_all: Whether these rows are the global batch.
+            is_full_batch: Whether these rows are the global batch.
 
         Returns:
             A dict of float32 scalars:
 
             - `"loss"`: local part of the loss. 0 if only layers add losses.
             - `"loss/NAME"`: local part of each loss, if there are several.
-            - `"divided"`: present if the total loss must still be divided by its total.
+            - `"normalizer_ratio"`: present if the total loss must still be divided by its total.
             - `"counted"`: total weight of the labels, or the number of rows for several losses.
             - `"right"`: total weight of correctly predicted labels, for a token loss.
 
@@ -166,25 +169,27 @@ class Objective:
         if not trace.is_on_mesh():
             with tf.control_dependencies([counts]):
                 labels = keras.tree.map_structure(tf.identity, labels)
-        flat, shares, seen = keras.tree.flatten(labels), {}, []
+        flat = keras.tree.flatten(labels)
+        terms = {}
+        accuracy_inputs = []
 
-        def term(loss, name):
+        def make_term(loss, name):
             loss = loss.fn if hasattr(getattr(loss, "fn", None), "per_token") else loss
 
-            def share(y_true, y_pred, weight=None):
-                counted = self.counted(counts, _position(y_true, flat))
-                shares[name] = share_of(loss, y_true, y_pred, weight, counted, own_is_all)
-                seen[:] = y_pred, y_true
-                return shares[name].loss
+            def term(y_true, y_pred, weight=None):
+                label_counts = self.label_counts(counts, _position(y_true, flat))
+                terms[name] = loss_term(loss, y_true, y_pred, weight, label_counts, is_full_batch)
+                accuracy_inputs[:] = y_pred, y_true
+                return terms[name].loss
 
-            return share
+            return term
 
-        compiled = _compat.CompileLoss(self._losses, self._weights, self._names, term)
+        compiled = _compat.CompileLoss(self._losses, self._weights, self._names, make_term)
         with tf.name_scope("loss"):
             sums = {"loss": tf.cast(compiled(labels, outputs, sample_weight), "float32")}
-        if len(shares) > 1:
-            sums.update({f"loss/{name}": share.loss for name, share in shares.items()})
-            if any(share.divided is not None for share in shares.values()):
+        if len(terms) > 1:
+            sums.update({f"loss/{name}": term.loss for name, term in terms.items()})
+            if any(term.normalizer_ratio is not None for term in terms.values()):
                 raise ValueError(
                     "Several losses cannot be combined if one of them is averaged over a mask and "
                     "the batch is divided. Use sample weights with the reduction "
@@ -192,14 +197,14 @@ class Objective:
                     "`micro_batch_num=1`."
                 )
             return {**sums, "counted": tf.cast(tf.shape(flat[0])[0], "float32")}
-        (share,) = shares.values()
-        if share.divided is not None:
-            sums["divided"] = share.divided
-        found = _accuracy(*seen, share.weights)
+        (term,) = terms.values()
+        if term.normalizer_ratio is not None:
+            sums["normalizer_ratio"] = term.normalizer_ratio
+        accuracy = _accuracy(*accuracy_inputs, term.weights)
         # Keras shows an accuracy only if `metrics` contains one.
-        if not self.is_of_tokens:
-            found.pop("right", None)
-        return {**sums, **found}
+        if not self.is_token_loss:
+            accuracy.pop("right", None)
+        return {**sums, **accuracy}
 
 
 def _label_checks(labels, loss):
@@ -209,17 +214,18 @@ def _label_checks(labels, loss):
             f"{type(loss).__name__} needs integer class ids, but the labels have the dtype "
             f"{labels.dtype.name}. Cast them to int32."
         )
-    ignored, size = getattr(loss, "ignore_id", None), getattr(loss, "vocab_size", None)
+    ignored = getattr(loss, "ignore_id", None)
+    size = getattr(loss, "vocab_size", None)
     name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"
     if ignored is not None:
         labels = tf.boolean_mask(labels, labels != ignored)
     return [check_range(labels, name, size)]
 
 
-def _one_each(given, number):
+def _one_per_label(nested, num_labels):
     """Return a list with one element per label tensor; a single element is repeated."""
-    each = keras.tree.flatten(given) if given is not None else [None]
-    return each if len(each) == number else each[:1] * number
+    flat = keras.tree.flatten(nested) if nested is not None else [None]
+    return flat if len(flat) == num_labels else flat[:1] * num_labels
 
 
 def _position(tensor, flat):
@@ -234,8 +240,8 @@ def _accuracy(outputs, labels, weights):
         counted = {"counted": size}
         weights = tf.ones([])
     else:
-        each = tf.math.divide_no_nan(size, tf.cast(tf.size(weights), "float32"))
-        counted = {"counted": tf.reduce_sum(tf.cast(weights, "float32")) * each}
+        labels_per_weight = tf.math.divide_no_nan(size, tf.cast(tf.size(weights), "float32"))
+        counted = {"counted": tf.reduce_sum(tf.cast(weights, "float32")) * labels_per_weight}
         extra = labels.shape.rank - weights.shape.rank
         weights = weights[(..., *[None] * extra)] if extra > 0 else weights
     with tf.name_scope("accuracy"):
@@ -248,7 +254,7 @@ def _accuracy(outputs, labels, weights):
 # Padded vocabularies: losses and outputs without the padding classes.
 
 
-def of_classes(loss, network):
+def exclude_padding_classes(loss, network):
     """Exclude the padding classes of a network's logits from its token losses.
 
     Args:
@@ -256,12 +262,15 @@ def of_classes(loss, network):
         network: A `keras.Model`. The losses are returned unchanged if it has no
             `logits_vocab_size`.
     """
-    return _of_sizes(loss, _sizes(network))
+    return _exclude_padding(loss, _vocab_sizes(network))
 
 
-def _of_sizes(loss, sizes):
+def _exclude_padding(loss, sizes):
     if isinstance(loss, dict) and isinstance(sizes, dict):
-        return {name: _of_sizes(one, sizes.get(name)) for name, one in loss.items()}
+        return {
+            name: _exclude_padding(output_loss, sizes.get(name))
+            for name, output_loss in loss.items()
+        }
     if isinstance(loss, CrossEntropyLoss) and isinstance(sizes, int):
         return loss.of_classes(sizes)
     return loss
@@ -269,11 +278,11 @@ def _of_sizes(loss, sizes):
 
 def without_padding(outputs, network):
     """Return a network's outputs without the padding classes of its logits."""
-    sizes = _sizes(network)
+    sizes = _vocab_sizes(network)
     if sizes is None:
         return outputs
     return tf.nest.map_structure(lambda x, size: x[..., :size], outputs, sizes)
 
 
-def _sizes(network):
+def _vocab_sizes(network):
     return network.logits_vocab_size() if hasattr(network, "logits_vocab_size") else None

@@ -15,7 +15,7 @@ EXIT_CODE = 75  # `EX_TEMPFAIL` of sysexits.h: the job should be started again.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class SaveAndLeave(keras.callbacks.Callback):
+class SaveAndExit(keras.callbacks.Callback):
     """Callback that saves and exits when the ranks have agreed to stop.
 
     It checks before each step and at the end of `fit`.
@@ -29,12 +29,12 @@ class SaveAndLeave(keras.callbacks.Callback):
         self._saving = saving
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._pass_gate()
+        self._exit_if_requested()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._pass_gate()
+        self._exit_if_requested()
 
-    def _pass_gate(self):
+    def _exit_if_requested(self):
         if stopping.passes_gate():
             return
         step = self._saving.save_now()
@@ -47,7 +47,7 @@ class SaveAndLeave(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def signals_stop(
+def stop_on_signals(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[list[keras.callbacks.Callback]]:
     """Make all ranks save and exit if one receives SIGTERM or SIGUSR1 in the `with` block.
@@ -61,17 +61,20 @@ def signals_stop(
     Yields:
         List of callbacks to add.
     """
-    saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     is_main = threading.current_thread() is threading.main_thread()
     if len(saving) != 1 or not stopping.can_stop() or not is_main:
         yield []
         return
-    ask = lambda number, frame: stopping.ask_to_stop()
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+
+    def request_stop(number, frame):
+        stopping.ask_to_stop()
+
+    old_handlers = {number: signal.signal(number, request_stop) for number in _SIGNALS}
     try:
-        yield [SaveAndLeave(saving[0])]
+        yield [SaveAndExit(saving[0])]
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             # After an agreed stop the signals must stay ignored.
-            if signal.getsignal(number) is ask:
+            if signal.getsignal(number) is request_stop:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -174,7 +174,7 @@ REFUSED = [
     ),
     (lose_manifests, ["--resume"], f"{STEP} has lost its checkpoint.json"),
     (swap("checkpoints"), ["--resume"], "a checkpoint of another run"),
-    (swap(WEIGHTS), ["--resume"], "of another run"),
+    (swap(WEIGHTS), ["--resume"], "belong to another run"),
     (swap("tokenizer"), ["--resume"], "is not what the run began with"),
     (swap("config.yaml"), ["--resume"], "is not what the run began with"),
     (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
@@ -350,4 +350,4 @@ def test_the_command_exports_weights_that_belong_to_the_run(run, trained, monkey
     of_another = [str(trained / "b" / "checkpoints"), "--out", str(run / WEIGHTS)]
     assert main(["checkpoint", "export", *of_another, "--overwrite"]) == 0
     assert main(["translate", "--run", str(run)]) == 2
-    assert "of another run" in capsys.readouterr().err
+    assert "belong to another run" in capsys.readouterr().err

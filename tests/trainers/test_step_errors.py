@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss, PositionEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_errors import errors_in_one_line
+from dtransformer.trainers.step_errors import convert_step_errors
 from tests.on_mesh import on_mesh, raises, start
 
 IDS = np.random.default_rng(0).integers(1, 12, (8, 6)).astype("int32")
@@ -140,7 +140,7 @@ def test_the_failure_of_another_rank_is_one_line():
     with pytest.raises(
         RuntimeError, match="^Stopped because another rank has failed or exited"
     ) as caught:
-        with errors_in_one_line():
+        with convert_step_errors():
             raise tf.errors.UnknownError(None, None, told)
     assert "\n" not in str(caught.value)
 

@@ -82,17 +82,20 @@ class SharedTimer:
 
     def start(self, step):
         """Start the timer at a step."""
-        self._started, self._passed = time.monotonic(), 0.0
-        self._asked_at, self._ask_at = step, step + 1
+        self._start_time = time.monotonic()
+        self._seconds_passed = 0.0
+        self._last_exchange = step
+        self._next_exchange = step + 1
 
     def is_over(self, step):
         """Return whether the timer has expired. All ranks must call it at the same steps."""
-        if step < self._ask_at:
+        if step < self._next_exchange:
             return False
-        passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
-        step_seconds = max(passed - self._passed, 1e-9) / (step - self._asked_at)
-        self._passed, self._asked_at = passed, step
-        self._ask_at = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
+        passed = from_chief(lambda: time.monotonic() - self._start_time, "checkpoint/clock")
+        step_seconds = max(passed - self._seconds_passed, 1e-9) / (step - self._last_exchange)
+        self._seconds_passed = passed
+        self._last_exchange = step
+        self._next_exchange = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
         return passed >= self._seconds
 
 
@@ -150,12 +153,15 @@ class ModelCheckpoint(keras.callbacks.Callback):
         if mode not in ("auto", "min", "max"):
             raise InputError(f"`mode` must be 'auto', 'min' or 'max', received {mode!r}.")
         self.folder = pathlib.Path(folder)
-        self.every_steps, self.every_epochs = every_steps, every_epochs
+        self.every_steps = every_steps
+        self.every_epochs = every_epochs
         self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
-        self.keep, self.monitor = keep, monitor
-        is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
-        self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
-        self._in_epoch, self._batch = False, 0
+        self.keep = keep
+        self.monitor = monitor
+        is_score = monitor is not None and ("acc" in monitor or "bleu" in monitor)
+        self._sign = -1 if mode == "max" or (mode == "auto" and is_score) else 1
+        self._in_epoch = False
+        self._batch = 0
         self._options = {"replicas": replicas, "assets": assets}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -165,7 +171,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
                 f"{type(self.model).__name__}. Use keras.callbacks.ModelCheckpoint."
             )
         self._saved_step = self._last_step = self._step()
-        self._is_due, self._saved_logs = False, True
+        self._is_due = False
+        self._saved_logs = True
         newest = from_chief(
             lambda: max((step for step, _ in folders.saved_steps(self.folder)), default=0),
             "checkpoint/newest",
@@ -182,7 +189,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
     # step then contains the logs of the validation, and a resumed run starts with the next epoch.
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        before, self._last_step = self._last_step, self.model.num_steps
+        before = self._last_step
+        self._last_step = self.model.num_steps
         self._batch = batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
@@ -220,7 +228,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         return self._saved_step
 
     def _save(self, logs):
-        self._is_due, step = False, self._step()
+        self._is_due = False
+        step = self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
         metrics = {}
@@ -236,7 +245,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._finish()
         path = self.folder / folders.step_folder(step)
         self.model.save(path, wait=False, metrics=metrics, **self._options)
-        self._saved_step, self._saved_logs = step, bool(logs)
+        self._saved_step = step
+        self._saved_logs = bool(logs)
         if self._timer is not None:
             self._timer.start(step)
 
@@ -273,11 +283,12 @@ class CallbackStates(keras.callbacks.Callback):
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback], folder: str | None):
         super().__init__()
-        self._with_state, names = {}, []
-        for one in callbacks:
-            if isinstance(one, KINDS):
-                names.append(type(one).__name__)
-                self._with_state[f"{names[-1]}.{names.count(names[-1])}"] = one
+        self._stateful_callbacks = {}
+        names = []
+        for callback in callbacks:
+            if isinstance(callback, KINDS):
+                names.append(type(callback).__name__)
+                self._stateful_callbacks[f"{names[-1]}.{names.count(names[-1])}"] = callback
         self._path = None if folder is None else pathlib.Path(folder) / FILE
 
     def on_train_begin(self, logs=None):
@@ -285,29 +296,29 @@ class CallbackStates(keras.callbacks.Callback):
         if self._path is None or not self._path.exists():
             return
         file = SafetensorsFile(self._path)
-        for name, one in self._with_state.items():
+        for name, callback in self._stateful_callbacks.items():
             for field in _FIELDS:
                 if f"{name}.{field}" in file.shapes:
-                    setattr(one, field, file[f"{name}.{field}"][0].item())
+                    setattr(callback, field, file[f"{name}.{field}"][0].item())
             weights = sorted(x for x in file.shapes if x.startswith(f"{name}.{_WEIGHTS}."))
             if weights:
-                one.best_weights = [np.array(file[x]) for x in weights]
+                callback.best_weights = [np.array(file[x]) for x in weights]
 
     def assets(self) -> dict:
         """Return the assets for a checkpoint: the current states, or `{}` without states."""
         values = {}
-        for name, one in self._with_state.items():
+        for name, callback in self._stateful_callbacks.items():
             for field in _FIELDS:
-                value = getattr(one, field, None)
+                value = getattr(callback, field, None)
                 if value is not None:
                     values[f"{name}.{field}"] = np.array([value])
-            for number, value in enumerate(getattr(one, _WEIGHTS, None) or ()):
-                values[f"{name}.{_WEIGHTS}.{number:06}"] = np.array(value, order="C")
+            for i, value in enumerate(getattr(callback, _WEIGHTS, None) or ()):
+                values[f"{name}.{_WEIGHTS}.{i:06}"] = np.array(value, order="C")
         asset = types.SimpleNamespace(save=lambda path: save_file(values, path))
         return {FILE: asset} if values else {}
 
 
-def saved_after_states(callbacks: list) -> list:
+def order_callbacks(callbacks: list) -> list:
     """Return callbacks in an order that lets checkpoints contain the other callbacks' new states.
 
     At the end of an epoch, callbacks such as `EarlyStopping` must update their states before
@@ -319,9 +330,11 @@ def saved_after_states(callbacks: list) -> list:
     Example:
 
     >>> first, second = ModelCheckpoint("checkpoints"), keras.callbacks.EarlyStopping()
-    >>> saved_after_states([first, second]) == [second, first]
+    >>> order_callbacks([first, second]) == [second, first]
     True
     """
-    last = max((i for i, one in enumerate(callbacks) if isinstance(one, KINDS)), default=-1)
-    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], ModelCheckpoint) else i
-    return [callbacks[i] for i in sorted(range(len(callbacks)), key=place)]
+    is_stateful = [isinstance(callback, KINDS) for callback in callbacks]
+    end = max((i + 1 for i in range(len(callbacks)) if is_stateful[i]), default=0)
+    moved = [callback for callback in callbacks[:end] if isinstance(callback, ModelCheckpoint)]
+    others = [callback for callback in callbacks[:end] if not isinstance(callback, ModelCheckpoint)]
+    return others + moved + callbacks[end:]

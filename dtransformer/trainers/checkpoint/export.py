@@ -22,8 +22,8 @@ from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
-    differences,
-    misfit,
+    describe_differences,
+    find_differences,
     network_tensors,
 )
 
@@ -149,17 +149,17 @@ def export(
         for name in checkpoint.shapes_of(NETWORK)
     }
     check_finite(checkpoint.path, tensors)
-    about = {"format": "dtransformer", "step": str(checkpoint.step)}
-    with replacing(filepath, _file_bytes(tensors.values())) as fresh:
+    metadata = {"format": "dtransformer", "step": str(checkpoint.step)}
+    with replacing(filepath, _file_bytes(tensors.values())) as target:
         try:
-            safetensors.numpy.save_file(tensors, fresh, metadata=about)
+            safetensors.numpy.save_file(tensors, target, metadata=metadata)
         except safetensors.SafetensorError as error:
             raise InputError(f"{filepath}: cannot be written ({error})") from None
     return len(tensors)
 
 
 def _export_keras(checkpoint, filepath, network):
-    network = _network_of(checkpoint) if network is None else network
+    network = _network_from_config(checkpoint) if network is None else network
     if not network.built:
         network.build()
     tensors = network_tensors(network)
@@ -170,9 +170,9 @@ def _export_keras(checkpoint, filepath, network):
     has_run = RUN in checkpoint.manifest["files"]
     run = sha256_of(checkpoint.path / RUN) if has_run else NO_RUN
 
-    def save(fresh):
-        network.save_weights(fresh)
-        seal(fresh, run)
+    def save(target):
+        network.save_weights(target)
+        seal(target, run)
 
     write_keras(network, filepath, save)
     return len(network.variables)
@@ -189,8 +189,8 @@ def write_keras(network: keras.Model, filepath: str | os.PathLike, save: Callabl
     Raises:
         InputError: If the file cannot be written.
     """
-    with replacing(filepath, _file_bytes(network.variables)) as fresh:
-        save(fresh)
+    with replacing(filepath, _file_bytes(network.variables)) as target:
+        save(target)
 
 
 def network_values(network: keras.Model) -> dict[str, tf.Tensor]:
@@ -219,7 +219,7 @@ def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.nd
 
 def _file_bytes(variables):
     """Return an upper bound on the size in bytes of a file with these variables."""
-    sizes = [math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in variables]
+    sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in variables]
     return _HEAD_BYTES + sum(size + _TENSOR_BYTES for size in sizes)
 
 
@@ -241,26 +241,26 @@ def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
     """
     tensors = together(lambda: network_tensors(network), "safetensors/network")
 
-    def opened():
+    def open_file():
         file = SafetensorsFile(filepath)
         return file, {f"{NETWORK}{name}": shape for name, shape in file.shapes.items()}
 
-    def value(tensor):
+    def read_tensor(tensor):
         name = tensor.name.removeprefix(NETWORK)
-        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
+        dtype = tf.as_dtype(tensor.dtype).as_numpy_dtype
         return tensor.assemble(
-            lambda bounds: convert(_read(file[name], bounds), kind, f"{filepath}: {name}")
+            lambda bounds: convert(_read(file[name], bounds), dtype, f"{filepath}: {name}")
         )
 
     def check():
         for tensor in tensors:
-            value(tensor)
+            read_tensor(tensor)
 
-    file, in_file = together(opened, "safetensors/opened")
+    file, in_file = together(open_file, "safetensors/opened")
     _check_fits(filepath, tensors, in_file)
     together(check, "safetensors/values")
     for tensor in tensors:
-        tensor.assign(value(tensor))
+        tensor.assign(read_tensor(tensor))
 
 
 def _read(stored, bounds):
@@ -269,11 +269,11 @@ def _read(stored, bounds):
 
 def _check_fits(path, tensors, in_file):
     """Raise `InputError` on all ranks if their tensors do not match a file's."""
-    if what := misfit(*differences(tensors, in_file)):
-        raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}.")
+    if text := describe_differences(*find_differences(tensors, in_file)):
+        raise InputError(f"{path} does not fit the network: {text.replace(NETWORK, '')}.")
 
 
-def _network_of(checkpoint):
+def _network_from_config(checkpoint):
     config = checkpoint.manifest["network"]
     if config is None:
         raise InputError(

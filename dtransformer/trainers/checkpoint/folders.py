@@ -23,7 +23,9 @@ from dtransformer.errors import InputError
 from dtransformer.files import beside, free_path, sync, warn_of_taken, writing
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
-_UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
+_UNFINISHED = ".unfinished"
+_REPLACED = ".replaced"
+_DAMAGED = ".damaged"
 _STEP = re.compile(r"step-(\d+)(?:-\d+)?")  # A second number follows if the name was taken.
 
 
@@ -44,7 +46,7 @@ def find_checkpoint(path: str | os.PathLike) -> pathlib.Path | None:
     If the process was killed while replacing a checkpoint, this is the folder of the old one.
     """
     path = pathlib.Path(path)
-    return next((folder for folder in (path, replaced(path)) if _is_complete(folder)), None)
+    return next((folder for folder in (path, replaced_path(path)) if _is_complete(folder)), None)
 
 
 def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
@@ -60,10 +62,10 @@ def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
     path = pathlib.Path(path)
     if find_checkpoint(path) is not None:
         return [path]
-    found = saved_steps(path)
-    found += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
-    if found:
-        return [folder for _, folder in sorted(found, reverse=True)]
+    checkpoints = saved_steps(path)
+    checkpoints += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
+    if checkpoints:
+        return [folder for _, folder in sorted(checkpoints, reverse=True)]
     if not os.path.exists(path):
         raise InputError(
             f"{path} does not exist. Pass the folder of a checkpoint, or a folder of checkpoints."
@@ -80,7 +82,9 @@ def saved_steps(folder: str | os.PathLike) -> list[tuple[int, pathlib.Path]]:
     The step is read from the manifest, or from the folder's name if the manifest is damaged.
     """
     folder = pathlib.Path(folder)
-    names = {path.name.removesuffix(_REPLACED) for path in _inside(folder) if _is_complete(path)}
+    names = {
+        path.name.removesuffix(_REPLACED) for path in _list_folder(folder) if _is_complete(path)
+    }
     paths = [folder / name for name in names if _STEP.fullmatch(name)]
     return sorted((_saved_step(path), path) for path in paths)
 
@@ -108,7 +112,7 @@ def folders_without_manifest(folder: str | os.PathLike) -> list[pathlib.Path]:
     """Return the checkpoints in a folder whose manifest is missing or inaccessible."""
     return [
         path
-        for path in sorted(_inside(folder))
+        for path in sorted(_list_folder(folder))
         if _STEP.fullmatch(path.name)
         and (path.is_symlink() or os.path.isdir(path))
         and not _is_complete(path)
@@ -119,7 +123,7 @@ def _is_complete(path):
     return os.path.exists(path / MANIFEST)  # False without permission to read.
 
 
-def _inside(folder):
+def _list_folder(folder):
     """Return the paths in a folder, or an empty list if it is not a folder.
 
     Raises:
@@ -133,8 +137,8 @@ def _inside(folder):
         raise InputError(f"{folder} cannot be read ({error.strerror}).") from None
 
 
-def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
-    """Create the folder `unfinished(path)`, which a checkpoint is written to.
+def create_folder(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
+    """Create the folder `unfinished_path(path)`, which a checkpoint is written to.
 
     Folders of unfinished checkpoints beside it are removed. If the path is taken, a warning names
     another path, which is used instead.
@@ -151,17 +155,18 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
         InputError: If the folder cannot be written, or if the disk has less than `num_bytes` left.
     """
     if os.path.lexists(path) and not (overwrite and _is_complete(path)):
-        taken, path = path, free_path(path)
-        warn_of_taken(taken, path)
-    fresh = unfinished(path)
+        requested = path
+        path = free_path(path)
+        warn_of_taken(requested, path)
+    new_folder = unfinished_path(path)
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in {fresh, *path.parent.glob(f"step-*{_UNFINISHED}")}:
-            _remove_all(left)
-        fresh.mkdir()
+        for folder in {new_folder, *path.parent.glob(f"step-*{_UNFINISHED}")}:
+            _remove_all(folder)
+        new_folder.mkdir()
         free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
-        shutil.rmtree(fresh)
+        shutil.rmtree(new_folder)
         raise InputError(
             f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, but a checkpoint needs "
             f"{num_bytes / 2**20:,.0f} MiB. Free disk space, or keep fewer checkpoints."
@@ -169,33 +174,36 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
     return path
 
 
-def unfinished(path: pathlib.Path) -> pathlib.Path:
+def unfinished_path(path: pathlib.Path) -> pathlib.Path:
     """Return the path of a checkpoint's folder while it is being written."""
     return beside(path, _UNFINISHED)
 
 
-def replaced(path: pathlib.Path) -> pathlib.Path:
+def replaced_path(path: pathlib.Path) -> pathlib.Path:
     """Return the path of a checkpoint's folder while another checkpoint takes its place."""
     return beside(path, _REPLACED)
 
 
 def commit(path: pathlib.Path, manifest: dict) -> None:
-    """Complete the checkpoint in `unfinished(path)` and rename it to `path`.
+    """Complete the checkpoint in `unfinished_path(path)` and rename it to `path`.
 
     Args:
         path: Folder of the checkpoint.
         manifest: Dict, see `saved_checkpoint.Checkpoint`.
     """
-    fresh, old = unfinished(path), replaced(path)
-    write_manifest(fresh, manifest)
-    for folder in (fresh, *(inner for inner in fresh.rglob("*") if inner.is_dir())):
-        sync(folder)
+    new_folder = unfinished_path(path)
+    old_folder = replaced_path(path)
+    write_manifest(new_folder, manifest)
+    sync(new_folder)
+    for inner in new_folder.rglob("*"):
+        if inner.is_dir():
+            sync(inner)
     if path.exists():
-        _remove_all(old)
-        os.rename(path, old)
-    os.rename(fresh, path)
+        _remove_all(old_folder)
+        os.rename(path, old_folder)
+    os.rename(new_folder, path)
     sync(path.parent)
-    _remove_all(old)
+    _remove_all(old_folder)
 
 
 def remove(path: pathlib.Path) -> None:
@@ -203,12 +211,12 @@ def remove(path: pathlib.Path) -> None:
 
     If the process is killed, the remaining files do not look like a complete checkpoint.
     """
-    _remove_all(replaced(path))
-    doomed = unfinished(path)
-    _remove_all(doomed)
+    _remove_all(replaced_path(path))
+    folder = unfinished_path(path)
+    _remove_all(folder)
     with contextlib.suppress(FileNotFoundError):
-        os.rename(path, doomed)
-        _remove_all(doomed)
+        os.rename(path, folder)
+        _remove_all(folder)
 
 
 def _remove_all(path):
@@ -221,6 +229,9 @@ def _remove_all(path):
 def set_aside(path: str | os.PathLike) -> None:
     """Rename a damaged checkpoint, so that it is ignored but not deleted."""
     path = pathlib.Path(path)
-    endings = (_DAMAGED + (f"-{number}" if number else "") for number in itertools.count())
-    target = next(one for one in (beside(path, end) for end in endings) if not os.path.lexists(one))
-    os.rename(path if os.path.lexists(path) else replaced(path), target)
+    target = beside(path, _DAMAGED)
+    for i in itertools.count(1):
+        if not os.path.lexists(target):
+            break
+        target = beside(path, f"{_DAMAGED}-{i}")
+    os.rename(path if os.path.lexists(path) else replaced_path(path), target)

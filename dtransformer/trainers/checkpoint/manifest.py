@@ -80,7 +80,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     """
     body = json.dumps({"version": _VERSION, **manifest}, sort_keys=True)
     typed(json.loads(body), Manifest, MANIFEST)
-    document = {"crc32": _crc32_of(body), "checkpoint": json.loads(body)}
+    document = {"crc32": _crc32(body), "checkpoint": json.loads(body)}
     (folder / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True))
     sync(folder / MANIFEST)
 
@@ -95,7 +95,7 @@ def read_manifest(folder: pathlib.Path) -> dict:
     path = inside(folder, MANIFEST)
     document = typed(read_json(path), _Document, path)
     body = document["checkpoint"]
-    if document["crc32"] != _crc32_of(json.dumps(body, sort_keys=True)):
+    if document["crc32"] != _crc32(json.dumps(body, sort_keys=True)):
         raise InputError(f"{path} is damaged: its content does not match its checksum.")
     if body.get("version") != _VERSION:
         raise InputError(
@@ -105,5 +105,5 @@ def read_manifest(folder: pathlib.Path) -> dict:
     return typed(body, Manifest, path)
 
 
-def _crc32_of(text):
+def _crc32(text):
     return f"{zlib.crc32(text.encode()):08x}"

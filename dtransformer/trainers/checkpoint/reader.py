@@ -17,8 +17,8 @@ from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
     OPTIMIZER,
     TrainingState,
-    differences,
-    misfit,
+    describe_differences,
+    find_differences,
 )
 
 
@@ -88,21 +88,21 @@ def restore(
     prefixes = (NETWORK,) if weights_only else (NETWORK, OPTIMIZER)
     tensors = together(state.tensors, "checkpoint/state")
     tensors = [tensor for tensor in tensors if tensor.name.startswith(prefixes)]
-    compared = differences(tensors, checkpoint.shapes_of(*prefixes))
-    restored = Restored(checkpoint, *compared, damaged)
-    if strict and (what := misfit(*compared)):
+    differences = find_differences(tensors, checkpoint.shapes_of(*prefixes))
+    restored = Restored(checkpoint, *differences, damaged)
+    if strict and (text := describe_differences(*differences)):
         raise InputError(
-            f"{restored.path} does not fit this network and optimizer: {what}. Restore it with the "
+            f"{restored.path} does not fit this network and optimizer: {text}. Restore it with the "
             "network and optimizer that were saved, or pass `strict=False` to skip these tensors."
         )
     if check is not None:
         check(restored)
-    left_out = {*restored.missing, *restored.other_shapes}
+    skipped = {*restored.missing, *restored.other_shapes}
 
     def assign():
         try:
             for tensor in tensors:
-                if tensor.name not in left_out:
+                if tensor.name not in skipped:
                     tensor.assign(checkpoint.read_local(tensor))
         except (tf.errors.OpError, OSError, MemoryError) as error:
             raise InputError(
@@ -133,7 +133,7 @@ def _newest_intact(path):
         lambda: [str(folder) for folder in checkpoints_of(path)], "checkpoint/candidates"
     )
     message = []
-    for number, candidate in enumerate(candidates):
+    for i, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
         if not problems:
             if message:
@@ -141,24 +141,25 @@ def _newest_intact(path):
                 job.print_once(
                     f"Skipped damaged checkpoints:\n  {lines}\nUsing {candidate} instead."
                 )
-            return checkpoint, candidates[:number]
+            return checkpoint, candidates[:i]
         message += problems
     raise InputError(f"{path} contains no intact checkpoint: {'; '.join(message)}")
 
 
 def _verified(path):
     """Check a checkpoint on all ranks; return the `Checkpoint` and a list of its problems."""
-    checkpoint, problems = None, {}
+    checkpoint = None
+    problems = {}
     try:
         checkpoint = Checkpoint(path)
-        own_files = checkpoint.file_names()[job.rank() :: job.size()]
-        problems = checkpoint.problems(own_files)
+        local_names = checkpoint.file_names()[job.rank() :: job.size()]
+        problems = checkpoint.problems(local_names)
     except (InputError, OSError) as error:
         problems = {MANIFEST: str(error)}
     problems = {
         name: problem
-        for theirs in all_gather_json(problems, "checkpoint/verified")
-        for name, problem in theirs.items()
+        for rank_problems in all_gather_json(problems, "checkpoint/verified")
+        for name, problem in rank_problems.items()
         if not name.startswith(REPLICAS)
     }
 

@@ -17,7 +17,8 @@ from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest
 
-PREFIX, REPLICAS = "state", "replicas"
+PREFIX = "state"
+REPLICAS = "replicas"
 LATEST = "checkpoint"  # TensorFlow's file with the prefix of the latest checkpoint.
 
 
@@ -41,11 +42,11 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike):
-        found = find_checkpoint(path)
-        if found is None:
+        folder = find_checkpoint(path)
+        if folder is None:
             raise InputError(f"{path} is not a checkpoint: {MANIFEST} is missing.")
-        self.path: pathlib.Path = found
-        self.manifest: dict = read_manifest(found)
+        self.path: pathlib.Path = folder
+        self.manifest: dict = read_manifest(folder)
 
     @property
     def step(self) -> int:
@@ -94,15 +95,15 @@ class Checkpoint:
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
-            found = checksum(path)
+            crc32 = checksum(path)
         except FileNotFoundError:
             return f"{path} is missing"
         except InputError as error:
             return str(error)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        if found != expected["crc32"]:
-            return f"{path} is damaged: its checksum is {found} instead of {expected['crc32']}"
+        if crc32 != expected["crc32"]:
+            return f"{path} is damaged: its checksum is {crc32} instead of {expected['crc32']}"
         return self._problem_with_index() if name == INDEX else ""
 
     def _problem_with_index(self):
@@ -111,13 +112,13 @@ class Checkpoint:
         try:
             reader = tf.train.load_checkpoint(str(self.path / PREFIX))
             types = reader.get_variable_to_dtype_map()
-            found = {
+            tensors = {
                 name: [list(shape), types[name].name]
                 for name, shape in reader.get_variable_to_shape_map().items()
             }
         except Exception as error:  # TensorFlow raises several built-in types.
             return f"{path} is damaged: {one_line(error, 100)}"
-        if found != self.manifest["tensors"]:
+        if tensors != self.manifest["tensors"]:
             return f"{path} is damaged: its tensors do not match {MANIFEST}"
         return ""
 
@@ -128,8 +129,8 @@ class Checkpoint:
             names: Names of the files to check. Defaults to all files.
         """
         names = self.file_names() if names is None else names
-        found = {name: self.problem_with(name) for name in names}
-        return {name: problem for name, problem in found.items() if problem}
+        problems = {name: self.problem_with(name) for name in names}
+        return {name: problem for name, problem in problems.items() if problem}
 
     def repair(self, name: str) -> bool:
         """Replace a damaged file by its replica; return whether that was possible."""
@@ -137,8 +138,8 @@ class Checkpoint:
         if replica not in self.manifest["files"] or self.problem_with(replica):
             return False
         try:
-            with replacing(inside(self.path, name)) as fresh:
-                shutil.copyfile(self.path / replica, fresh, follow_symlinks=False)
+            with replacing(inside(self.path, name)) as target:
+                shutil.copyfile(self.path / replica, target, follow_symlinks=False)
         except InputError:  # The disk is full or read-only, or the file is a link.
             return False
         return True

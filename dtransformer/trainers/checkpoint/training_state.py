@@ -27,12 +27,13 @@ from dtransformer.trainers.optimizer.apply import optimizer_states
 # Names of a network's variables that are identical in all processes.
 
 
-_SEEDS = "seed_generator"  # Keras' seed generators have this path, without a layer.
+_SEED_PATH = "seed_generator"  # Keras' seed generators have this path, without a layer.
 
 
-def names_of(network: keras.Model) -> dict[int, str]:
+def variable_names(network: keras.Model) -> dict[int, str]:
     """Return a dict that maps the `id` of each variable of a built network to its name."""
-    counts, layer_names = collections.Counter(), {network.name: ""}
+    counts = collections.Counter()
+    layer_names = {network.name: ""}
     for layer in _compat.flat_layers(network, include_self=False):
         if layer.path is not None and layer.path not in layer_names:
             outer, _, name = layer.path.rpartition("/")
@@ -42,7 +43,7 @@ def names_of(network: keras.Model) -> dict[int, str]:
     for variable in network.variables:
         first, _, _ = variable.path.partition("/")
         if first not in layer_names:
-            layer_names[first] = _renumbered(first, _SEEDS, "", counts)
+            layer_names[first] = _renumbered(first, _SEED_PATH, "", counts)
         names[id(variable)] = _name(variable.path, layer_names)
     return names
 
@@ -55,20 +56,23 @@ def _renumbered(name, default, outer, counts):
     if not re.fullmatch(rf"{default}(_\d+)?", name):
         return name
     counts[outer, default] += 1
-    number = counts[outer, default] - 1
-    return f"{default}_{number}" if number else default
+    index = counts[outer, default] - 1
+    return f"{default}_{index}" if index else default
 
 
 def _name(path, layer_names):
     """Replace the layers' names along a path as in `layer_names`."""
-    words, along = [], ""
-    for word in path.split("/"):
-        along = f"{along}/{word}" if along else word
-        words.append(layer_names.get(along, word))
-    return "/".join(word for word in words if word)
+    names = []
+    prefix = ""
+    for part in path.split("/"):
+        prefix = f"{prefix}/{part}" if prefix else part
+        names.append(layer_names.get(prefix, part))
+    return "/".join(name for name in names if name)
 
 
-NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
+NETWORK = "network/"
+OPTIMIZER = "optimizer/"
+METRICS = "metrics/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,7 @@ class TrainingState:
         Raises:
             ValueError: If two variables have the same name.
         """
-        names = names_of(self.network)
+        names = variable_names(self.network)
         tensors = network_tensors(self.network, names)
         for name, index, variable in optimizer_states(self.optimizer, len(self.optimizer_shards)):
             if index is None:
@@ -107,8 +111,8 @@ class TrainingState:
             name = f"{OPTIMIZER}{name}/{names[id(weight)]}"
             start, stop = flat_range or (0, num_elements(bounds))
             if math.prod(variable.shape) == stop - start:
-                place = variable, bounds, flat_range
-                tensors.append(ShardedTensor.of(name, true_shape(weight), *place))
+                shape = true_shape(weight)
+                tensors.append(ShardedTensor.of(name, shape, variable, bounds, flat_range))
             else:
                 # The state is not elementwise, for example Adafactor's sums over rows.
                 tensors.append(_replicated(name, variable))
@@ -120,8 +124,8 @@ class TrainingState:
         """Return the tensors of the metrics' sums since the epoch began."""
         variables = [variable for metric in self.metrics for variable in metric.variables]
         return [
-            _replicated(f"{METRICS}{number}/{variable.name}", variable)
-            for number, variable in enumerate(variables)
+            _replicated(f"{METRICS}{i}/{variable.name}", variable)
+            for i, variable in enumerate(variables)
         ]
 
 
@@ -132,9 +136,9 @@ def network_tensors(
 
     Args:
         network: The `keras.Model`.
-        names: Result of `names_of(network)`. Computed by default.
+        names: Result of `variable_names(network)`. Computed by default.
     """
-    names = names_of(network) if names is None else names
+    names = variable_names(network) if names is None else names
     return [
         tensor
         for variable in network.variables
@@ -148,13 +152,16 @@ def _replicated(name, variable):
 
 
 def _check_names(tensors, network):
-    variables, shapes = {}, {}
-    for tensor in (tensor for tensor in tensors if tensor.is_saved):
-        own = [
+    variables = {}
+    shapes = {}
+    for tensor in tensors:
+        if not tensor.is_saved:
+            continue
+        is_unique = all(
             variables.setdefault((tensor.name, shard.bounds), tensor.variable) is tensor.variable
             for shard in tensor.shards
-        ]
-        if not all(own) or shapes.setdefault(tensor.name, tensor.shape) != tensor.shape:
+        )
+        if not is_unique or shapes.setdefault(tensor.name, tensor.shape) != tensor.shape:
             raise ValueError(
                 f"Two variables of {network.name} have the name {tensor.name}, which must be "
                 "unique in a checkpoint. Rename one of their layers."
@@ -167,7 +174,7 @@ def _check_names(tensors, network):
 Shape = tuple[int, ...]
 
 
-def differences(
+def find_differences(
     tensors: Sequence[ShardedTensor], in_file: Mapping[str, Shape]
 ) -> tuple[list[str], list[str], dict[str, tuple[Shape, Shape]]]:
     """Compare the names and shapes of all ranks' tensors with a file. All ranks must call it.
@@ -181,36 +188,39 @@ def differences(
         names that only the file has, and a dict of names with different shapes, which maps to the
         ranks' shape and the file's shape.
     """
-    own = {tensor.name: list(tensor.shape) for tensor in tensors}
-    ours = {}
-    for shapes in all_gather_json(own, "checkpoint/names"):
-        ours.update({name: tuple(shape) for name, shape in shapes.items()})
+    local_shapes = {tensor.name: list(tensor.shape) for tensor in tensors}
+    shapes = {}
+    for rank_shapes in all_gather_json(local_shapes, "checkpoint/names"):
+        shapes.update({name: tuple(shape) for name, shape in rank_shapes.items()})
     other_shapes = {
         name: (shape, in_file[name])
-        for name, shape in ours.items()
+        for name, shape in shapes.items()
         if in_file.get(name, shape) != shape
     }
-    return sorted(ours.keys() - in_file.keys()), sorted(in_file.keys() - ours.keys()), other_shapes
+    missing = sorted(shapes.keys() - in_file.keys())
+    unexpected = sorted(in_file.keys() - shapes.keys())
+    return missing, unexpected, other_shapes
 
 
-_MAX_NAMES_TOLD = 10
+_MAX_LISTED = 10
 
 
-def misfit(
+def describe_differences(
     missing: Sequence[str],
     unexpected: Sequence[str],
     other_shapes: Mapping[str, tuple[Shape, Shape]],
 ) -> str:
-    """Return the result of `differences` as text, or `""` if nothing differs."""
+    """Return the result of `find_differences` as text, or `""` if nothing differs."""
     shapes = [
-        f"{name} {ours}, in the file {its}" for name, (ours, its) in sorted(other_shapes.items())
+        f"{name} {shape}, in the file {file_shape}"
+        for name, (shape, file_shape) in sorted(other_shapes.items())
     ]
     kinds = {"it lacks": missing, "it also has": unexpected, "shapes differ": shapes}
     return "; ".join(
-        f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names
+        f"{kind} {len(names)}: {_list_names(names)}" for kind, names in kinds.items() if names
     )
 
 
-def _some(names):
-    more = len(names) - _MAX_NAMES_TOLD
-    return ", ".join(names[:_MAX_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names):
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -60,38 +60,40 @@ def plan_files(
     0 ['gamma', 'w']
     1 ['w']
     """
-    holders = {}
+    ranks_with = {}
     for rank, shards in enumerate(rank_shards):
         for key in shards:
-            holders.setdefault(key, []).append(rank)
-    chosen, load = [[] for _ in rank_shards], [0] * len(rank_shards)
+            ranks_with.setdefault(key, []).append(rank)
+    rank_keys = [[] for _ in rank_shards]
+    num_bytes = [0] * len(rank_shards)
     # Assign shards of a single rank first, then large shards.
     order = sorted(
-        holders, key=lambda key: (len(holders[key]) > 1, -rank_shards[holders[key][0]][key], key)
+        ranks_with,
+        key=lambda key: (len(ranks_with[key]) > 1, -rank_shards[ranks_with[key][0]][key], key),
     )
     for key in order:
-        writer = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[writer] += rank_shards[writer][key]
-        chosen[writer].append(key)
+        writer = min(ranks_with[key], key=lambda rank: (num_bytes[rank], rank))
+        num_bytes[writer] += rank_shards[writer][key]
+        rank_keys[writer].append(key)
     files = []
-    for rank, keys in enumerate(chosen):
+    for rank, keys in enumerate(rank_keys):
         groups = {}
         for key in keys:
-            groups.setdefault(tuple(holders[key]) if with_replicas else None, []).append(key)
+            groups.setdefault(tuple(ranks_with[key]) if with_replicas else None, []).append(key)
         files += [DataFile(rank, tuple(sorted(groups[ranks]))) for ranks in sorted(groups)]
     if not with_replicas:
         return files
     return files + [
         DataFile(rank, file.shards, index)
         for index, file in enumerate(files)
-        for rank in _other_holders(file, rank_shards)[:1]
+        for rank in _other_ranks(file, rank_shards)[:1]
     ]
 
 
-def _other_holders(file, rank_shards):
+def _other_ranks(file, rank_shards):
     """Return the other ranks that have all shards of a file, starting after the writer."""
     ranks = [(file.writer + step) % len(rank_shards) for step in range(1, len(rank_shards))]
-    return [rank for rank in ranks if all(key in rank_shards[rank] for key in file.shards)]
+    return [rank for rank in ranks if rank_shards[rank].keys() >= set(file.shards)]
 
 
 @dataclasses.dataclass
@@ -115,7 +117,7 @@ class Save:
     @property
     def folder(self) -> pathlib.Path:
         """Folder that is written until the checkpoint is complete."""
-        return folders.unfinished(self.path)
+        return folders.unfinished_path(self.path)
 
     def prefix(self, index: int) -> str:
         """Return the prefix of a file of the plan before the files are merged."""
@@ -137,7 +139,7 @@ def write_shards(save: Save) -> dict[int, dict]:
         A dict that maps the index of each file in the plan to its manifest entry, with `tensors`
         added: a dict of names, shapes and dtypes.
     """
-    described = {}
+    entries = {}
     for index, file in enumerate(save.files):
         if file.writer != job.rank():
             continue
@@ -150,10 +152,10 @@ def write_shards(save: Save) -> dict[int, dict]:
             ],
             tensors=[tensor.extract(local, shard) for tensor, local, shard in values],
         )
-        data = describe_file(pathlib.Path(save.data_path(index)))
+        entry = describe_file(pathlib.Path(save.data_path(index)))
         tensors = {tensor.name: [list(tensor.shape), tensor.dtype] for tensor, _, _ in values}
-        described[index] = {**data, "rank": job.rank(), "tensors": tensors}
-    return described
+        entries[index] = {**entry, "rank": job.rank(), "tensors": tensors}
+    return entries
 
 
 def merge_shards(save: Save, written: Mapping[str, dict]) -> None:
@@ -167,32 +169,33 @@ def merge_shards(save: Save, written: Mapping[str, dict]) -> None:
     Raises:
         FileNotFoundError: If another rank's file is not in the folder.
     """
-    _check_all_there(save)
+    _check_all_files(save)
     merged = [index for index, file in enumerate(save.files) if file.replica_of is None]
     tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=[save.prefix(index) for index in merged],
         destination_prefix=str(save.folder / PREFIX),
         delete_old_dirs=False,
     )
-    tensors, described = {}, {}
-    for about in written.values():
-        tensors.update(about.pop("tensors"))
-    for number, index in enumerate(merged):
-        described[DATA.format(number, len(merged))] = written[str(index)]
+    tensors = {}
+    entries = {}
+    for entry in written.values():
+        tensors.update(entry.pop("tensors"))
+    for i, index in enumerate(merged):
+        entries[DATA.format(i, len(merged))] = written[str(index)]
     for index, file in enumerate(save.files):
         if file.replica_of is not None:
             name = DATA.format(merged.index(file.replica_of), len(merged))
-            described[f"{REPLICAS}/{name}"] = written[str(index)]
+            entries[f"{REPLICAS}/{name}"] = written[str(index)]
             (save.folder / REPLICAS).mkdir(exist_ok=True)
             os.rename(save.data_path(index), save.folder / REPLICAS / name)
             os.remove(save.index_path(index))
     (save.folder / LATEST).write_text(f'model_checkpoint_path: "{PREFIX}"\n')
     for path in (save.folder / f"{PREFIX}.index", save.folder / LATEST, *_write_assets(save)):
-        described[str(path.relative_to(save.folder))] = {**describe_file(path), "rank": 0}
-    folders.commit(save.path, {**save.manifest, "files": described, "tensors": tensors})
+        entries[str(path.relative_to(save.folder))] = {**describe_file(path), "rank": 0}
+    folders.commit(save.path, {**save.manifest, "files": entries, "tensors": tensors})
 
 
-def _check_all_there(save):
+def _check_all_files(save):
     missing = [
         index
         for index in range(len(save.files))
@@ -211,8 +214,8 @@ def _write_assets(save):
     paths = []
     for name, asset in save.assets.items():
         asset.save(save.folder / name)
-        found = [save.folder / name, *(save.folder / name).rglob("*")]
-        paths += [path for path in found if path.is_file()]
+        candidates = [save.folder / name, *(save.folder / name).rglob("*")]
+        paths += [path for path in candidates if path.is_file()]
     return paths
 
 
@@ -255,14 +258,17 @@ class CheckpointWriter:
             InputError: If the folder cannot be written. All ranks raise the error.
         """
         self.finish()
-        path = pathlib.Path(path).absolute()
+        requested = pathlib.Path(path).absolute()
         tensors, manifest = together(
             lambda: (state.tensors(), describe_run(state)), "checkpoint/state"
         )
         tensors = [tensor for tensor in tensors if tensor.is_saved]
         self._plan(tensors, replicas)
-        begin = lambda: str(folders.begin(path, self._num_bytes, overwrite))
-        path = pathlib.Path(from_chief(begin, "checkpoint/begin"))
+
+        def create_folder():
+            return str(folders.create_folder(requested, self._num_bytes, overwrite))
+
+        path = pathlib.Path(from_chief(create_folder, "checkpoint/begin"))
         values = _values_to_write(tensors, self._files)
         save = Save(path, self._files, values, assets or {}, {**manifest, **info})
         CheckpointWriter._running = _THREAD.submit(_run, save)
@@ -275,24 +281,27 @@ class CheckpointWriter:
             InputError: If the checkpoint could not be written. All ranks raise the same error.
         """
         if cls._running is not None:
-            running, CheckpointWriter._running = cls._running, None
+            running = cls._running
+            CheckpointWriter._running = None
             running.result()
 
     def _plan(self, tensors: Sequence[ShardedTensor], replicas: bool):
         """Plan the files of all ranks, unless no rank's shards have changed since the last plan."""
-        own = [
+        local_shards = [
             [tensor.name, shard.bounds, tensor.num_bytes(shard), tensor.shape, tensor.dtype]
             for tensor in tensors
             for shard in tensor.saved_shards
         ]
-        digest = hashlib.sha256(repr((own, replicas)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((local_shards, replicas)).encode()).hexdigest()
         if all(all_gather_json(digest == self._digest, "checkpoint/same_plan")):
             return
-        rank_shards = [
-            {(name, tuple(map(tuple, bounds))): size for name, bounds, size, _, _ in theirs}
-            for theirs in all_gather_json(own, "checkpoint/shards")
-        ]
-        self._digest, self._files = digest, plan_files(rank_shards, replicas)
+        rank_shards = []
+        for shards in all_gather_json(local_shards, "checkpoint/shards"):
+            rank_shards.append(
+                {(name, tuple(map(tuple, bounds))): size for name, bounds, size, _, _ in shards}
+            )
+        self._digest = digest
+        self._files = plan_files(rank_shards, replicas)
         self._num_bytes = sum(
             rank_shards[file.writer][key] for file in self._files for key in file.shards
         )
@@ -300,10 +309,10 @@ class CheckpointWriter:
 
 def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]):
     """Return a dict of the shards that this rank writes: key -> tensor, local value and shard."""
-    own = {key for file in files if file.writer == job.rank() for key in file.shards}
+    keys = {key for file in files if file.writer == job.rank() for key in file.shards}
     values = {}
     for tensor in tensors:
-        shards = [shard for shard in tensor.saved_shards if (tensor.name, shard.bounds) in own]
+        shards = [shard for shard in tensor.saved_shards if (tensor.name, shard.bounds) in keys]
         local = tensor.read() if shards else None
         values.update({(tensor.name, shard.bounds): (tensor, local, shard) for shard in shards})
     return values
@@ -321,9 +330,14 @@ def _run(save: Save):
     """
     try:
         with tf.device("CPU:0"):
-            everyone = on_all(lambda: write_shards(save), "checkpoint/written")
-            written = {name: about for files in everyone for name, about in files.items()}
-            merge = lambda: job.is_chief() and merge_shards(save, written)
+            written = {}
+            for entries in on_all(lambda: write_shards(save), "checkpoint/written"):
+                written.update(entries)
+
+            def merge():
+                if job.is_chief():
+                    merge_shards(save, written)
+
             together(merge, "checkpoint/committed")
     except (ValueError, RuntimeError) as error:  # The error of any rank.
         if job.is_chief():

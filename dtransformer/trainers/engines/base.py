@@ -30,7 +30,7 @@ from dtransformer.trainers.optimizer.gradients import with_zeros
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
-class Numbers(typing.NamedTuple):
+class StepScalars(typing.NamedTuple):
     """Scalars of a training step, identical on all ranks except for the seed.
 
     Args:
@@ -58,25 +58,27 @@ def training_forward(seed: tf.Tensor):
         yield metrics
 
 
-class Parts(typing.NamedTuple):
+class StepLayout(typing.NamedTuple):
     """Consequences of the current layout for a step.
 
     Args:
-        adds_up: Whether sums must be reduced, because other data shards compute rows of the batch.
-        has_shares: Whether data shards or micro-batches divide the batch.
-        unshards: Whether weights are unsharded for use.
+        needs_reduce: Whether sums must be reduced, because other data shards compute rows of the
+            batch.
+        splits_batch: Whether data shards or micro-batches divide the batch.
+        unshards_weights: Whether weights are unsharded for use.
     """
 
-    adds_up: bool
-    has_shares: bool
-    unshards: bool
+    needs_reduce: bool
+    splits_batch: bool
+    unshards_weights: bool
 
     @classmethod
-    def of_layout(cls):
+    def current(cls):
         """Return the values for the current layout."""
-        config, adds_up = get_parallel_config(), job.data_parallel_group().size > 1
-        has_shares = job.data_shard()[1] > 1 or config.micro_batch_num > 1
-        return cls(adds_up, has_shares, adds_up and config.optimizer_shard == 3)
+        config = get_parallel_config()
+        needs_reduce = job.data_parallel_group().size > 1
+        splits_batch = job.data_shard()[1] > 1 or config.micro_batch_num > 1
+        return cls(needs_reduce, splits_batch, needs_reduce and config.optimizer_shard == 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,22 +88,24 @@ class ForwardStep:
     Args:
         network: The `keras.Model` that is trained.
         objective: The `Objective`, or `None` if only outputs are computed.
-        keeps_outputs: Whether metrics need the outputs, which are large.
+        needs_outputs: Whether metrics need the outputs, which are large.
         states: `LayerStates` of the network.
-        parts: `Parts` of the current layout.
+        layout: `StepLayout` of the current layout.
     """
 
     network: object
     objective: object = None
-    keeps_outputs: bool = False
+    needs_outputs: bool = False
     states: LayerStates = dataclasses.field(default_factory=LayerStates)
-    parts: Parts = dataclasses.field(default_factory=Parts.of_layout)
+    layout: StepLayout = dataclasses.field(default_factory=StepLayout.current)
 
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
         with tf.device("CPU:0"):  # The labels are on the CPU, so checking them there blocks no GPU.
-            own = self.objective.counts(inputs, labels, sample_weight)
-        return reduce_sum({"counts": own}, name="counts")["counts"] if self.parts.adds_up else own
+            counts = self.objective.counts(inputs, labels, sample_weight)
+        if self.layout.needs_reduce:
+            counts = reduce_sum({"counts": counts}, name="counts")["counts"]
+        return counts
 
     def outputs(self, inputs, training=False, layers=None):
         """Return the network's outputs and discard all state changes."""
@@ -113,36 +117,37 @@ class ForwardStep:
         Args:
             inputs: Nested tensors [b, ...].
             training: Whether the network runs in training mode.
-            layers: As in `LayerStates.collected`, whose yielded dict is the second result.
+            layers: As in `LayerStates.collect_changes`, whose yielded dict is the second result.
 
         Raises:
             ValueError: If the network returns `None`.
         """
-        unsharded, collected = contextlib.nullcontext(), contextlib.nullcontext({})
-        if self.parts.unshards and current_unsharding() is None:
+        unsharded = contextlib.nullcontext()
+        collecting_changes = contextlib.nullcontext({})
+        if self.layout.unshards_weights and current_unsharding() is None:
             unsharded = unsharding("call")
         if self.states.is_used:
-            collected = self.states.collected(layers)
-        with unsharded, collected as found:
+            collecting_changes = self.states.collect_changes(layers)
+        with unsharded, collecting_changes as changes:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
                 f"The network {self.network.name!r} returned None. Its call must return one or "
                 "more tensors."
             )
-        return outputs, found
+        return outputs, changes
 
-    def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
+    def loss_and_gradients(self, inputs, labels, sample_weight, scalars):
         """Return gradients, outputs and local sums of a batch.
 
         Args:
             inputs, labels, sample_weight: Nested tensors [b, ...], or `None` for the last two.
-            numbers: `Numbers` of the step.
+            scalars: `StepScalars` of the step.
 
         Returns:
             A `(gradients, outputs, sums)` tuple: a list of the gradients of the scaled loss, one
             dense tensor per trainable weight in the shape of its `trained_value`,
-            `kept(outputs)`, and `sums`.
+            `metric_outputs(outputs)`, and `sums`.
 
         Raises:
             ValueError: If no weight is trainable, or if there is no loss.
@@ -151,51 +156,53 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # Do not watch frozen weights.
-        unsharded = unsharding("train") if self.parts.unshards else contextlib.nullcontext()
+        unsharded = contextlib.nullcontext()
+        if self.layout.unshards_weights:
+            unsharded = unsharding("train")
         with (
             tape,
             unsharded,
             tape_opened_here(),
-            training_forward(numbers.seed) as reported,
+            training_forward(scalars.seed) as reported,
         ):
             tape.watch(values)
-            outputs, found = self.outputs_and_states(inputs, training=True)
+            outputs, changes = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
                 raise ValueError(
                     "The network has no loss. Pass a loss to `compile`, or call `add_loss` in a "
                     "layer."
                 )
             batch = inputs, outputs, labels, sample_weight
-            sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= self.of_layers(found, inputs, numbers.counts, reported)
-            loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
+            sums = self.sums(*batch, scalars.counts, self.network.losses, training=True)
+            sums |= self.layer_sums(changes, inputs, scalars.counts, reported)
+            loss = (sums["loss"] + sums["added"]) * scalars.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
-        return list(map(_dense, gradients, values)), self.kept(outputs), sums
+        return list(map(_dense, gradients, values)), self.metric_outputs(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
-        """Return the outputs for metrics (see `kept`) and the local sums, in inference mode."""
-        outputs, found = self.outputs_and_states(inputs)
+        """Return `metric_outputs` and the local sums of a batch, in inference mode."""
+        outputs, changes = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        return self.kept(outputs), sums | self.of_layers(found, inputs, counts)
+        return self.metric_outputs(outputs), sums | self.layer_sums(changes, inputs, counts)
 
-    def kept(self, outputs):
+    def metric_outputs(self, outputs):
         """Return `(outputs, masks)` for metrics, or `None` if no metric needs the outputs."""
-        return (outputs, _compat.masks_of(outputs)) if self.keeps_outputs else None
+        return (outputs, _compat.masks_of(outputs)) if self.needs_outputs else None
 
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return the local sums for the logs, a dict of float32 scalars.
 
-        The dict contains the items of `Objective.sums`, and `added` as `"added"`.
+        The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`.
         """
-        own_is_all = not (self.parts.has_shares if training else self.parts.adds_up)
-        sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
-        if "divided" in sums:
-            self._check_divided(losses)
-        sums["added"] = self.added(losses, inputs, counts, sums.get("divided"))
+        is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
+        sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
+        if "normalizer_ratio" in sums:
+            self._check_added_means(losses)
+        sums["added"] = self.added_loss(losses, inputs, counts, sums.get("normalizer_ratio"))
         return sums
 
-    def added(self, losses, inputs, counts, divided=None):
+    def added_loss(self, losses, inputs, counts, normalizer_ratio=None):
         """Return the local part of the losses that layers add, a float32 scalar.
 
         The losses are averaged over the rows of the global batch. This is correct for regularizers,
@@ -206,33 +213,37 @@ class ForwardStep:
             losses: List of scalars.
             inputs: Nested tensors [b, ...].
             counts: `counts` of the global batch, possibly with more elements.
-            divided: The item `"divided"` of `Objective.sums`, if present.
+            normalizer_ratio: The item `"normalizer_ratio"` of `Objective.sums`, if present.
         """
         if not losses:
             return tf.zeros([])
-        share = self.share(inputs, counts) if divided is None else divided
+        fraction = normalizer_ratio
+        if fraction is None:
+            fraction = self.batch_fraction(inputs, counts)
         # The mean over zero rows is NaN.
-        parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
+        parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), fraction) for loss in losses]
         return tf.add_n(parts)
 
-    def of_layers(self, found, inputs, counts, reported=types.MappingProxyType({})):
+    def layer_sums(self, changes, inputs, counts, reported=types.MappingProxyType({})):
         """Return sums of state changes and metrics that layers have reported.
 
         Args:
-            found: State changes from `outputs_and_states`.
+            changes: State changes from `outputs_and_states`.
             inputs: Nested tensors [b, ...].
             counts: `counts` of the global batch, possibly with more elements.
             reported: Dict of auxiliary metrics.
         """
         sums = {f"{EXPERTS}{layer}": value for layer, value in reported.items()}
-        return sums | self.states.shares(found, self.share(inputs, counts)) if found else sums
+        if changes:
+            sums |= self.states.weight_changes(changes, self.batch_fraction(inputs, counts))
+        return sums
 
-    def share(self, inputs, counts):
+    def batch_fraction(self, inputs, counts):
         """Return the fraction of the global batch's rows that `inputs` contain."""
         rows = number_of_rows(tf.nest.flatten(inputs)[0])
-        return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.rows(counts))
+        return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.num_rows(counts))
 
-    def _check_divided(self, losses):
+    def _check_added_means(self, losses):
         """Check losses that layers add if the loss normalizer depends on the forward pass.
 
         The losses of other packages' layers are then weighted like the loss, with one warning.
@@ -240,10 +251,10 @@ class ForwardStep:
         Raises:
             ValueError: If a layer adds a mean over rows, such as a mixture of experts.
         """
-        adding = self.states.take_adding()
-        if losses and adding and job.is_chief():
+        names = self.states.pop_row_loss_layers()
+        if losses and names and job.is_chief():
             warnings.warn(
-                f"The loss is a mean over a mask. The losses that {', '.join(adding)} add to it "
+                f"The loss is a mean over a mask. The losses that {', '.join(names)} add to it "
                 "are weighted by the unmasked positions of each data shard and micro-batch, not by "
                 "rows, and differ from Keras'. Use one data shard and `micro_batch_num=1` for "
                 "Keras' results.",
@@ -258,13 +269,13 @@ class ForwardStep:
             )
 
 
-def check_any_trained(is_any: bool) -> None:
+def check_any_trained(has_trained_weight: bool) -> None:
     """Check that the network has a trainable weight.
 
     Raises:
         ValueError: If it has none.
     """
-    if not is_any:
+    if not has_trained_weight:
         raise ValueError("All weights of the network are frozen. Unfreeze a weight to train.")
 
 
@@ -293,18 +304,18 @@ class Engine:
             first: First batch, see `trainers.data.peek`. `None` if it is unknown.
         """
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
         """Run the forward and backward passes of a batch.
 
         Returns:
             A `(gradients, outputs, sums)` tuple: a list of the gradients of the scaled loss, one
             tensor per local shard of each trainable weight, the outputs for metrics (see
-            `ForwardStep.kept`), `None` if they are on another rank, and the local sums (see
-            `ForwardStep.sums`).
+            `ForwardStep.metric_outputs`), `None` if they are on another rank, and the local sums
+            (see `ForwardStep.sums`).
         """
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        """Return `(outputs, sums)` as in `forward_backward`; `counts` as in `Numbers`."""
+        """Return `(outputs, sums)` as in `forward_backward`; `counts` as in `StepScalars`."""
 
     def predict(self, inputs):
         """Return the network's outputs on every rank."""
@@ -332,8 +343,8 @@ def _zeros(value):
     TensorFlow must not fold it to a constant if ranks reduce it.
     """
     zeros = tf.zeros_like(value)
-    is_added = job.data_shard()[1] > 1 and not trace.is_on_mesh()
-    return never_constant(zeros) if is_added and not _compat.is_compiled_by_xla() else zeros
+    is_reduced = job.data_shard()[1] > 1 and not trace.is_on_mesh()
+    return never_constant(zeros) if is_reduced and not _compat.is_compiled_by_xla() else zeros
 
 
 class LocalEngine(Engine):
@@ -349,7 +360,8 @@ class LocalEngine(Engine):
     """
 
     def __init__(self, step, jit_compile=False):
-        self._step, self._jit_compile = step, jit_compile
+        self._step = step
+        self._jit_compile = jit_compile
         self._compute = step.loss_and_gradients
         if jit_compile:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
@@ -360,19 +372,19 @@ class LocalEngine(Engine):
             network(input_symbols(first))
         if not self._jit_compile:
             return
-        sends = None
+        cause = None
         if any(is_unsharded_for_use(weight) for weight in network.weights):
-            sends = "optimizer_shard=3"
+            cause = "optimizer_shard=3"
         elif any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network)):
-            sends = "expert_group_size=None on data ranks"
-        if sends is not None:
+            cause = "expert_group_size=None on data ranks"
+        if cause is not None:
             raise ValueError(
-                f"`jit_compile=True` does not work with {sends}, which communicates during the "
+                f"`jit_compile=True` does not work with {cause}, which communicates during the "
                 "forward pass. Use `jit_compile='auto'`."
             )
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
-        return self._compute(inputs, labels, sample_weight, numbers)
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
+        return self._compute(inputs, labels, sample_weight, scalars)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)

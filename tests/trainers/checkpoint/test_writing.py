@@ -42,7 +42,7 @@ class TestWriting:
         """The only moment at which there is none of the path's name."""
         path = tmp_path / "step-00000006"
         trained.save(path)
-        os.rename(path, folders.replaced(path))
+        os.rename(path, folders.replaced_path(path))
         assert folders.saved_steps(tmp_path) == [(6, path)]
         new_trainer().restore(tmp_path)
         trained.save(path)

@@ -8,6 +8,7 @@ on the two halves of these rows, and the results are compared.
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import sys
 import warnings
@@ -24,27 +25,26 @@ from dtransformer.parallel.recompute.recompute import StateScope
 from dtransformer.parallel.runtime import job
 
 # How to combine a state's changes over the parts of a batch.
-MEAN, SUM = "mean", "sum"
+MEAN = "mean"
+SUM = "sum"
 _ROWS = 4
-_TYPE_OF_SEEDS = "uint32"
-_POSITIONS = 16  # Maximum sequence length when losses are probed.
-_MOST_ELEMENTS = 2**24  # Maximum number of weight elements in a probed layer.
+_SEED_DTYPE = "uint32"
+_MAX_POSITIONS = 16  # Maximum sequence length when losses are probed.
+_MAX_ELEMENTS = 2**24  # Maximum number of weight elements in a probed layer.
 
 
-def own_states(layer: keras.Layer) -> list[keras.Variable]:
+def updatable_states(layer: keras.Layer) -> list[keras.Variable]:
     """Return a layer's non-trainable variables that its call may update.
 
     Variables of inner layers and seeds are excluded.
     """
     trained = {id(variable) for variable in _compat.own_trainable_variables(layer)}
     return [
-        v
-        for v in _compat.own_variables(layer)
-        if id(v) not in trained and v.dtype != _TYPE_OF_SEEDS
+        v for v in _compat.own_variables(layer) if id(v) not in trained and v.dtype != _SEED_DTYPE
     ]
 
 
-def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, list, list]:
+def probe_split(network: keras.Model, objective, inputs, labels) -> tuple[dict, list, list]:
     """Probe all layers and losses whose results could differ when a batch is divided.
 
     Args:
@@ -53,64 +53,70 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
         inputs, labels: Nested tensors of a batch. Only their shapes and dtypes are used.
 
     Returns:
-        A `(rules, differing, of_rows)` tuple: a dict that maps the id of each updated state to
-        `MEAN` or `SUM`, a list of the names of layers and losses that are neither the mean nor the
-        sum of their parts, and a list of the names of layers that add losses which depend on the
-        rows.
+        A `(rules, differing, row_loss_layers)` tuple: a dict that maps the id of each updated
+        state to `MEAN` or `SUM`, a list of the names of layers and losses that are neither the
+        mean nor the sum of their parts, and a list of the names of layers that add losses which
+        depend on the rows.
     """
     elsewhere = [layer for layer in placed_layers(network) if is_elsewhere(layer)]
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
-    layers = [one for one in _compat.flat_layers(network) if id(one) not in elsewhere]
+    layers = [layer for layer in _compat.flat_layers(network) if id(layer) not in elsewhere]
     layers = [
-        one
-        for one in layers
-        if _may_add_losses(one)
-        or (own_states(one) and not type(one).__module__.startswith("dtransformer."))
+        layer
+        for layer in layers
+        if _may_add_losses(layer)
+        or (updatable_states(layer) and not type(layer).__module__.startswith("dtransformer."))
     ]
-    owns = any(_is_own_loss(loss) for loss in objective.losses)
-    if not layers and not owns:
+    has_custom_loss = any(_is_custom_loss(loss) for loss in objective.losses)
+    if not layers and not has_custom_loss:
         return {}, [], []
     try:
-        outputs, calls, adding = _calls(network, inputs, layers, _ROWS)
-        _, of_half, _ = _calls(network, inputs, layers, _ROWS // 2)
+        outputs, calls, adding = _record_calls(network, inputs, layers, _ROWS)
+        _, half_calls, _ = _record_calls(network, inputs, layers, _ROWS // 2)
     except Exception as error:
         return {}, [f"{network.name} (not tried: {one_line(str(error), 80)})"], []
-    rules, differing, of_rows = {}, [], []
+    rules = {}
+    differing = []
+    row_loss_layers = []
     for layer in layers:
-        if layer not in of_half or not (layer in adding or own_states(layer)):
+        if layer not in half_calls or not (layer in adding or updatable_states(layer)):
             continue
-        name, trials = layer.path or layer.name, _trials(layer, calls[layer], of_half[layer])
+        name = layer.path or layer.name
+        trials = _run_trials(layer, calls[layer], half_calls[layer])
         if trials is None:
             differing.append(f"{name} (not tried)")
-            rules.update((id(variable), MEAN) for variable in own_states(layer))
+            rules.update((id(variable), MEAN) for variable in updatable_states(layer))
             continue
         (loss, states), *halves = trials
-        losses, add_up = [half for half, _ in halves], _find_rules(states, halves, rules)
-        if not add_up or not _is_near(loss, sum(losses) / 2):
+        half_losses = [half_loss for half_loss, _ in halves]
+        can_combine = _add_rules(states, halves, rules)
+        if not can_combine or not _is_near(loss, sum(half_losses) / 2):
             differing.append(name)
         # A loss that is identical for all rows depends only on weights.
-        if not _is_near([loss] * 2, losses):
-            of_rows.append(name)
-    differing += _losses_that_differ(objective, outputs, labels) if owns else []
-    return rules, differing, of_rows
+        if not _is_near([loss] * 2, half_losses):
+            row_loss_layers.append(name)
+    if has_custom_loss:
+        differing += _probe_losses(objective, outputs, labels)
+    return rules, differing, row_loss_layers
 
 
-def _find_rules(states, halves, rules):
+def _add_rules(states, halves, rules):
     """Add the rules of a layer's states to `rules`; return whether all states can be combined."""
-    adds_up = True
-    for number, (variable, whole, is_set) in enumerate(states):
-        changes = [half[number][1] for _, half in halves]
+    can_combine = True
+    for i, (variable, change, is_set) in enumerate(states):
+        half_changes = [half[i][1] for _, half in halves]
         # The call may set a state without changing it in this trial.
         if is_set:
             rules[id(variable)] = MEAN
-        if np.any(whole) or np.any(changes):
-            is_mean, is_sum = (_is_near(whole, sum(changes) / n) for n in (2, 1))
+        if np.any(change) or np.any(half_changes):
+            is_mean = _is_near(change, sum(half_changes) / 2)
+            is_sum = _is_near(change, sum(half_changes))
             rules[id(variable)] = SUM if is_sum and not is_mean else MEAN
-            adds_up &= is_sum or is_mean
-    return adds_up
+            can_combine &= is_sum or is_mean
+    return can_combine
 
 
-def tell_of_parts(differing: list[str]) -> None:
+def warn_split_results(differing: list[str]) -> None:
     """Warn on rank 0 about layers and losses whose results depend on how a batch is divided.
 
     All ranks must call it.
@@ -118,10 +124,10 @@ def tell_of_parts(differing: list[str]) -> None:
     Args:
         differing: List of names of layers and losses found on this rank.
     """
-    everyone = [name for names in all_gather_json(differing, "parts") for name in names]
-    if everyone and job.is_chief():
+    names = list(dict.fromkeys(itertools.chain(*all_gather_json(differing, "parts"))))
+    if names and job.is_chief():
         warnings.warn(
-            f"The result of {', '.join(dict.fromkeys(everyone))} for a batch is not the mean of "
+            f"The result of {', '.join(names)} for a batch is not the mean of "
             "the results for its parts, but data shards and micro-batches divide each batch. "
             "Results therefore differ from Keras'. Use one data shard and `micro_batch_num=1` for "
             "Keras' results.",
@@ -130,32 +136,33 @@ def tell_of_parts(differing: list[str]) -> None:
 
 
 def _may_add_losses(layer):
-    regularizes = getattr(layer, "activity_regularizer", None) is not None
-    return regularizes or any(map(_code_adds_losses, type(layer).__mro__))
+    has_regularizer = getattr(layer, "activity_regularizer", None) is not None
+    return has_regularizer or any(map(_code_adds_losses, type(layer).__mro__))
 
 
 @functools.cache
-def _code_adds_losses(of):
+def _code_adds_losses(cls):
     """Return whether `add_loss` appears in the code of a user's class or of its module."""
-    if of is object or of.__module__.startswith(("keras.", "dtransformer.")):
+    if cls is object or cls.__module__.startswith(("keras.", "dtransformer.")):
         return False
-    module = vars(sys.modules.get(of.__module__, of))
-    functions = filter(inspect.isfunction, [*vars(of).values(), *module.values()])
-    return any("add_loss" in inspect.unwrap(one).__code__.co_names for one in functions)
+    module = vars(sys.modules.get(cls.__module__, cls))
+    functions = filter(inspect.isfunction, [*vars(cls).values(), *module.values()])
+    return any("add_loss" in inspect.unwrap(f).__code__.co_names for f in functions)
 
 
-def _calls(network, inputs, layers, rows):
+def _record_calls(network, inputs, layers, rows):
     """Trace a network for a number of rows and record the calls of some layers.
 
     Returns:
         A `(outputs, calls, adding)` tuple: the outputs' specs, a dict that maps each layer to the
         `(args, kwargs)` of its first call, and the set of layers that called `add_loss`.
     """
-    found, adding = {}, set()
+    calls = {}
+    adding = set()
 
-    def watched(layer, call, add_loss):
+    def watch(layer, call, add_loss):
         def watched_call(*args, **kwargs):
-            found.setdefault(layer, (args, kwargs))
+            calls.setdefault(layer, (args, kwargs))
             return call(*args, **kwargs)
 
         def watched_add_loss(loss):
@@ -170,63 +177,65 @@ def _calls(network, inputs, layers, rows):
     )
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(watched(layer, layer.call, layer.add_loss))
+            stack.enter_context(watch(layer, layer.call, layer.add_loss))
         outputs = _compat.compute_output_spec(lambda x: network(x, training=True), symbols)
-    return outputs, found, adding
+    return outputs, calls, adding
 
 
-def _trials(layer, call, of_half):
+def _run_trials(layer, call, half_call):
     """Return the results of a layer's call on random rows and on the two halves of these rows.
 
     Each result is a tuple `(loss, [(state, change, is set), ...])`. Returns `None` if the layer is
     too large or cannot be called alone.
     """
-    if sum(math.prod(v.shape) for v in layer.variables) > _MOST_ELEMENTS:
+    if sum(math.prod(v.shape) for v in layer.variables) > _MAX_ELEMENTS:
         return None
-    draw = np.random.default_rng(0)
-    flat, halves = tf.nest.flatten(call), tf.nest.flatten(of_half)
+    rng = np.random.default_rng(0)
+    flat = tf.nest.flatten(call)
     trials = [list(flat) for _ in range(3)]
-    for number, (x, half) in enumerate(zip(flat, halves)):
+    for i, (x, half) in enumerate(zip(flat, tf.nest.flatten(half_call))):
         if not tf.is_tensor(x):
             continue
-        parts = [_drawn(half.shape, half.dtype, part, draw) for part in range(2)]
-        is_of_rows = x.shape != half.shape
-        whole = tf.concat(parts, 0) if is_of_rows else parts[0]
-        for trial, value in zip(trials, [whole, *(parts if is_of_rows else parts[:1] * 2)]):
-            trial[number] = value
-    values = [(v, _drawn(v.shape, v.dtype, 0, draw)) for v in layer.variables]
-    values = [(v, value) for v, value in values if v.dtype != _TYPE_OF_SEEDS]
+        first, second = (_random_values(half.shape, half.dtype, part, rng) for part in range(2))
+        if x.shape == half.shape:  # The argument has no rows.
+            trial_values = [first, first, first]
+        else:
+            trial_values = [tf.concat([first, second], 0), first, second]
+        for trial, value in zip(trials, trial_values):
+            trial[i] = value
+    values = [(v, _random_values(v.shape, v.dtype, 0, rng)) for v in layer.variables]
+    values = [(v, value) for v, value in values if v.dtype != _SEED_DTYPE]
     packed = [tf.nest.pack_sequence_as(call, trial) for trial in trials]
     try:
-        results = [_computed(layer, values, *one) for one in packed]
+        results = [_run_layer(layer, values, args, kwargs) for args, kwargs in packed]
         # The call is random: repeat it without randomness, for the losses only.
-        if not _is_near(results[0][0], _computed(layer, values, *packed[0])[0]):
+        if not _is_near(results[0][0], _run_layer(layer, values, *packed[0])[0]):
             packed = [(args, {**kwargs, "training": False}) for args, kwargs in packed]
-            results = [(_computed(layer, values, *one)[0], []) for one in packed]
+            results = [(_run_layer(layer, values, args, kwargs)[0], []) for args, kwargs in packed]
     except Exception:
         return None
     return results
 
 
-def _computed(layer, values, args, kwargs):
+def _run_layer(layer, values, args, kwargs):
     with StateScope(values, collect_losses=True) as scope:
         layer(*args, **kwargs)
     before = {id(variable): value for variable, value in values}
     loss = sum(float(tf.reduce_sum(x)) for x in scope.losses)
     changes = []
-    for variable in own_states(layer):
+    for variable in updatable_states(layer):
         new = np.asarray(scope.get_current_value(variable), "float64")
         change = new - np.asarray(before[id(variable)], "float64")
         changes.append((variable, change, id(variable) in scope.states))
     return loss, changes
 
 
-def _drawn(shape, dtype, part, draw):
+def _random_values(shape, dtype, part, rng):
     """Return random values. The two parts have different distributions."""
     dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
-        return tf.cast(draw.normal(part, 0.5 + part, shape), dtype)
-    return tf.cast(draw.random(shape) < 0.2 + 0.6 * part, dtype)
+        return tf.cast(rng.normal(part, 0.5 + part, shape), dtype)
+    return tf.cast(rng.random(shape) < 0.2 + 0.6 * part, dtype)
 
 
 def _is_near(x, y):
@@ -237,65 +246,69 @@ def _is_near(x, y):
 # Probe of losses.
 
 
-def _is_own_loss(loss):
+def _is_custom_loss(loss):
     """Return whether a loss is custom, so that it may not be a mean over rows."""
     loss = getattr(loss, "fn", loss)
     if loss is None or isinstance(loss, str) or hasattr(loss, "per_token"):
         return False
-    of = loss if inspect.isfunction(loss) else type(loss)
-    return not of.__module__.startswith("keras.")
+    source = loss if inspect.isfunction(loss) else type(loss)
+    return not source.__module__.startswith("keras.")
 
 
-def _losses_that_differ(objective, outputs, labels):
+def _probe_losses(objective, outputs, labels):
     """Return the names of losses that are not the mean over two halves of random rows."""
-    draw, differing = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    differing = []
     lengths = {x.shape[1] for x in tf.nest.flatten(outputs) if len(x.shape) > 2}
 
-    def of_few_positions(x):
+    def shorten(x):
         shape = list(x.shape)
-        shape[1:2] = [min(n, _POSITIONS) if n in lengths else n for n in shape[1:2]]
+        shape[1:2] = [min(n, _MAX_POSITIONS) if n in lengths else n for n in shape[1:2]]
         return tf.TensorSpec(shape, x.dtype)
 
     labels = tf.nest.map_structure(tf.convert_to_tensor, labels)
-    labels, outputs = tf.nest.map_structure(of_few_positions, (labels, outputs))
-    outputs = tf.nest.map_structure(lambda x: _probabilities(x.shape, draw), outputs)
+    labels, outputs = tf.nest.map_structure(shorten, (labels, outputs))
+    outputs = tf.nest.map_structure(lambda x: _random_probabilities(x.shape, rng), outputs)
     for ignored in (0, -100):  # Common labels of ignored positions.
-        own = tf.nest.map_structure(lambda x: _drawn_labels(x, ignored, draw), labels)
+        random_labels = tf.nest.map_structure(lambda x: _random_labels(x, ignored, rng), labels)
         try:
-            counts = objective.counts(own, own, None)
-            of_rows = lambda start, end: tf.nest.map_structure(
-                lambda x: x[start:end], (outputs, own)
+            counts = objective.counts(random_labels, random_labels, None)
+            full, *halves = (
+                objective.sums(
+                    *tf.nest.map_structure(lambda x: x[rows], (outputs, random_labels)),
+                    None,
+                    counts,
+                    is_full_batch=False,
+                )
+                for rows in (slice(_ROWS), slice(_ROWS // 2), slice(_ROWS // 2, _ROWS))
             )
-            sums = [
-                objective.sums(*of_rows(*rows), None, counts, own_is_all=False)
-                for rows in ((0, _ROWS), (0, _ROWS // 2), (_ROWS // 2, _ROWS))
-            ]
         except Exception:  # The loss may not accept these labels.
             continue
-        names = [name for name in sums[0] if name.startswith("loss/")] or ["loss"]
+        names = [name for name in full if name.startswith("loss/")] or ["loss"]
         for name in names:
-            whole, total = _loss_of(sums[:1], name), _loss_of(sums[1:], name)
-            if np.isfinite(whole + total) and not _is_near(whole, total):
-                differing.append(objective.name_of(name))
+            full_loss = _total_loss([full], name)
+            total = _total_loss(halves, name)
+            if np.isfinite(full_loss + total) and not _is_near(full_loss, total):
+                differing.append(objective.describe_loss(name))
     return differing
 
 
-def _loss_of(sums, name):
+def _total_loss(sums, name):
     """Return the total loss of several parts."""
-    divided = sum(float(one.get("divided", 0.0)) for one in sums) or 1.0
-    return sum(float(one[name]) for one in sums) / divided
+    ratio = sum(float(part.get("normalizer_ratio", 0.0)) for part in sums) or 1.0
+    return sum(float(part[name]) for part in sums) / ratio
 
 
-def _drawn_labels(like, ignored, draw):
+def _random_labels(like, ignored, rng):
     """Return random labels. The second half has fewer ignored labels."""
     shape = (_ROWS // 2, *(n or _ROWS for n in like.shape[1:]))
-    counts = tf.concat([_drawn(shape, "bool", part, draw) for part in range(2)], 0)
+    counts = tf.concat([_random_values(shape, "bool", part, rng) for part in range(2)], 0)
     return tf.cast(tf.where(counts, 1, ignored if like.dtype.is_integer else 0), like.dtype)
 
 
-def _probabilities(shape, draw):
+def _random_probabilities(shape, rng):
     """Return random positive values. The values of several classes sum to 1."""
-    values = draw.uniform(0.05, 0.95, shape)
+    values = rng.uniform(0.05, 0.95, shape)
     if len(shape) > 1 and shape[-1] > 1:
         values /= values.sum(-1, keepdims=True)
     return tf.constant(values, "float32")
