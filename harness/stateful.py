@@ -166,7 +166,7 @@ def evaluate_kind(kind, layout):
             results = numbers(model, **(options() if callable(options) else options))
         except ValueError as error:
             return {"refused": str(error)}
-    has_warned = any("not Keras'" in str(warning.message) for warning in warned)
+    has_warned = any("differ from Keras'" in str(warning.message) for warning in warned)
     if name == "states":
         value = float(sum(np.abs(state).sum() for state in results["states"]))
     else:

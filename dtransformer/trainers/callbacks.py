@@ -1,7 +1,7 @@
-"""Callbacks for `fit`: losses, a metrics file, sacreBLEU.
+"""Callbacks for `fit`: print losses, write a metrics file, compute sacreBLEU.
 
-Only rank 0 prints and writes. A callback that adds to the logs (`SacreBleu`) must be listed before those
-that read them, such as `MetricsFile`, `keras.callbacks.EarlyStopping` and
+Only rank 0 prints and writes files. List a callback that adds to the logs (`SacreBleu`) before
+callbacks that read them, such as `MetricsFile`, `keras.callbacks.EarlyStopping` and
 `keras.callbacks.ModelCheckpoint`.
 """
 
@@ -24,29 +24,30 @@ from dtransformer.parallel.runtime import job
 
 
 class _StepCallback(keras.callbacks.Callback):
-    """Counts the optimizer's steps, several at a time under `steps_per_execution`."""
+    """Callback that acts every `every` optimizer steps, also with `steps_per_execution`."""
 
     def __init__(self, every: int = 1):
         super().__init__()
         self.every = check_int("every", every)
 
     def on_train_begin(self, logs=None):
-        self._step, self._due = self._num_steps(), False
+        self._step = self._num_steps()
+        self._due = False
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
 
     def _num_steps(self):
-        """Return the number of the optimizer's steps, which a `Trainer` knows without asking it."""
+        """Return the number of optimizer steps. A `Trainer` counts them on the host."""
         return getattr(self.model, "num_steps", None) or int(self.model.optimizer.iterations)
 
     def _is_due(self):
-        """Return whether a line is due.
+        """Return whether to act now: a multiple of `every` was passed and the logs are up to date.
 
-        That is once `every` was passed, and the trainer has read the logs (see `log_every` of its
-        `compile`).
+        A `Trainer` reads its logs only every `log_every` steps, see `Trainer.compile`.
         """
-        before, self._step = self._step, self._num_steps()
+        before = self._step
+        self._step = self._num_steps()
         self._due |= self._step // self.every > before // self.every
         is_due = self._due and getattr(self.model, "logs_are_new", True)
         self._due &= not is_due
@@ -54,14 +55,15 @@ class _StepCallback(keras.callbacks.Callback):
 
 
 class LossMonitor(_StepCallback):
-    """Prints the loss of a step after every `every` steps.
+    """Prints the loss every `every` optimizer steps.
 
-    It is the log `step_loss` that `Trainer` has; with another model `loss`, which is the mean
-    since the epoch began.
+    With a `Trainer` this is the loss of the last step, `step_loss`. With other models it is `loss`,
+    the mean since the epoch began.
 
     Args:
-        every: number of the optimizer's steps, at least 1. Under `steps_per_execution` the line comes
-            after the call that passed it; where a `Trainer` reads its logs less often, once it does.
+        every: Positive integer. Interval in optimizer steps. With `steps_per_execution`, or a
+            `Trainer` with a larger `log_every`, the line is printed when the logs are next read.
+            Defaults to `1`.
 
     Example:
 
@@ -78,25 +80,26 @@ class LossMonitor(_StepCallback):
 
 
 class MetricsFile(_StepCallback):
-    """Appends the logs to a file of JSON lines, one object a line.
+    """Appends the logs to a JSON Lines file, one object per line.
 
-    An object has `kind` ("step", "epoch", or what `write` is given), `epoch` (from 1), `step` (the
-    optimizer's steps since it was made, so that a resumed run goes on counting), `time` (seconds
-    since 1970) and the logs as floats. JSON has no NaN: the texts `"NaN"`, `"Infinity"` and
-    `"-Infinity"`, which Python's `float` reads, are written instead. A log that has one of the four
-    names is written as `logs.<name>`.
+    Each object contains `kind` (`"step"`, `"epoch"` or the argument of `write`), `epoch` (from 1),
+    `step` (the optimizer's step count, which continues when a run is resumed), `time` (seconds
+    since 1970) and the logs as floats. A log with one of these four names is written as
+    `logs.<name>`. JSON has no NaN or infinity, so the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"` are written, which Python's `float` parses.
 
-    Every line is written at once. A run that is resumed appends; a last line that a
-    kill left incomplete is removed first. Steps that a resumed run repeats are in the file
-    twice, and the later line is the valid one.
+    Every line is written immediately. A resumed run appends to the file, after removing a last
+    line that is incomplete because the process was killed. Steps that are repeated after resuming
+    appear twice, and the later line is valid.
 
     Args:
-        path: the file; missing folders are made.
-        every: number of the optimizer's steps between two step lines, at least 1; where a `Trainer`
-            reads its logs less often, a line comes once it does. Epochs always get a line.
+        path: Path of the file. Missing parent folders are created.
+        every: Positive integer. Interval in optimizer steps between lines of kind `"step"`. With a
+            `Trainer` that has a larger `log_every`, a line is written when the logs are next read.
+            Every epoch gets a line. Defaults to `1`.
 
     Raises:
-        InputError: during training, a line cannot be written.
+        InputError: If a line cannot be written during training.
 
     Example:
 
@@ -115,7 +118,8 @@ class MetricsFile(_StepCallback):
         if job.is_chief():
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "a+b") as file:  # a last line that is not complete goes
+                # Remove a last line that is incomplete.
+                with open(self.path, "a+b") as file:
                     file.seek(0)
                     file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -127,7 +131,16 @@ class MetricsFile(_StepCallback):
         self.write("epoch", logs)
 
     def write(self, kind: str, logs: dict | None) -> None:
-        """Write a line of a kind of its own, while training."""
+        """Write a line during training. Only rank 0 writes.
+
+        Args:
+            kind: String, the value of `kind` in the line.
+            logs: Dict of additional values, or `None`. Values that are not numbers are written as
+                strings.
+
+        Raises:
+            InputError: If the line cannot be written.
+        """
         if not job.is_chief():
             return
         record = {
@@ -148,27 +161,30 @@ class MetricsFile(_StepCallback):
 class SacreBleu(keras.callbacks.Callback):
     """Translates a development set at the end of epochs and logs `val_bleu`.
 
-    The score is sacreBLEU's corpus BLEU with its default settings, on detokenized
-    text. `translate` runs on every rank, as it may contain collectives, and every
-    rank's logs get the score, so that callbacks which stop or save by it decide
-    alike; only rank 0 prints it.
+    The score is sacreBLEU's corpus BLEU with its default settings, on detokenized text. All ranks
+    call `translate`, because it may contain collectives, and all ranks receive the score in their
+    logs, so callbacks that stop or save by it decide identically. Only rank 0 prints it.
 
-    Reference: Post, 2018, "A Call for Clarity in Reporting BLEU Scores".
+    Reference:
+        [Post, 2018](https://arxiv.org/abs/1804.08771), "A Call for Clarity in Reporting BLEU
+        Scores"
 
     Args:
-        source_sentences: the sentences to translate.
-        references: the translation of each source sentence; or a list of such lists, where
-            there are several translations of each.
-        translate: a function of a list of strings that returns as many, translated.
-        every: number of epochs, at least 1: the epochs 1 * every, 2 * every … are scored.
-            The logs of others have no `val_bleu`.
+        source_sentences: Iterable of strings, the sentences to translate.
+        references: Iterable of strings, one translation per source sentence. Or a list of such
+            iterables, for several translations per sentence.
+        translate: Function that takes a list of strings and returns their translations, an iterable
+            of the same length.
+        every: Positive integer. Interval in epochs: epochs `every`, `2 * every`, … are scored.
+            The logs of other epochs have no `val_bleu`. Defaults to `1`.
 
     Attributes:
-        score: the last score, a float from 0 to 100, or None.
-        signature: sacreBLEU's description of how it was computed, or None.
+        score: The last score, a float from 0 to 100, or `None` before the first.
+        signature: sacreBLEU's description of the metric, or `None` before the first score.
 
     Raises:
-        InputError: the numbers of sentences and references differ, or `translate` is no function.
+        InputError: If the numbers of sentences and references differ, or if `translate` is not
+            callable.
 
     Example:
 
@@ -193,17 +209,19 @@ class SacreBleu(keras.callbacks.Callback):
         super().__init__()
         self.source_sentences = list(source_sentences)
         references = list(references)
-        one_each = not references or isinstance(references[0], str)
-        self.references = [references] if one_each else [list(r) for r in references]
+        if not references or isinstance(references[0], str):
+            self.references = [references]
+        else:
+            self.references = [list(r) for r in references]
         sizes = [len(reference) for reference in self.references]
         if not self.source_sentences or set(sizes) != {len(self.source_sentences)}:
             raise InputError(
-                "source_sentences must not be empty and every list of references must be as "
-                f"long, received {len(self.source_sentences)} sentences and references of "
-                f"length {', '.join(map(str, sizes))}"
+                f"`source_sentences` has {len(self.source_sentences)} sentences and `references` "
+                f"has {', '.join(map(str, sizes))}. Pass at least one sentence, and one reference "
+                "for each in every list of references."
             )
         if not callable(translate):
-            raise InputError(f"translate must be a function, received {translate!r}")
+            raise InputError(f"`translate` must be a function, received {translate!r}.")
         self.translate = translate
         self.every = check_int("every", every)
         self.score: float | None = None
@@ -215,8 +233,8 @@ class SacreBleu(keras.callbacks.Callback):
         translations = list(self.translate(list(self.source_sentences)))
         if len(translations) != len(self.source_sentences):
             raise ValueError(
-                "translate must return one string a sentence: it was given "
-                f"{len(self.source_sentences)} and returned {len(translations)}"
+                f"`translate` received {len(self.source_sentences)} sentences and returned "
+                f"{len(translations)}. It must return one string for each sentence."
             )
         metric = BLEU()
         self.score = metric.corpus_score(translations, self.references).score
@@ -226,9 +244,9 @@ class SacreBleu(keras.callbacks.Callback):
         job.print_once(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
-# Logs that Keras does not have. Only History and other callbacks get all of them.
-_LINES_ONLY = "learning_rate", "gradient_norm", "tokens_per_second"
-_HIDDEN = {*_LINES_ONLY, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
+# Logs that the progress bar hides. History and other callbacks receive all logs.
+_LINE_METRICS = "learning_rate", "gradient_norm", "tokens_per_second"
+_HIDDEN_METRICS = {*_LINE_METRICS, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
 _MAX_METRICS = 6
 
 
@@ -243,10 +261,10 @@ class _Rounded(float):
 
 
 class ProgressLog(keras.callbacks.ProgbarLogger):
-    """Keras' progress bar, or lines if standard output is not a terminal.
+    """Keras' progress bar, or lines of text if standard output is not a terminal.
 
     A line has at most six metrics, the loss first. An epoch has about ten lines, or one line
-    every 100 steps if it is long. `fit(verbose=2)` prints one line for each epoch.
+    every 100 steps if it has more than 1,000 steps. `fit(verbose=2)` prints one line per epoch.
 
     Args:
         has_metrics: Whether the bar shows all metrics. Otherwise it shows only the loss, `val_loss` at
@@ -265,7 +283,8 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         self._every = min(max((self.target or 1000) // 10, 1), 100)
 
     def on_train_batch_end(self, batch, logs=None):
-        logs, before = self._select(logs), self.seen
+        logs = self._select(logs)
+        before = self.seen
         super().on_train_batch_end(batch, logs)
         job.has_open_line = self.verbose == 1
         is_due = self.seen // self._every > before // self._every
@@ -281,9 +300,9 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         logs = logs or {}
         names = ["loss", "val_loss"]
         if self._has_metrics or self.verbose != 1:
-            names += [name for name in logs if name not in _HIDDEN]
+            names += [name for name in logs if name not in _HIDDEN_METRICS]
         if self.verbose != 1:
-            names += _LINES_ONLY
+            names += _LINE_METRICS
         present = [name for name in dict.fromkeys(names) if name in logs]
         if self.verbose != 1:
             present = present[:_MAX_METRICS]
@@ -294,8 +313,12 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
 
 
 def with_progress_log(callbacks: list, verbose: int | str) -> list:
-    """Return callbacks with a `ProgressLog`, unless they have one or `verbose` is 0."""
-    has_bar = any(isinstance(x, keras.callbacks.ProgbarLogger) for x in callbacks)
+    """Return `callbacks` with an additional `ProgressLog`.
+
+    The list is returned unchanged if it contains a `keras.callbacks.ProgbarLogger` or if `verbose`
+    is 0.
+    """
+    has_bar = any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in callbacks)
     return callbacks if has_bar or verbose == 0 else [*callbacks, ProgressLog()]
 
 
@@ -304,4 +327,4 @@ def _json_value(value):
         value = float(value)
     except (TypeError, ValueError):
         return str(value)
-    return value if math.isfinite(value) else json.dumps(value)  # such as "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Checks before the first step: what the layout cannot do, and changed configs."""
+"""Checks of networks, losses, optimizers and configs, made before the first step."""
 
 import dataclasses
 import functools
@@ -14,166 +14,185 @@ from dtransformer.trainers.optimizer.checks import check_elementwise
 
 
 def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
-    """Check that the layout can do what a trainer is compiled with.
+    """Check that the current layout supports the arguments of `Trainer.compile`.
 
     Args:
-        objective: the `Objective`.
-        optimizer: a Keras optimizer.
-        run_eagerly, jit_compile: as of `Trainer.compile`.
+        objective: The `Objective`.
+        optimizer: A Keras optimizer.
+        run_eagerly, jit_compile: As in `Trainer.compile`.
 
     Raises:
-        ValueError: it cannot; says what to change.
+        ValueError: If the layout does not support an argument.
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(
-            "MultiOptimizer has several optimizers, but the trainer updates all weights with one: "
-            "use a single Keras optimizer, such as AdamW"
+            "The trainer updates all weights with one optimizer and does not support "
+            "MultiOptimizer. Use a single Keras optimizer, such as AdamW."
         )
-    if job.placement().num_chunks > 1 and not objective.knows_divisors:
+    if job.placement().num_chunks > 1 and not objective.has_known_normalizers:
         raise ValueError(
-            "a pipeline needs a loss of tokens that tells their weights before the forward pass: "
-            "give it the method token_weights(labels, mask), or use pipeline_stage=1"
+            "A pipeline must know the token weights of a loss before the forward pass, but the "
+            "loss has no method token_weights(labels, mask). Define it, or set `pipeline_stage=1`."
         )
     if job.mesh() is not None:
         check_elementwise(optimizer)
     if job.compiles_shapes() and (run_eagerly or jit_compile is True):
         name = "run_eagerly" if run_eagerly else "jit_compile"
         raise ValueError(
-            f"{name}=True does not work with a pipeline, and not where operations are sharded over "
-            "a mesh: leave it out"
+            f"`{name}=True` does not work with a pipeline or with operations that are sharded over "
+            f"a mesh. Remove `{name}`."
         )
 
 
 def check_launch():
-    """Check that a process that was started as one of several has joined them.
+    """Check that a process started by horovodrun has joined the other ranks.
 
     Raises:
-        RuntimeError: it has not, and would train alone.
+        RuntimeError: If it has not, and would therefore train alone.
     """
     size = os.environ.get("HOROVOD_SIZE", "1")
     if size != "1" and not job.is_initialized():
         raise RuntimeError(
-            f"horovodrun has started {size[:10]} ranks, and this one has not joined them: call "
-            "dtransformer.init() before anything else"
+            f"horovodrun has started {size[:10]} ranks, but this rank has not joined them. Call "
+            "dtransformer.init() first."
         )
 
 
-def trained_batch_normalization(network) -> keras.layers.Layer | None:
-    """Return the first `BatchNormalization` of a network that is trained; None without one."""
+def find_trained_batch_norm(network) -> keras.layers.Layer | None:
+    """Return the network's first trainable `BatchNormalization` layer, or `None`."""
     for layer in _compat.flat_layers(network):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             return layer
     return None
 
 
-# What the trainer does in its own way, so that a network's own would be ignored.
-_STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
-_LOOPS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
+# The trainer replaces these methods, so it would ignore an overriding network.
+_STEP_METHODS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+_LOOP_METHODS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
 
 
 def check_network(network):
-    """Check that a network has no steps of its own, and no layer that needs the whole batch.
+    """Check that the trainer can train a network as Keras would.
 
     Raises:
-        ValueError: names the method, or the layer.
+        ValueError: If the network overrides a step such as `train_step`, or if it has a trainable
+            BatchNormalization and the batch is divided over data shards.
     """
-    layer = trained_batch_normalization(network)
+    layer = find_trained_batch_norm(network)
     if job.data_shard()[1] > 1 and layer is not None:
         raise ValueError(
-            f"{layer.name}: a BatchNormalization would have other means on each data shard: use "
-            "LayerNormalization or GroupNormalization, or freeze it (trainable=False)"
+            f"The BatchNormalization {layer.name!r} would compute different means on each data "
+            "shard. Use LayerNormalization or GroupNormalization, or freeze it (trainable=False)."
         )
-    for name in _own_methods(network, _STEPS):
+    for name in _overridden_methods(network, _STEP_METHODS):
         raise ValueError(
-            f"{type(network).__name__} has a {name} of its own, which the trainer would not "
-            "call: put what it computes into a loss, a metric or add_loss"
+            f"{type(network).__name__} overrides `{name}`, which the trainer does not call. Move "
+            "its computation to a loss, a metric or `add_loss`."
         )
 
 
-def _own_methods(network, names):
-    home = lambda name: getattr(getattr(type(network), name, None), "__module__", "keras.")
-    return [name for name in names if not home(name).startswith("keras.")]
+def _overridden_methods(network, names):
+    """Return the names of methods that are not inherited from Keras."""
+    overridden = []
+    for name in names:
+        method = getattr(type(network), name, None)
+        if not getattr(method, "__module__", "keras.").startswith("keras."):
+            overridden.append(name)
+    return overridden
 
 
-def warn_of_loops(network):
-    """Warn once, on rank 0, if a network overrides loops such as `fit`."""
-    names = _own_methods(network, _LOOPS)
+def warn_overridden_loops(network):
+    """Warn once, on rank 0, if a network overrides a loop such as `fit`."""
+    names = _overridden_methods(network, _LOOP_METHODS)
     if names and job.is_chief():
         warnings.warn(
             f"{type(network).__name__} overrides {', '.join(names)}, which the trainer does not "
-            "call: preprocess the data first, as in data.map(task.preprocessor) for KerasHub, and "
-            "move other code to a callback",
+            "call. Preprocess the data first, for example with data.map(task.preprocessor) for "
+            "KerasHub, and move other code to a callback.",
             stacklevel=3,
         )
 
 
-def of_rows(metrics):
-    """Return `compile`'s metrics, of which functions are checked where data shards share the rows.
+def add_metric_checks(metrics):
+    """Add a check to metric functions: they must return one value per row.
+
+    With a single data shard the metrics are returned unchanged. Otherwise a function that returns a
+    scalar for the local rows would be averaged incorrectly.
 
     Args:
-        metrics: as of `keras.Model.compile`: names, `keras.metrics.Metric`s, functions of
-            (y_true, y_pred), or nested lists and dicts of them.
+        metrics: As in `keras.Model.compile`: names, `keras.metrics.Metric`s, functions of
+            `(y_true, y_pred)`, or nested lists and dicts of them.
+
+    Returns:
+        The metrics in the same structure. A function raises `ValueError` when it returns a scalar.
     """
     if job.data_shard()[1] == 1:
         return metrics
 
-    def checked(metric):
+    def add_check(metric):
         if not callable(metric) or isinstance(metric, (keras.metrics.Metric, type)):
             return metric
 
         @functools.wraps(metric)
-        def function(y_true, y_pred):
+        def checked_metric(y_true, y_pred):
             values = metric(y_true, y_pred)
             if not len(values.shape):
                 name = getattr(metric, "__name__", metric)
                 raise ValueError(
-                    f"the metric {name!r} returns one number for all rows, and each data shard has "
-                    "its own: let it return a number for each row"
+                    f"The metric {name!r} returns a scalar for all rows, which is not defined when "
+                    "data shards divide the rows. Return one value for each row."
                 )
             return values
 
-        return function
+        return checked_metric
 
-    return keras.tree.map_structure(checked, metrics)
+    return keras.tree.map_structure(add_check, metrics)
 
 
-def weights_now(network) -> dict[tuple[int, bool], str]:
-    """Return the paths of a network's weights by what they are, and whether they are trained."""
+def weight_paths(network) -> dict[tuple[int, bool], str]:
+    """Return a dict that maps `(id, is trainable)` of each variable of a network to its path."""
     return {(id(weight), weight.trainable): weight.path for weight in network.variables}
 
 
-def check_weights_unchanged(network, before):
-    """Check that a network has the weights that a trainer's steps were made for.
+def check_weights_unchanged(network, old_paths):
+    """Check that a network still has the weights that the compiled steps use.
 
     Args:
-        network: the `keras.Model`.
-        before: the `weights_now` of then.
+        network: The `keras.Model`.
+        old_paths: `weight_paths` of the network when the steps were built.
 
     Raises:
-        ValueError: it has others, or others are trained, such as after `freeze` or `add_lora`.
+        ValueError: If a weight was added, removed, frozen or unfrozen since then, for example by
+            `freeze` or `add_lora`.
     """
-    now = weights_now(network)
-    if changed := [
-        path for key, path in {**before, **now}.items() if (key in now) != (key in before)
-    ]:
+    paths = weight_paths(network)
+    changed = [
+        path for key, path in {**old_paths, **paths}.items() if (key in paths) != (key in old_paths)
+    ]
+    if changed:
         raise ValueError(
-            f"{changed[0]} was frozen, added or taken away after the trainer had made its steps: do "
-            "so before compile, or compile again with a new optimizer"
+            f"The weight {changed[0]} was added, removed, frozen or unfrozen after the trainer had "
+            "built its steps. Do this before `compile`, or call `compile` again with a new "
+            "optimizer."
         )
 
 
-def check_unchanged(config):
-    """Check that the parallel config is the one that a trainer was made under.
+def check_same_config(config):
+    """Check that the current parallel config equals the trainer's.
+
+    Args:
+        config: The trainer's `TransformerOpParallelConfig`.
 
     Raises:
-        RuntimeError: names the field that has changed.
+        RuntimeError: If a field has a different value.
     """
     current = get_parallel_config()
     for field in dataclasses.fields(config):
-        before, now = getattr(config, field.name), getattr(current, field.name)
-        if before != now:
+        original = getattr(config, field.name)
+        value = getattr(current, field.name)
+        if original != value:
             raise RuntimeError(
-                f"the Trainer was made with {field.name}={before!r} in the parallel config, which "
-                f"now has {now!r}: a trainer keeps its config, so make a new one, or use this one "
-                "in the scope that it was made in"
+                f"The Trainer was created with `{field.name}={original!r}` in the parallel config, "
+                f"but the current value is {value!r}. Create a new Trainer, or use this one in the "
+                "scope in which it was created."
             )

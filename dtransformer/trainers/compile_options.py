@@ -8,7 +8,7 @@ from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
-from dtransformer.trainers.objective import Objective, of_classes
+from dtransformer.trainers.objective import Objective, exclude_padding_classes
 from dtransformer.trainers.step_compiler import StepCompiler
 
 
@@ -49,7 +49,7 @@ def resolve_losses(network, loss, loss_weights):
         loss_weights = loss_weights or compiled.get("loss_weights")
     if loss is None and hasattr(network, "logits_vocab_size"):
         loss = CrossEntropyLoss()
-    loss = of_classes(loss, network)
+    loss = exclude_padding_classes(loss, network)
     return Objective(loss, loss_weights, getattr(network, "output_names", None))
 
 

@@ -1,4 +1,4 @@
-"""Data of `fit`: datasets, arrays, or objects that make a dataset of every epoch."""
+"""Input data of `fit`, `evaluate` and `predict`: datasets, arrays, loaders and their checks."""
 
 import itertools
 import sys
@@ -105,16 +105,17 @@ def as_data(data):
 
 
 def peek(data):
-    """Return a first batch, and the data to go on with: a generator is another one then.
+    """Return the first batch of some data, and data that still contain this batch.
 
     Args:
-        data: as Keras takes them.
+        data: Data as Keras takes them.
 
     Returns:
-        A tuple (x, y, sample_weight), or shorter, of arrays or of specs, as
-        `keras.utils.unpack_x_y_sample_weight` takes it; None where there is none to see. Of
-        arrays only the x that were given, at most 64 rows.
-        The data.
+        A `(first, data)` tuple. `first` is a tuple `(x, y, sample_weight)`, or a shorter one, as
+        `keras.utils.unpack_x_y_sample_weight` takes it. It contains specs for a `tf.data.Dataset`
+        and otherwise arrays, for array data only x, with at most 64 rows. It is `None` if the data
+        cannot be read without consuming them. `data` is a new generator if a generator was passed,
+        otherwise the argument itself.
     """
     if isinstance(data, tf.data.Dataset):
         return data.element_spec, data
@@ -122,12 +123,14 @@ def peek(data):
         return data[0], data
     if isinstance(data, types.GeneratorType):
         first = list(itertools.islice(data, 1))
-        again = (batch for batch in itertools.chain(first, data))  # Keras asks for a generator
-        return (first[0] if first else None), again
+        # Keras accepts a generator, but no other iterator.
+        restarted = (batch for batch in itertools.chain(first, data))
+        return (first[0] if first else None), restarted
     if not _are_arrays(data):
-        return _first_of_loader(data), data
+        return _peek_loader(data), data
     arrays = [x for x in tf.nest.flatten(data) if x is not None]
-    if not all(hasattr(x, "__getitem__") for x in arrays):  # sparse ones have no rows to take
+    # Sparse arrays cannot be sliced.
+    if not all(hasattr(x, "__getitem__") for x in arrays):
         return None, data
     return (tf.nest.map_structure(lambda x: None if x is None else x[:64], data),), data
 
@@ -136,27 +139,33 @@ def _are_arrays(data):
     return hasattr(data, "shape") or tf.nest.is_nested(data)
 
 
-def _first_of_loader(data):
-    """Return the first batch of a PyTorch `DataLoader`, which draws no other order for it."""
+def _peek_loader(data):
+    """Return the first batch of a PyTorch `DataLoader` without changing its random order.
+
+    The result is `None` for other objects, empty loaders and iterable datasets.
+    """
     if not any(x.__module__.startswith("torch.utils.data") for x in type(data).__mro__):
         return None
     torch = sys.modules["torch"]
     if isinstance(data.dataset, torch.utils.data.IterableDataset) or not len(data):
-        return None  # of a stream the batch would be gone
+        # A stream would lose the batch.
+        return None
     with torch.random.fork_rng(devices=[]):
         first = tf.nest.map_structure(np.asarray, next(iter(data)))
     return tuple(first) if isinstance(first, list) else first
 
 
 def check_batched(first, network):
-    """Check that what comes first is a batch, not a row: datasets have to be batched.
+    """Check that the data's elements are batches, not single rows.
+
+    The shapes of the first element are compared with the network's inputs.
 
     Args:
-        first: a first batch, see `peek`.
-        network: a `keras.Model`.
+        first: First batch, see `peek`. `None` skips the check.
+        network: A `keras.Model`.
 
     Raises:
-        ValueError: it is a row.
+        ValueError: If the element is a scalar or a single row.
     """
     if first is None:
         return
@@ -165,33 +174,39 @@ def check_batched(first, network):
     ranks = [
         len(x.shape)
         for x in getattr(network, "inputs", None) or ()
-        if x.shape[-1] != 1  # Keras adds such a dimension
+        if x.shape[-1] != 1  # Keras adds this dimension to rank-1 inputs.
     ]
-    if hasattr(network, "named_inputs"):  # one of ours, of tokens [b, s]
+    # Inputs of this package's models are tokens [b, s].
+    if hasattr(network, "named_inputs"):
         ranks = [2] * len(tf.nest.flatten(inputs))
-    own = [tf.TensorShape(getattr(x, "shape", None)).rank for x in tf.nest.flatten(inputs)]
+    input_ranks = [tf.TensorShape(getattr(x, "shape", None)).rank for x in tf.nest.flatten(inputs)]
     shapes = [tuple(x.shape) for x in batch if x.shape != tf.TensorShape(None)]
-    if () in shapes or (ranks and None not in own and sorted(own) == sorted(r - 1 for r in ranks)):
+    are_rows = (
+        ranks and None not in input_ranks and sorted(input_ranks) == sorted(r - 1 for r in ranks)
+    )
+    if () in shapes or are_rows:
         raise ValueError(
-            f"the data's elements have the shapes {shapes}, without the batch's dimension: call "
-            "batch(...) on the dataset"
+            f"The data's elements have the shapes {shapes}, without a batch dimension. Call "
+            "`batch(...)` on the dataset."
         )
 
 
 def check_batches(data):
-    """Compare the ranks' numbers of batches: a rank that has more waits for the others for ever.
+    """Check that all ranks have the same number of batches, if the data are a `tf.data.Dataset`.
+
+    Otherwise a rank with more batches would wait for the other ranks forever.
 
     Raises:
-        ValueError: it differs; on every rank.
+        ValueError: If the numbers differ. All ranks raise the error.
     """
     if not isinstance(data, tf.data.Dataset):
         return
-    numbers = all_gather_json(int(data.cardinality()), "number_of_batches")
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
+    counts = all_gather_json(int(data.cardinality()), "number_of_batches")
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
             raise ValueError(
-                f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
-                "same number, its own rows of each global batch"
+                f"Rank 0 has {counts[0]} batches and rank {rank} has {count}. Every rank needs "
+                "the same number of batches, with its rows of each global batch."
             )
 
 
@@ -223,27 +238,30 @@ def _count_rows(batch):
     return int(number_of_rows(tf.nest.flatten(batch)[0]))
 
 
-def check_rows(number):
-    """Check that a batch can be divided into micro-batches.
+def check_rows(num_rows):
+    """Check that a number of local rows can be divided into micro-batches.
 
     Args:
-        number: number of this rank's rows.
+        num_rows: Number of rows on this rank.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: If the number of micro-batches does not divide it.
     """
     multiple = job.rows_multiple_of()
-    if number % multiple:
+    if num_rows % multiple:
         shards = job.data_shard()[1]
         raise ValueError(
-            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
-            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
-            f"{multiple * shards} rows, {multiple} a data shard"
+            f"{num_rows:g} rows per rank cannot be divided into `micro_batch_num={multiple}` equal "
+            "micro-batches, as a pipeline requires. Use batches with a multiple of "
+            f"{multiple * shards} rows, {multiple} per data shard."
         )
 
 
 def element_specs(first):
-    """Return a first batch's specs, which keep no rows in memory; see `peek`."""
+    """Return the specs of a first batch, so that its rows need not stay in memory.
+
+    The batch size becomes `None`. See `peek`.
+    """
 
     def spec(x):
         if x is None or isinstance(x, tf.TypeSpec):
@@ -257,42 +275,48 @@ def element_specs(first):
 
 
 def input_symbols(first):
-    """Return `keras.KerasTensor`s like a batch's inputs, to build a network with.
+    """Return symbolic inputs that build a network for batches like the first one.
 
     Args:
-        first: a first batch, see `peek`.
+        first: First batch, see `peek`.
+
+    Returns:
+        Nested `keras.KerasTensor`s with an unknown batch size.
 
     Raises:
-        ValueError: there is none.
+        ValueError: If `first` is `None`.
     """
-    kinds = {"sparse": tf.SparseTensorSpec, "ragged": tf.RaggedTensorSpec}
     return tf.nest.map_structure(
         lambda x: keras.KerasTensor(
             (None, *x.shape[1:]),
             x.dtype.name,
-            **{name: isinstance(x, kind) for name, kind in kinds.items()},
+            sparse=isinstance(x, tf.SparseTensorSpec),
+            ragged=isinstance(x, tf.RaggedTensorSpec),
         ),
-        _inputs_of(first),
+        _element_inputs(first),
     )
 
 
 def input_specs(first):
-    """Return specs like those of a small batch's inputs; dimensions that may vary are 4.
+    """Return the specs of the inputs of a small batch.
 
     Args:
-        first: a first batch, see `peek`.
+        first: First batch, see `peek`.
+
+    Returns:
+        Nested `tf.TensorSpec`s. The batch size and all unknown dimensions are 4.
 
     Raises:
-        ValueError: there is none.
+        ValueError: If `first` is `None`.
     """
     return tf.nest.map_structure(
         lambda x: tf.TensorSpec([4, *(size or 4 for size in x.shape[1:])], x.dtype),
-        _inputs_of(first),
+        _element_inputs(first),
     )
 
 
-def _inputs_of(first):
+def _element_inputs(first):
     if first is None:
-        raise ValueError("the network is not built: call it on a batch before training")
+        raise ValueError("The network is not built. Call it on a batch before training.")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
     return element_specs(inputs)

@@ -13,14 +13,14 @@ from dtransformer.errors import format_warning
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.callbacks import with_progress_log
-from dtransformer.trainers.checkpoint.callback import CallbackStates, saved_after_states
+from dtransformer.trainers.checkpoint.callback import CallbackStates, order_callbacks
 from dtransformer.trainers.data import DataPosition, check_micro_batches, prepare_data
 from dtransformer.trainers.epoch_batches import EpochBatches
 from dtransformer.trainers.epoch_loop import EpochLoop, Validation
-from dtransformer.trainers.preemption import signals_stop
+from dtransformer.trainers.preemption import stop_on_signals
 from dtransformer.trainers.rank_agreement import prepare_callbacks
 from dtransformer.trainers.start_point import check_callbacks, find_start
-from dtransformer.trainers.step_errors import errors_in_one_line
+from dtransformer.trainers.step_errors import convert_step_errors
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class FitOptions:
     validation_freq: object = 1
 
     def __post_init__(self):
-        self.callbacks = saved_after_states(list(self.callbacks or []))
+        self.callbacks = order_callbacks(list(self.callbacks or []))
         check_callbacks(self.callbacks)
         if not job.is_chief():
             self.verbose = 0
@@ -120,10 +120,10 @@ def _fit_context(callbacks, order):
     """
     with (
         job.doing("callbacks"),
-        errors_in_one_line(),
+        convert_step_errors(),
         _compat.meanwhile(warnings, formatwarning=format_warning),
         order.for_py_datasets(),
-        signals_stop(callbacks) as stopping,
+        stop_on_signals(callbacks) as stopping,
     ):
         yield stopping
 

@@ -1,9 +1,9 @@
-"""States that layers set in their calls: once a step, whatever shares of its batch are computed.
+"""States that layers update in their calls, kept identical on all ranks.
 
-Keras' layers set moving means, counters and metrics of their own while they compute. Data shards,
-micro-batches and pipeline stages each compute a share of a step; here every share begins with the
-states of before the step, what it changes is added up like the sums of the logs, and is applied
-to the states of all ranks alike.
+Keras layers update moving averages, counters and metrics during a forward pass. Data
+shards, micro-batches and pipeline stages each compute only a part of a step. Here every part
+starts from the states before the step. The changes are summed like the other sums of the step and
+applied once, to the states of all ranks.
 """
 
 import contextlib
@@ -17,145 +17,183 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards, shard_bounds_of
+from dtransformer.trainers.split_probe import (
+    MEAN,
+    SUM,
+    probe_split,
+    updatable_states,
+    warn_split_results,
+)
 from dtransformer.trainers.step_metrics import reductions
-from dtransformer.trainers.tried_parts import MEAN, SUM, own_states, tell_of_parts, try_parts
 
 
 class LayerStates:
-    """The states of a network's layers, and the metrics that they own.
+    """States of a network's layers, and the metrics that belong to layers.
 
     Attributes:
-        metrics: list of the layers' own metrics, whose results are shown in the logs.
-        adding: list of the names of layers that add losses of the rows, until they are told.
-        is_used: whether states are collected.
-        are_tried: whether layers are still to be tried with the first batch.
+        metrics: List of the layers' metrics. Their results appear in the logs.
+        row_loss_layers: List of the names of layers that add losses which depend on the rows.
+        is_used: Whether changes of states must be collected and applied.
+        needs_probe: Whether the layers must still be probed with the first batch.
     """
 
     def __init__(self):
-        self.metrics, self.adding, self.is_used, self.are_tried = [], [], False, False
-        self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
-        self._counts = {}  # the same of metrics, which begin a share with zeros
+        self.metrics = []
+        self.row_loss_layers = []
+        self.is_used = False
+        self.needs_probe = False
+        self._states = {}  # Name in the sums -> (layer, variable, MEAN or SUM).
+        self._metric_states = {}  # The same for metric states, which start each part at zero.
 
-    def take_adding(self) -> list[str]:
-        """Return the names of layers that add losses of the rows; an empty list in later calls."""
-        adding = self.adding
-        self.adding = []
-        return adding
+    def pop_row_loss_layers(self) -> list[str]:
+        """Return and clear `row_loss_layers`, so that later calls return an empty list."""
+        names = self.row_loss_layers
+        self.row_loss_layers = []
+        return names
 
-    def find(self, network: keras.Model) -> None:
-        """Find the metrics of layers, and whether what else they set is to be tried.
+    def find_metrics(self, network: keras.Model) -> None:
+        """Collect the metrics of all layers, and decide whether layers must be probed.
 
         Args:
-            network: the `keras.Model`, built.
+            network: The `keras.Model`, built.
 
         Raises:
-            ValueError: a layer's metric cannot be put together of shares; names both.
+            ValueError: If several devices share a batch and the states of a layer's metric are not
+                sums, or if a model inside a pipeline has a metric.
         """
-        in_pipeline, num_shards = job.placement().num_chunks > 1, job.data_shard()[1]
+        in_pipeline = job.placement().num_chunks > 1
+        num_shards = job.data_shard()[1]
         self.metrics = layer_metrics(network)
         if in_pipeline or job.mesh() is not None or num_shards > 1:
-            self._count(network, in_pipeline)
-        self.is_used = bool(self._counts)
-        self.are_tried = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
+            self._add_metric_states(network, in_pipeline)
+        self.is_used = bool(self._metric_states)
+        self.needs_probe = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
 
-    def try_layers(self, network: keras.Model, objective, inputs, labels) -> None:
-        """Find out, once, what layers set, and what becomes of it; warns of what has no shares.
+    def probe(self, network: keras.Model, objective, inputs, labels) -> None:
+        """Find out which states the layers update, and how the updates of parts combine.
+
+        Warns about layers and losses whose results differ when a batch is divided.
 
         Args:
-            network: the `keras.Model`, built.
-            objective: the `Objective`.
-            inputs, labels: nested tensors of a batch, or what a `tf.function` has of it.
+            network: The `keras.Model`, built.
+            objective: The `Objective`.
+            inputs, labels: Nested tensors of a batch. Only their shapes and dtypes are used.
         """
-        self.are_tried = False
-        rules, differing, self.adding = try_parts(network, objective, inputs, labels)
+        self.needs_probe = False
+        rules, differing, self.row_loss_layers = probe_split(network, objective, inputs, labels)
         for layer in _compat.flat_layers(network):
-            for variable in own_states(layer):
+            for variable in updatable_states(layer):
                 if id(variable) in rules:
                     name = f"states/{job.stage()[0]}.{len(self._states)}"
                     self._states[name] = layer, variable, rules[id(variable)]
-        self.is_used = bool(self._states or self._counts)
+        self.is_used = bool(self._states or self._metric_states)
         if job.data_shard()[1] * get_parallel_config().micro_batch_num > 1:
-            tell_of_parts(differing)
+            warn_split_results(differing)
 
-    def _count(self, network, in_pipeline):
+    def _add_metric_states(self, network, in_pipeline):
         for layer in _compat.flat_layers(network):
-            for metric in _own_metrics(layer):
-                where = f"{layer.path or layer.name} owns the metric {metric.name!r}"
+            for metric in _direct_metrics(layer):
+                where = f"The layer {layer.path or layer.name} has the metric {metric.name!r}"
                 if in_pipeline and isinstance(layer, keras.Model):
                     raise ValueError(
-                        f"{where}, and no stage of a pipeline computes a model's own call: let a "
-                        "layer update it"
+                        f"{where}, but it is a model, and no pipeline stage runs a model's call. "
+                        "Update the metric in a layer."
                     )
                 if not _is_sum(metric):
                     raise ValueError(
-                        f"{where}, whose states are not known to be sums over the rows, as those of "
-                        "layers have to be where devices share a batch: say state_reduction = 'sum' "
-                        "in its class if they are, give it to compile, or use one device"
+                        f"{where}, but devices share a batch, so its states must be sums over "
+                        "rows. Set state_reduction = 'sum' in its class if they are, pass the "
+                        "metric to `compile`, or use one device."
                     )
                 for variable in metric.variables:
-                    self._counts[f"metrics/{len(self._counts)}"] = layer, variable, SUM
+                    self._metric_states[f"metrics/{len(self._metric_states)}"] = (
+                        layer,
+                        variable,
+                        SUM,
+                    )
 
     @contextlib.contextmanager
-    def collected(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
-        """After the `with` block states are what they were before.
+    def collect_changes(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
+        """Collect state changes during the `with` block and undo them at its end.
+
+        Metric states are set to zero first.
 
         Args:
-            layers: those that are computed, with the ones inside; None for all.
+            layers: Layers that are computed, including the layers inside of them. `None` means all.
 
         Yields:
-            A dict that has, after the block, by how much each state was changed.
+            A dict that, after the block, maps each state's name in the sums to its change, a
+            float32 tensor.
         """
         if layers is not None:
-            layers = {id(one) for layer in layers for one in _compat.flat_layers(layer)}
-        here = {**self._states, **self._counts}
-        here = {k: v for k, (of, v, _) in here.items() if layers is None or id(of) in layers}
-        before, begins, found = {}, {}, {}
-        for name, variable in here.items():
-            if trace.is_on_mesh():  # where metrics are not
-                before[name] = begins[name] = _compat.stateless_value(variable)
+            layers = {id(inner) for layer in layers for inner in _compat.flat_layers(layer)}
+        variables = {
+            name: variable
+            for name, (layer, variable, _) in {**self._states, **self._metric_states}.items()
+            if layers is None or id(layer) in layers
+        }
+        before = {}
+        starts = {}
+        changes = {}
+        for name, variable in variables.items():
+            if trace.is_on_mesh():  # `None` for metric states, which are not on the mesh.
+                before[name] = starts[name] = _compat.stateless_value(variable)
             else:
-                before[name] = begins[name] = tf.identity(variable.value)
-            if name in self._counts:
-                begins[name] = tf.zeros(variable.shape, variable.dtype)
-                variable.assign(begins[name])
-        yield found
-        for name, variable in here.items():
-            new, begin = variable.value, begins[name]
-            if tf.as_dtype(new.dtype).is_bool:
-                new, begin = tf.cast(new, "float32"), tf.cast(begin, "float32")
-            found[name] = tf.stop_gradient(tf.cast(new - begin, "float32"))
+                before[name] = starts[name] = tf.identity(variable.value)
+            if name in self._metric_states:
+                starts[name] = tf.zeros(variable.shape, variable.dtype)
+                variable.assign(starts[name])
+        yield changes
+        for name, variable in variables.items():
+            end = variable.value
+            start = starts[name]
+            if tf.as_dtype(end.dtype).is_bool:
+                end = tf.cast(end, "float32")
+                start = tf.cast(start, "float32")
+            changes[name] = tf.stop_gradient(tf.cast(end - start, "float32"))
             if before[name] is not None:
                 variable.assign(before[name])
 
-    def shares(self, found: dict, share: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return what was collected as it adds up over the shares of a step.
+    def weight_changes(self, changes: dict, fraction: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return state changes that can be summed over the parts of a step.
+
+        Changes with the rule `MEAN` are multiplied by `fraction`.
 
         Args:
-            found: what `collected` gave.
-            share: the share of the global batch's rows that was computed, a scalar.
+            changes: Result of `collect_changes`.
+            fraction: Scalar tensor. Fraction of the global batch's rows in this part.
         """
         means = {name for name, (_, _, rule) in self._states.items() if rule == MEAN}
-        weighed = lambda x: tf.math.multiply_no_nan(x, share)  # of no rows it is no number
-        return {name: weighed(x) if name in means else x for name, x in found.items()}
+        return {
+            # The mean over zero rows is NaN.
+            name: tf.math.multiply_no_nan(change, fraction) if name in means else change
+            for name, change in changes.items()
+        }
 
     def apply(self, totals: dict[str, tf.Tensor]) -> None:
-        """Take the sums of all shares' changes out of a step's sums, and change the states."""
+        """Remove the summed state changes from `totals` and add them to the local states.
+
+        Args:
+            totals: Dict of float32 tensors, reduced over all parts of a step. It is modified.
+        """
         for name in [name for name in totals if name.startswith(("states/", "metrics/"))]:
             change = totals.pop(name)
-            _, variable, _ = self._states.get(name) or self._counts.get(name) or (None,) * 3
-            if variable is None:  # another stage's
+            state = self._states.get(name) or self._metric_states.get(name)
+            if state is None:  # The state belongs to another pipeline stage.
                 continue
+            variable = state[1]
             if tf.as_dtype(variable.dtype).is_integer:
                 change = tf.round(change)
             for shard, (bounds, _) in zip(own_shards([variable]), shard_bounds_of(variable)):
-                part, value = change[tuple(slice(*one) for one in bounds)], shard.value
+                part = change[tuple(slice(*ends) for ends in bounds)]
+                value = shard.value
                 if tf.as_dtype(value.dtype).is_bool:
                     shard.assign(tf.cast(value, "float32") + part > 0.5)
                 else:
                     shard.assign(value + tf.cast(part, value.dtype))
 
-    def results(self) -> dict[str, tf.Tensor]:
-        """Return the results of the layers' metrics, by their names, as Keras shows them."""
+    def metric_results(self) -> dict[str, tf.Tensor]:
+        """Return the results of the layers' metrics by name, as Keras shows them."""
         logs = {}
         for metric in self.metrics:
             result = metric.result()
@@ -164,24 +202,27 @@ class LayerStates:
 
 
 def layer_metrics(network: keras.Model) -> list:
-    """Return the metrics that a network and its layers own, in Keras' order, each once.
+    """Return the metrics of a network and its layers in Keras' order, without duplicates.
 
-    Those of models inside of it are not shown, by Keras neither.
+    Metrics of models inside of the network are skipped, as in Keras.
     """
     layers = _compat.flat_layers(network)
-    shown = [one for one in layers if one is network or not isinstance(one, keras.Model)]
-    return list({id(metric): metric for one in shown for metric in _own_metrics(one)}.values())
+    metrics = {}
+    for layer in layers:
+        if layer is network or not isinstance(layer, keras.Model):
+            metrics.update((id(metric), metric) for metric in _direct_metrics(layer))
+    return list(metrics.values())
 
 
 def _is_sum(metric):
     try:
         return {*reductions(metric)} == {"sum"}
-    except ValueError:  # nobody says what they are
+    except ValueError:  # The metric does not specify its reduction.
         return False
 
 
-def _own_metrics(layer):
-    """Return a layer's metrics without those of layers inside of it."""
-    inside = _compat.flat_layers(layer, include_self=False, recursive=False)
-    inner = {id(metric) for one in inside for metric in one.metrics}
-    return [one for one in keras.Layer.metrics.fget(layer) if id(one) not in inner]
+def _direct_metrics(layer):
+    """Return a layer's metrics, without the metrics of layers inside of it."""
+    inner_layers = _compat.flat_layers(layer, include_self=False, recursive=False)
+    inner_ids = {id(metric) for inner in inner_layers for metric in inner.metrics}
+    return [metric for metric in keras.Layer.metrics.fget(layer) if id(metric) not in inner_ids]

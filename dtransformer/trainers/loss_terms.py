@@ -1,6 +1,6 @@
-"""One loss of one output as shares of the global batch's, which add up over ranks and micro-batches.
+"""Loss of one output, computed in parts that sum to the loss of the global batch.
 
-Keras' losses, by their own reductions, and losses of tokens, such as `CrossEntropyLoss`.
+Supports Keras losses with any of their reductions, and token losses such as `CrossEntropyLoss`.
 """
 
 import typing
@@ -13,13 +13,13 @@ from dtransformer import _compat
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-class Counted(typing.NamedTuple):
-    """What is known of the labels of an output before the forward pass, over the global batch.
+class LabelCounts(typing.NamedTuple):
+    """Counts of an output's labels in the global batch, known before the forward pass.
 
     Args:
-        size: number of labels.
-        weights: sum of the sample weights; less than 0 where there are none.
-        tokens: sum of the weights of the tokens that count; 0 where the loss is not of tokens.
+        size: Number of labels.
+        weights: Sum of the sample weights. Negative without sample weights.
+        tokens: Sum of the weights of weighted tokens. 0 if the loss is not a token loss.
     """
 
     size: tf.Tensor
@@ -27,147 +27,168 @@ class Counted(typing.NamedTuple):
     tokens: tf.Tensor
 
 
-def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
-    """Check in a step that numbers are those of entries.
+def check_range(ids: tf.Tensor, name: str, size: int | None) -> tf.Operation:
+    """Return an operation that fails if an id is out of range.
+
+    `convert_step_errors` converts the failure to a one-line `ValueError`.
 
     Args:
-        ids: int tensor [...].
-        what: what they are, for the error.
-        size: number of entries; None where it is not known.
-
-    Returns:
-        An operation, which fails with what `errors_in_one_line` makes one line of.
+        ids: Integer tensor [...].
+        name: String that names the ids in the error.
+        size: Integer. Valid ids are from 0 to `size - 1`. `None` only excludes negative ids.
     """
-    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
+    lowest = tf.reduce_min(ids)
+    highest = tf.reduce_max(ids)
     is_inside = (lowest >= 0) | (tf.size(ids) == 0)
     expected = "0 or more"
     if size is not None:
         is_inside &= (highest < size) | (tf.size(ids) == 0)
         expected = f"0 to {size - 1}"
-    line = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
+    line = f"dtransformer: The {name} must be {expected}. The batch has the range"
     return tf.debugging.Assert(is_inside, [line, lowest, highest])
 
 
-class Share(typing.NamedTuple):
-    """This share's part of a loss.
+class LossTerm(typing.NamedTuple):
+    """The local part of a loss.
 
     Args:
-        loss: its part of the loss: Σ values · weights / divisor.
-        divided: its part of what the sum should have been divided by, over what it was divided
-            by, where the first is only known after the forward pass; else None.
-        weights: the weight of each value, as far as it is known; None for 1.
+        loss: Local part of the loss: Σ values · weights / normalizer.
+        normalizer_ratio: Local part of the true loss normalizer divided by the assumed one, if the
+            true one is only known after the forward pass. Otherwise `None`.
+        weights: Weight of each value, or `None` if all weights are 1.
     """
 
     loss: tf.Tensor
-    divided: tf.Tensor | None
+    normalizer_ratio: tf.Tensor | None
     weights: tf.Tensor | None
 
 
 def check_loss(loss) -> None:
-    """Check that a loss is the sum of its parts.
+    """Check that a loss can be computed in parts and summed.
 
     Args:
-        loss: a `keras.losses.Loss`, or another callable.
+        loss: A `keras.losses.Loss`, or another callable, which is not checked.
 
     Raises:
-        ValueError: it is not, or nothing is known of how it is made; names it.
+        ValueError: If the loss overrides `__call__`, or if its reduction is not a sum or a mean.
     """
     if not isinstance(loss, keras.losses.Loss):
         return
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         raise ValueError(
-            f"the loss {type(loss).__name__} has a __call__ of its own, of which the parts that "
-            "ranks compute cannot be added up: define call(y_true, y_pred), which returns the "
-            "loss of each sample, and choose a reduction"
+            f"The loss {type(loss).__name__} overrides __call__, so its value cannot be summed "
+            "over the ranks' parts of a batch. Define call(y_true, y_pred), which returns the loss "
+            "of each sample, and set a reduction."
         )
     if loss.reduction not in (*_MEANS, "sum"):
         raise ValueError(
-            f"the loss {loss.name!r} has reduction={loss.reduction!r}, which gives no scalar to "
-            f"minimize: use one of {', '.join((*_MEANS, 'sum'))}"
+            f"The loss {loss.name!r} has `reduction={loss.reduction!r}`, which does not return a "
+            f"scalar. Use one of {', '.join((*_MEANS, 'sum'))}."
         )
 
 
-def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all: bool) -> Share:
-    """Return this share's part of a loss of one output.
+def loss_term(
+    loss, labels, outputs, sample_weight, label_counts: LabelCounts, is_full_batch: bool
+) -> LossTerm:
+    """Return the local part of one output's loss.
 
     Args:
-        loss: a `keras.losses.Loss`, or an object with `per_token(outputs, labels, weights)`.
-        labels, outputs: tensors [b, ...]
-        sample_weight: tensor [b, ...] or None.
-        counted: a `Counted`.
-        own_is_all: whether this share is the global batch.
+        loss: A `keras.losses.Loss`, or an object with `per_token(outputs, labels, weights)`.
+        labels, outputs: Tensors [b, ...].
+        sample_weight: Tensor [b, ...] or `None`.
+        label_counts: `LabelCounts` of the labels in the global batch.
+        is_full_batch: Whether these rows are the global batch.
 
     Raises:
-        ValueError: the loss has one value for all rows, and they have weights.
+        ValueError: If the loss returns one value for all rows and has sample weights or a mask.
     """
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
         mask = _compat.mask_of(outputs)
         if mask is not None:
-            weights = _product(weights, tf.cast(mask, weights.dtype))
-        own = tf.reduce_sum(tf.cast(weights, "float32"))
-        divisor, is_known = counted.tokens, hasattr(loss, "token_weights") and mask is None
+            weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
+        local_normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
+        normalizer = label_counts.tokens
+        is_known = hasattr(loss, "token_weights") and mask is None
         values *= tf.cast(weights, values.dtype)
     else:
-        values, weights, own = _keras_values(loss, labels, outputs, sample_weight, own_is_all)
-        divisor, is_known = _divisor(loss.reduction, values, labels, counted), own is None
-        if not values.shape.rank:  # one value for all rows, as a mean is
+        values, weights, local_normalizer = _keras_values(
+            loss, labels, outputs, sample_weight, is_full_batch
+        )
+        normalizer = _normalizer(loss.reduction, values, labels, label_counts)
+        is_known = local_normalizer is None
+        if not values.shape.rank:  # A single value, such as a mean.
             values = tf.math.multiply_no_nan(values, tf.cast(tf.size(labels), values.dtype))
-    if not is_known and own_is_all:
-        divisor, is_known = own, True
+    if not is_known and is_full_batch:
+        normalizer = local_normalizer
+        is_known = True
     total = tf.reduce_sum(tf.cast(values, "float32"))
-    divided = None if is_known else tf.math.divide_no_nan(own, divisor)
-    return Share(tf.math.divide_no_nan(total, divisor), divided, weights)
+    ratio = None if is_known else tf.math.divide_no_nan(local_normalizer, normalizer)
+    return LossTerm(tf.math.divide_no_nan(total, normalizer), ratio, weights)
 
 
-def _keras_values(loss, labels, outputs, sample_weight, own_is_all):
-    """Return values with their weights, the weights, and what they sum to where masks tell it."""
-    in_mask = _compat.mask_of(outputs)
-    cast = lambda x: tf.cast(x, loss.dtype)
+def _keras_values(loss, labels, outputs, sample_weight, is_full_batch):
+    """Return a Keras loss' weighted values, their weights, and the sum of the weights.
+
+    The sum is `None` if it is known before the forward pass.
+    """
+
+    def cast(x):
+        return tf.cast(x, loss.dtype)
+
+    output_mask = _compat.mask_of(outputs)
     values = loss.call(
         keras.tree.map_structure(cast, labels), keras.tree.map_structure(cast, outputs)
     )
-    masks = [mask for mask in (in_mask, _compat.mask_of(values)) if mask is not None]
-    values, weights, own = cast(values), None, None
+    masks = [mask for mask in (output_mask, _compat.mask_of(values)) if mask is not None]
+    values = cast(values)
+    weights = None
+    normalizer = None
     if masks:
         mask = masks[0] if len(masks) == 1 else masks[0] & masks[1]
         weights = cast(mask)
-        own = tf.reduce_sum(tf.cast(mask, "float32"))
+        normalizer = tf.reduce_sum(tf.cast(mask, "float32"))
     if sample_weight is not None:
-        weights = cast(sample_weight) if weights is None else _product(weights, cast(sample_weight))
-        if own is not None and loss.reduction == "mean_with_sample_weight":
-            own = tf.reduce_sum(tf.cast(weights, "float32"))
+        sample_weight = cast(sample_weight)
+        weights = sample_weight if weights is None else _apply_weights(weights, sample_weight)
+        if normalizer is not None and loss.reduction == "mean_with_sample_weight":
+            normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
     if weights is not None:
-        if not values.shape.rank and not own_is_all:
+        if not values.shape.rank and not is_full_batch:
             raise ValueError(
-                f"the loss {loss.name!r} gives one value for all rows, which sample weights or a "
-                "mask cannot weigh where ranks or micro-batches share the rows: let it return "
-                "the loss of each row"
+                f"The loss {loss.name!r} returns one value for all rows, so sample weights or a "
+                "mask cannot be applied when ranks or micro-batches divide the rows. Return the "
+                "loss of each row."
             )
-        values = _product(values, weights)
-    return values, weights, own if loss.reduction != "sum" else None
+        values = _apply_weights(values, weights)
+    return values, weights, None if loss.reduction == "sum" else normalizer
 
 
-def _divisor(reduction, values, labels, counted):
-    """Return what a loss' sum is divided by, as far as it is known before the forward pass."""
+def _normalizer(reduction, values, labels, label_counts):
+    """Return the loss normalizer, as far as it is known before the forward pass."""
     if reduction == "sum":
         return tf.ones([])
-    each = 1.0
+    values_per_label = 1.0
     if values.shape.rank:
         size = tf.cast(tf.size(labels), "float32")
-        each = tf.math.divide_no_nan(tf.cast(tf.size(values), "float32"), size)
-    number = counted.size * each
+        values_per_label = tf.math.divide_no_nan(tf.cast(tf.size(values), "float32"), size)
+    num_values = label_counts.size * values_per_label
     if reduction != "mean_with_sample_weight":
-        return number
-    return tf.where(counted.weights < 0, number, counted.weights)
+        return num_values
+    return tf.where(label_counts.weights < 0, num_values, label_counts.weights)
 
 
-def _product(values, weights):
-    """Return values times weights, which may have a last dimension of 1 more, or fewer at all."""
-    rank, others = values.shape.rank, weights.shape.rank
-    if others == rank + 1 and weights.shape[-1] == 1:
+def _apply_weights(values, weights):
+    """Return values times weights, with Keras' rules for broadcasting.
+
+    A last dimension of size 1 that only one of them has is removed. Weights of a lower rank apply
+    to the first dimensions.
+    """
+    rank = values.shape.rank
+    weight_rank = weights.shape.rank
+    if weight_rank == rank + 1 and weights.shape[-1] == 1:
         weights = tf.squeeze(weights, -1)
-    elif rank == others + 1 and values.shape[-1] == 1 and others > 1:
+    elif rank == weight_rank + 1 and values.shape[-1] == 1 and weight_rank > 1:
         values = tf.squeeze(values, -1)
     if weights.shape.rank < (values.shape.rank or 0):
         weights = weights[(..., *[None] * (values.shape.rank - weights.shape.rank))]

@@ -1,10 +1,10 @@
-"""Learning-rate schedules with warm-up: functions of the step.
+"""Learning-rate schedules with linear warmup.
 
-`step` is the number of updates done, `optimizer.iterations`: it is 0 for the
-first update. Every schedule warms up as `peak * (step + 1) / warmup_steps`, so
-that the first update already has a rate above 0 and the last one of the warm-up, step
-`warmup_steps - 1`, has the peak. `warmup_steps=0` starts at the peak. A schedule takes `step`
-as an integer or an integer tensor, and returns a float32 tensor of its shape.
+`step` is the number of completed updates, `optimizer.iterations`, so it is 0 in the first update.
+Every schedule warms up as `peak * (step + 1) / warmup_steps`: the first update already has a rate
+above 0, and the last step of the warmup, `warmup_steps - 1`, has the peak. `warmup_steps=0` starts
+at the peak. A schedule takes `step` as an integer or an integer tensor and returns a float32 tensor
+of the same shape.
 """
 
 import inspect
@@ -21,23 +21,26 @@ register = keras.saving.register_keras_serializable("dtransformer")
 
 
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """What the schedules share: two arguments and the linear rise; a subclass has `later(step)`."""
+    """Base class of schedules with linear warmup.
+
+    Subclasses override `later(step)`.
+    """
 
     def __init__(self, peak_learning_rate: float, warmup_steps: int):
         super().__init__()
         self.peak_learning_rate = rate("peak_learning_rate", peak_learning_rate)
         if self.peak_learning_rate == 0.0:
             raise InputError(
-                f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
+                f"`peak_learning_rate` must be greater than 0, received {peak_learning_rate!r}."
             )
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
 
     def warmup(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
+        """Return the warmup factor: it rises to 1 at step `warmup_steps - 1` and stays there."""
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
     def later(self, step: tf.Tensor) -> tf.Tensor | float:
-        """Return the rate of a step, float32, as it would be without the warm-up."""
+        """Return the learning rate of a float32 step without the warmup factor."""
         return self.peak_learning_rate
 
     def __call__(self, step):
@@ -49,7 +52,10 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class WarmupDecay(WarmupSchedule):
-    """A warm-up followed by a decay that ends at `total_steps`; a subclass has `left(done)`."""
+    """Base class of schedules that decay to a final rate at step `total_steps`.
+
+    Subclasses override `left(done)`.
+    """
 
     def __init__(
         self,
@@ -63,52 +69,53 @@ class WarmupDecay(WarmupSchedule):
         self.final_learning_rate = rate("final_learning_rate", final_learning_rate)
         if self.total_steps <= self.warmup_steps:
             raise InputError(
-                "total_steps counts the warm-up too and must be greater than warmup_steps, "
-                f"received total_steps={total_steps!r} and warmup_steps={warmup_steps!r}"
+                f"`total_steps={total_steps!r}` must be greater than "
+                f"`warmup_steps={warmup_steps!r}`, because it includes the warmup."
             )
         if self.final_learning_rate > self.peak_learning_rate:
             raise InputError(
-                "final_learning_rate must not exceed peak_learning_rate, received "
-                f"final_learning_rate={final_learning_rate!r} and "
-                f"peak_learning_rate={peak_learning_rate!r}"
+                f"`final_learning_rate={final_learning_rate!r}` must not exceed "
+                f"`peak_learning_rate={peak_learning_rate!r}`."
             )
 
-        self.decay_steps = self.total_steps - self.warmup_steps  # the last ones
+        # The decay covers the last steps.
+        self.decay_steps = self.total_steps - self.warmup_steps
 
     def left(self, done: tf.Tensor) -> tf.Tensor:
-        """Return how much is left of what is between the peak and the final rate, from 1 to 0.
+        """Return the decay curve, which falls from 1 (peak rate) to 0 (final rate).
 
         Args:
-            done: how much of the decay is done, from 0 to 1.
+            done: Float tensor from 0 to 1. Completed fraction of the decay.
         """
         return 1.0 - done
 
     def later(self, step: tf.Tensor) -> tf.Tensor | float:
-        begin = self.total_steps - self.decay_steps
-        done = ops.clip((step - begin) / self.decay_steps, 0.0, 1.0)
+        decay_start = self.total_steps - self.decay_steps
+        done = ops.clip((step - decay_start) / self.decay_steps, 0.0, 1.0)
         span = self.peak_learning_rate - self.final_learning_rate
         return self.final_learning_rate + span * self.left(done)
 
 
 @register
 class WarmupInverseSquareRoot(WarmupSchedule):
-    """Linear warm-up, then a decay with the inverse square root of the step.
+    """Linear warmup, followed by decay with the inverse square root of the step.
 
     With n = step + 1 and w = max(warmup_steps, 1):
 
         learning rate = peak * min(n / w, sqrt(w / n))
 
-    - step 0: `peak / w`;
-    - step `w - 1`: the peak;
-    - step `4 w - 1`: half the peak. The rate never reaches 0, so the length of
-      the training need not be known.
+    - Step 0: `peak / w`.
+    - Step `w - 1`: the peak.
+    - Step `4 w - 1`: half the peak. The rate never reaches 0, so the schedule does not depend on
+      the length of the training.
 
-    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3, whose peak is
-    (h w)^-0.5 for a model of width h: 0.0007 of the base model.
+    Reference:
+        [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), "Attention Is All You Need",
+        section 5.3. The peak there is (h w)^-0.5 for a model of width h: 0.0007 for the base model.
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
 
     Example:
 
@@ -124,24 +131,24 @@ class WarmupInverseSquareRoot(WarmupSchedule):
 
 @register
 class WarmupLinear(WarmupDecay):
-    """Linear warm-up, then a straight line down to a final rate.
+    """Linear warmup, followed by linear decay to a final rate.
 
     With w = warmup_steps and T = total_steps:
 
         step < w:   peak * (step + 1) / w
         otherwise:  final + (peak - final) * (1 - p),  p = min((step - w) / (T - w), 1)
 
-    - step 0: `peak / w`, or the peak where w is 0;
-    - steps `w - 1` and `w`: the peak;
-    - step `T - 1`, the last of T updates: still above the final rate;
-    - step T and later: the final rate.
+    - Step 0: `peak / w`, or the peak if w is 0.
+    - Steps `w - 1` and `w`: the peak.
+    - Step `T - 1`, the last of T updates: slightly above the final rate.
+    - Step T and later: the final rate.
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
-        total_steps: number of updates of the training, warm-up included; greater than
-            `warmup_steps`.
-        final_learning_rate: the lowest rate, from 0 to the peak.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`. Number of updates of the training,
+            including the warmup.
+        final_learning_rate: Float from 0 to the peak. The lowest rate. Defaults to `0.0`.
 
     Example:
 
@@ -153,7 +160,7 @@ class WarmupLinear(WarmupDecay):
 
 @register
 class WarmupCosine(WarmupDecay):
-    """Linear warm-up, then half a cosine wave down to a final rate.
+    """Linear warmup, followed by cosine decay to a final rate.
 
     With w = warmup_steps and T = total_steps:
 
@@ -161,20 +168,21 @@ class WarmupCosine(WarmupDecay):
         otherwise:  final + (peak - final) * (1 + cos(pi p)) / 2,
                     p = min((step - w) / (T - w), 1)
 
-    - step 0: `peak / w`, or the peak where w is 0;
-    - steps `w - 1` and `w`: the peak;
-    - step `(w + T) / 2`: midway between the peak and the final rate;
-    - step T and later: the final rate.
+    - Step 0: `peak / w`, or the peak if w is 0.
+    - Steps `w - 1` and `w`: the peak.
+    - Step `(w + T) / 2`: halfway between the peak and the final rate.
+    - Step T and later: the final rate.
 
-    Reference: Loshchilov and Hutter, 2017, "SGDR: Stochastic Gradient Descent
-    with Warm Restarts", equation 5, without restarts.
+    Reference:
+        [Loshchilov and Hutter, 2017](https://arxiv.org/abs/1608.03983), "SGDR: Stochastic Gradient
+        Descent with Warm Restarts", equation 5, without restarts
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
-        total_steps: number of updates of the training, warm-up included; greater than
-            `warmup_steps`.
-        final_learning_rate: the lowest rate, from 0 to the peak.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`. Number of updates of the training,
+            including the warmup.
+        final_learning_rate: Float from 0 to the peak. The lowest rate. Defaults to `0.0`.
 
     Example:
 
@@ -187,22 +195,22 @@ class WarmupCosine(WarmupDecay):
 
     def left(self, done: tf.Tensor) -> tf.Tensor:
         waves = done * (self.restarts + 1)
-        place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
-        return 0.5 * (1.0 + ops.cos(math.pi * place))
+        fraction = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
+        return 0.5 * (1.0 + ops.cos(math.pi * fraction))
 
 
 @register
 class WarmupConstant(WarmupSchedule):
-    """Linear warm-up, then the peak for ever.
+    """Linear warmup, followed by a constant rate.
 
         learning rate = peak * min((step + 1) / warmup_steps, 1)
 
-    - step 0: `peak / warmup_steps`, or the peak where `warmup_steps` is 0;
-    - step `warmup_steps - 1` and later: the peak.
+    - Step 0: `peak / warmup_steps`, or the peak if `warmup_steps` is 0.
+    - Step `warmup_steps - 1` and later: the peak.
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
 
     Example:
 
@@ -214,7 +222,7 @@ class WarmupConstant(WarmupSchedule):
 
 @register
 class WarmupStableDecay(WarmupDecay):
-    """Linear warm-up, the peak for most of the training, then a decay to a final rate at its end.
+    """Linear warmup, a constant rate for most of the training, and a decay at its end.
 
     With w = warmup_steps, T = total_steps and d = decay_steps:
 
@@ -222,18 +230,21 @@ class WarmupStableDecay(WarmupDecay):
         step < T - d:  peak
         otherwise:     final + (peak - final) * f(p),  p = min((step - (T - d)) / d, 1)
 
-    where f(p) is 1 - p, or 1 - sqrt(p).
+    where f(p) is 1 - p for linear decay and 1 - sqrt(p) for square-root decay.
 
-    Reference: Hu et al., 2024, "MiniCPM", arXiv 2404.06395, section 4; Hägele et al., 2024, "Scaling
-    laws and compute-optimal training beyond fixed training durations", arXiv 2405.18392, on the root.
+    Reference:
+        [Hu et al., 2024](https://arxiv.org/abs/2404.06395), "MiniCPM", section 4, and
+        [Hägele et al., 2024](https://arxiv.org/abs/2405.18392), "Scaling Laws and Compute-Optimal
+        Training Beyond Fixed Training Durations", for the square-root decay
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
-        total_steps: number of updates of the training, greater than `warmup_steps`.
-        decay_steps: number of the last updates, in which the rate falls; a tenth of all by default.
-        final_learning_rate: the lowest rate, from 0 to the peak.
-        decay: `"linear"` or `"sqrt"`.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`. Number of updates of the training.
+        decay_steps: Integer from 1 to `total_steps - warmup_steps`. Length of the decay, in
+            updates. Defaults to a tenth of `total_steps`.
+        final_learning_rate: Float from 0 to the peak. The lowest rate. Defaults to `0.0`.
+        decay: `"linear"` or `"sqrt"`. Defaults to `"linear"`.
 
     Example:
 
@@ -252,16 +263,17 @@ class WarmupStableDecay(WarmupDecay):
         decay: str = "linear",
     ):
         super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
-        most = self.decay_steps
-        given = max(min(self.total_steps // 10, most), 1) if decay_steps is None else decay_steps
-        self.decay_steps = check_int("decay_steps", given, 0)
-        if not 1 <= self.decay_steps <= most:
+        max_steps = self.decay_steps
+        if decay_steps is None:
+            decay_steps = max(min(self.total_steps // 10, max_steps), 1)
+        self.decay_steps = check_int("decay_steps", decay_steps, 0)
+        if not 1 <= self.decay_steps <= max_steps:
             raise InputError(
-                f"decay_steps must be from 1 to the {most} steps after the warm-up, received "
-                f"{decay_steps!r}"
+                f"`decay_steps` must be from 1 to {max_steps}, the number of steps after the "
+                f"warmup, received {decay_steps!r}."
             )
         if decay not in ("linear", "sqrt"):
-            raise InputError(f"decay must be 'linear' or 'sqrt', received {decay!r}")
+            raise InputError(f"`decay` must be 'linear' or 'sqrt', received {decay!r}.")
         self.decay = decay
 
     def left(self, done: tf.Tensor) -> tf.Tensor:
@@ -270,22 +282,25 @@ class WarmupStableDecay(WarmupDecay):
 
 @register
 class WarmupRestarts(WarmupCosine):
-    """Linear warm-up, then several half cosine waves of the same length, each from the peak down.
+    """Linear warmup, followed by cosine decays of equal length, each from the peak.
 
-    With w = warmup_steps, T = total_steps and n = restarts + 1 waves:
+    With w = warmup_steps, T = total_steps and n = restarts + 1 decays:
 
         step < w:   peak * (step + 1) / w
         otherwise:  final + (peak - final) * (1 + cos(pi q)) / 2,
-                    q = the fraction of n (step - w) / (T - w); 1 from T on
+                    q = fractional part of n (step - w) / (T - w), or 1 from step T
 
-    Reference: Loshchilov and Hutter, 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
+    Reference:
+        [Loshchilov and Hutter, 2017](https://arxiv.org/abs/1608.03983), "SGDR: Stochastic Gradient
+        Descent with Warm Restarts"
 
     Args:
-        peak_learning_rate: the highest rate, greater than 0.
-        warmup_steps: number of updates up to the peak, at least 0.
-        total_steps: number of updates of the training, greater than `warmup_steps`.
-        restarts: how often the wave begins anew, at least 0.
-        final_learning_rate: the lowest rate, from 0 to the peak.
+        peak_learning_rate: Float greater than 0. The highest rate.
+        warmup_steps: Non-negative integer. Number of updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`. Number of updates of the training.
+        restarts: Non-negative integer. Number of times that the rate returns to the peak. Defaults
+            to `1`.
+        final_learning_rate: Float from 0 to the peak. The lowest rate. Defaults to `0.0`.
 
     Example:
 
@@ -317,14 +332,14 @@ SCHEDULES = {
 
 
 def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Make a schedule from the name and the arguments that a config file holds.
+    """Return the learning-rate schedule with a name, as in config files.
 
     Args:
         name: `"constant"`, `"cosine"`, `"inverse_sqrt"`, `"linear"`, `"restarts"` or `"wsd"`.
-        **kwargs: the arguments of that schedule.
+        **kwargs: Arguments of the schedule.
 
     Raises:
-        InputError: the name or an argument is unknown, missing or wrong; says what there is.
+        InputError: If the name is unknown, or if an argument is unknown, missing or invalid.
 
     Example:
 
@@ -334,17 +349,21 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
     """
     if name not in SCHEDULES:
         raise InputError(
-            f"unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
+            f"Unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
         )
     signature = inspect.signature(SCHEDULES[name])
-    with refusing(f"the learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
+    with refusing(f"The learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
         signature.bind(**kwargs)
     return SCHEDULES[name](**kwargs)
 
 
 def rate(name: str, value: object) -> float:
-    """Return a rate, checked: finite, at least 0."""
+    """Return a learning rate after checking that it is finite and at least 0.
+
+    Raises:
+        InputError: If it is not. The error quotes `name`.
+    """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
-        raise InputError(f"{name} must be a finite number, at least 0, received {value!r}")
+        raise InputError(f"`{name}` must be a finite number of at least 0, received {value!r}.")
     return value

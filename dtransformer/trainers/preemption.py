@@ -1,4 +1,4 @@
-"""Signals that announce the end of a job's time: all ranks save at the same step, and leave."""
+"""Preemption: all ranks save at the same step and exit when a scheduler announces the end."""
 
 import contextlib
 import signal
@@ -10,16 +10,18 @@ import keras
 from dtransformer.parallel.runtime import job, stopping
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 
-EXIT_CODE = 75  # a temporary failure, says <sysexits.h>: start again
-# What schedulers send: Kubernetes and others the first, Slurm what `--signal` asks for.
+EXIT_CODE = 75  # `EX_TEMPFAIL` of sysexits.h: the job should be started again.
+# Kubernetes and most schedulers send SIGTERM. Slurm sends the signal that `--signal` requests.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class SaveAndLeave(keras.callbacks.Callback):
-    """Between two steps, and at the end of `fit`, sees whether ranks are to stop.
+class SaveAndExit(keras.callbacks.Callback):
+    """Callback that saves and exits when the ranks have agreed to stop.
+
+    It checks before each step and at the end of `fit`.
 
     Args:
-        saving: what saves.
+        saving: The `ModelCheckpoint` that saves.
     """
 
     def __init__(self, saving: ModelCheckpoint):
@@ -27,47 +29,52 @@ class SaveAndLeave(keras.callbacks.Callback):
         self._saving = saving
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self._pass_gate()
+        self._exit_if_requested()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._pass_gate()
+        self._exit_if_requested()
 
-    def _pass_gate(self):
+    def _exit_if_requested(self):
         if stopping.passes_gate():
             return
         step = self._saving.save_now()
-        job.print_once(f"Asked to stop: saved at step {step} in {self._saving.folder}")
+        job.print_once(f"Stopping on request. Saved step {step} in {self._saving.folder}.")
         job.barrier()
-        for number in _SIGNALS:  # horovodrun ends with the first rank, and would kill the others
+        # horovodrun kills all other ranks when the first rank exits. Ignore the signals until then.
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         raise SystemExit(EXIT_CODE)
 
 
 @contextlib.contextmanager
-def signals_stop(
+def stop_on_signals(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[list[keras.callbacks.Callback]]:
-    """Inside the `with` block SIGTERM and SIGUSR1, to any rank, let all ranks save and leave.
+    """Make all ranks save and exit if one receives SIGTERM or SIGUSR1 in the `with` block.
 
-    Nothing changes where nothing saves, where ranks have no watchdog to agree by, and in threads
-    other than the main one.
+    The signals keep their default effect without exactly one `ModelCheckpoint`, without a watchdog
+    through which ranks agree, and in threads other than the main thread.
 
     Args:
-        callbacks: those of `fit`.
+        callbacks: Callbacks of `fit`.
 
     Yields:
-        The callbacks to add to them.
+        List of callbacks to add.
     """
-    saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     is_main = threading.current_thread() is threading.main_thread()
     if len(saving) != 1 or not stopping.can_stop() or not is_main:
         yield []
         return
-    ask = lambda number, frame: stopping.ask_to_stop()
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+
+    def request_stop(number, frame):
+        stopping.ask_to_stop()
+
+    old_handlers = {number: signal.signal(number, request_stop) for number in _SIGNALS}
     try:
-        yield [SaveAndLeave(saving[0])]
+        yield [SaveAndExit(saving[0])]
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is ask:  # else training has stopped
+        for number, handler in old_handlers.items():
+            # After an agreed stop the signals must stay ignored.
+            if signal.getsignal(number) is request_stop:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

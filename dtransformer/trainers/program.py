@@ -76,7 +76,7 @@ class Program:
             ValueError: If the layout does not support the network, or if the network's weights have
                 changed since the first call.
         """
-        compile_checks.check_unchanged(self._parallel_config)
+        compile_checks.check_same_config(self._parallel_config)
         if first is not None and hasattr(self._network, "named_inputs"):
             self._network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
         is_new = self.engine is None
@@ -85,7 +85,7 @@ class Program:
             self.engine = make_engine(self._forward, self.compiler.jit_forward)
         self.engine.build(first)
         if self._weights is None:
-            self._weights = compile_checks.weights_now(self._network)
+            self._weights = compile_checks.weight_paths(self._network)
         compile_checks.check_weights_unchanged(self._network, self._weights)
         if is_new and job.mesh() is not None:
             check_rules(self._network)
@@ -118,7 +118,7 @@ class Program:
             return self.runner
         # The build may have created layers that the first check could not find.
         compile_checks.check_network(self._network)
-        self._states.find(self._network)
+        self._states.find_metrics(self._network)
         check_same_training(self._network, self._options.optimizer)
         initial_broadcast(self._network.variables, [])
         # Optimizer states such as moving averages start from the weights.
@@ -154,7 +154,7 @@ class Program:
 
     def log_names(self):
         """Return the names of the logs that Keras' lists contain, in Keras' order."""
-        names = {*self.metrics.names, *self._states.results()}
+        names = {*self.metrics.names, *self._states.metric_results()}
         ordered = []
         for metric in self.shown_metrics():
             members = getattr(metric, "metrics", [metric])  # Of Keras' container, or the metric.

@@ -8,8 +8,8 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
-from dtransformer.trainers.engines.accumulation import in_micro_batches
-from dtransformer.trainers.engines.base import Numbers
+from dtransformer.trainers.engines.accumulation import accumulate_gradients
+from dtransformer.trainers.engines.base import StepScalars
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
@@ -33,7 +33,7 @@ class Step:
     def __init__(self, forward, engine, optimizer, optimizer_step, metrics, compiler):
         self._forward = forward
         self._states = forward.states
-        self._needs_reduce = forward.parts.adds_up
+        self._needs_reduce = forward.layout.needs_reduce
         self._engine = engine
         self._optimizer = optimizer
         self._optimizer_step = optimizer_step
@@ -42,7 +42,7 @@ class Step:
         self._forward_backward = engine.forward_backward
         num_micro_batches = get_parallel_config().micro_batch_num
         if num_micro_batches > 1 and not engine.takes_micro_batches:
-            self._forward_backward = in_micro_batches(
+            self._forward_backward = accumulate_gradients(
                 engine.forward_backward, num_micro_batches, optimizer_step.reduce_micro_batch
             )
         self._fingerprints = compiler.part(fingerprint_table)
@@ -68,15 +68,15 @@ class Step:
             ranks' batch fingerprints.
         """
         local_batch = self._local_batch(batch, sharding)
-        numbers = self._numbers(*local_batch)
-        gradients, outputs, sums = self._forward_backward(*local_batch, numbers)
+        scalars = self._step_scalars(*local_batch)
+        gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
         if self._needs_reduce:
             sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
         gradients, held, result = self._reduce(gradients, sums)
         self._apply(gradients, held, result["norm"])
         del gradients, held  # Free the gradients before metrics allocate.
-        return self._logs(result, numbers.counts, *metric_inputs)
+        return self._logs(result, scalars.counts, *metric_inputs)
 
     def test(self, batch, sharding):
         """Evaluate a batch; arguments and result as in `train`."""
@@ -90,16 +90,14 @@ class Step:
     def _local_batch(self, batch, sharding):
         """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once."""
         local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch))
-        if self._states.are_tried:
+        if self._states.needs_probe:
             inputs, labels, _ = local_batch
             with tf.init_scope():
-                self._states.try_layers(
-                    self._forward.network, self._forward.objective, inputs, labels
-                )
+                self._states.probe(self._forward.network, self._forward.objective, inputs, labels)
         return local_batch
 
-    def _numbers(self, inputs, labels, sample_weight):
-        return Numbers(
+    def _step_scalars(self, inputs, labels, sample_weight):
+        return StepScalars(
             counts=self._forward.counts(inputs, labels, sample_weight),
             loss_scale=self._optimizer_step.loss_scale.value(),
             seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
@@ -123,8 +121,9 @@ class Step:
         totals = self._reduce_sums(sums, "sums")
         loss = totals.pop("loss") + totals.pop("added")
         factor = None
-        if "divided" in totals:  # The true loss normalizer is only known after the forward pass.
-            factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
+        # The true loss normalizer is only known after the forward pass.
+        if "normalizer_ratio" in totals:
+            factor = tf.math.divide_no_nan(1.0, totals.pop("normalizer_ratio"))
             loss *= factor
         result = {
             "totals": totals,
@@ -157,7 +156,7 @@ class Step:
     def _evaluation_logs(self, sums, counts, *metric_inputs):
         totals = self._reduce_sums(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
-        loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
+        loss = tf.math.divide_no_nan(loss, totals.pop("normalizer_ratio", 1.0))
         logs = self.metrics.update(loss, totals, counts, *metric_inputs)
         return logs | self._other_logs(totals)
 
@@ -165,7 +164,7 @@ class Step:
         """Return the batch fingerprints and the results of metrics that belong to layers."""
         logs = {FINGERPRINTS: totals[FINGERPRINTS]} if self._needs_reduce else {}
         if self._states.metrics:
-            logs |= self._states.results()
+            logs |= self._states.metric_results()
         return logs
 
     def _reduce_sums(self, sums, name):

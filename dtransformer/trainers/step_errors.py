@@ -1,4 +1,4 @@
-"""Errors of a step's operations, in one line."""
+"""Conversion of TensorFlow's errors during a step to one-line errors."""
 
 import contextlib
 import re
@@ -8,18 +8,20 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError, is_of_another_rank
 
-_NOT_COUNTED = (
-    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
+_IGNORE_HINT = (
+    " To ignore labels of -100, use CrossEntropyLoss(ignore_id=-100), or ignore_class=-100."
 )
-# Message of `loss_terms.check_range`, from a graph or from an eager operation.
-_CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
-_LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
-_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
-_REFUSED = re.compile(r"InputError: ([^\n]*)")
+# Matches the message of `loss_terms.check_range`, in graphs and in eager mode.
+_RANGE_ERROR = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
+_LOOKUP_ERROR = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
+_LABEL_ERROR = re.compile(
+    r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"
+)
+_INPUT_ERROR = re.compile(r"InputError: ([^\n]*)")
 
 
 @contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def convert_step_errors() -> Iterator[None]:
     """Inside the `with` block, convert known errors of TensorFlow operations to one-line errors.
 
     After an error of an operation on a mesh, this mesh is unusable for the rest of the process.
@@ -32,25 +34,28 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if refused := _REFUSED.search(error.message):  # from the data reader
-            raise InputError(refused[1]) from None
-        line = _line(error.message)
+        # The data reader raised it.
+        if match := _INPUT_ERROR.search(error.message):
+            raise InputError(match[1]) from None
+        line = _format_error(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):
-            line = "another device of the mesh failed: an id that is in no table, most often"
+            line = "Another device of the mesh failed. Check that all ids are valid table indices."
         if line is None and is_of_another_rank(error.message):
-            raise RuntimeError("another rank has failed, or left: what it says tells why") from None
+            raise RuntimeError(
+                "Stopped because another rank has failed or exited. See its output."
+            ) from None
         if line is None:
             raise
-        raise ValueError(line + _NOT_COUNTED * (" -100" in line)) from None
+        raise ValueError(line + (_IGNORE_HINT if " -100" in line else "")) from None
 
 
-def _line(message):
-    if found := _CHECKED.search(message):
-        line, lowest, highest = found.groups()
-        return f"{line} {lowest} and {highest}"
-    if found := _LOOKED_UP.search(message):
-        number, size = map(int, found.groups())
-        return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
-    if found := _LABEL.search(message):
-        return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
+def _format_error(message):
+    if match := _RANGE_ERROR.search(message):
+        line, lowest, highest = match.groups()
+        return f"{line} {lowest} to {highest}."
+    if match := _LOOKUP_ERROR.search(message):
+        number, size = map(int, match.groups())
+        return f"An id or label of the batch is {number}, but must be 0 to {size - 1}."
+    if match := _LABEL_ERROR.search(message):
+        return f"A label of the batch is {match[1]}, but the outputs have {match[2]} classes."
     return None

@@ -50,7 +50,7 @@ class StepMetrics:
         metrics = [self._loss]
         if self._compiled is not None:
             metrics.append(self._compiled)
-        elif self._objective.is_of_tokens:
+        elif self._objective.is_token_loss:
             metrics.append(self._accuracy)
         return [*metrics, *self.output_losses]
 
@@ -91,13 +91,13 @@ class StepMetrics:
             totals: Dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
             counts: Counts of the global batch, see `Objective.counts`.
             labels, outputs, sample_weight: Local rows, or `None` if no metric needs them. Outputs
-                come with their masks, see `ForwardStep.kept`.
+                come with their masks, see `ForwardStep.metric_outputs`.
 
         Returns:
             A dict of scalar tensors, the means since the epoch began.
         """
         self._build_output_losses(totals)
-        rows = self._objective.rows(counts)
+        rows = self._objective.num_rows(counts)
         weight = totals["counted"] if self._objective.weights_epoch_means else rows
         logs = {"loss": self._mean(self._loss, loss, weight)}
         if "right" in totals:

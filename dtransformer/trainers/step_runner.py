@@ -73,7 +73,7 @@ class StepRunner:
     def new_epoch(self):
         """Reset the logs, the throughput and the expert loads."""
         self._throughput.reset()
-        self._step.expert_loads.forget()
+        self._step.expert_loads.reset()
         self.start_logs(self._log_every)
 
     def start_logs(self, log_every):

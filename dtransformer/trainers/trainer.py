@@ -36,7 +36,7 @@ from dtransformer.trainers.program import Program
 from dtransformer.trainers.reports import Reports
 from dtransformer.trainers.row_sharding import RowSharding
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
-from dtransformer.trainers.step_errors import errors_in_one_line
+from dtransformer.trainers.step_errors import convert_step_errors
 
 
 @register
@@ -72,7 +72,7 @@ class Trainer(keras.Model):
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
         compile_checks.check_network(network)
-        compile_checks.warn_of_loops(network)
+        compile_checks.warn_overridden_loops(network)
         self.network = network
         self.objective = None
         self._num_fits = 0
@@ -161,8 +161,8 @@ class Trainer(keras.Model):
         self.objective = resolve_losses(self.network, loss, loss_weights)
         super().compile(
             optimizer=optimizer,
-            metrics=compile_checks.of_rows(metrics),
-            weighted_metrics=compile_checks.of_rows(weighted_metrics),
+            metrics=compile_checks.add_metric_checks(metrics),
+            weighted_metrics=compile_checks.add_metric_checks(weighted_metrics),
             run_eagerly=run_eagerly,
             steps_per_execution=steps_per_execution,
             jit_compile=False,  # XLA cannot compile Horovod's operations.
@@ -287,7 +287,7 @@ class Trainer(keras.Model):
         shard=None,
     ):
         """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
-        with job.doing("validating"), errors_in_one_line():
+        with job.doing("validating"), convert_step_errors():
             data = prepare_data(x, shard, self.network)
             runner = self._build_steps("evaluate", data.first)
             verbose = chief_verbosity(verbose)
@@ -309,7 +309,7 @@ class Trainer(keras.Model):
         Returns:
             NumPy arrays. Logits of a padded vocabulary have their true size.
         """
-        with job.doing("validating"), errors_in_one_line():
+        with job.doing("validating"), convert_step_errors():
             data = prepare_data(x, shard, self.network)
             self.predict_function = self._program.predictor(data.first, data.sharding)
             verbose = chief_verbosity(verbose)
@@ -328,7 +328,7 @@ class Trainer(keras.Model):
         self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None
     ):
         """Train on one batch; as `keras.Model.train_on_batch`. `shard` is as in `fit`."""
-        with job.doing("compiling"), errors_in_one_line():
+        with job.doing("compiling"), convert_step_errors():
             runner = self._build_steps("train_on_batch", (x,))
             if class_weight is not None:
                 self.objective.check_class_weight(y)
@@ -345,7 +345,7 @@ class Trainer(keras.Model):
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`. `shard` is as in `fit`."""
-        with job.doing("validating"), errors_in_one_line():
+        with job.doing("validating"), convert_step_errors():
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
             batch = iter([(x, y, sample_weight)])
@@ -354,7 +354,7 @@ class Trainer(keras.Model):
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
-        with job.doing("validating"), errors_in_one_line():
+        with job.doing("validating"), convert_step_errors():
             sharding = RowSharding.of_data(x, shard)
             self.predict_function = self._program.predictor((x,), sharding)
             return super().predict_on_batch(x)

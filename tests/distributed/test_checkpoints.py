@@ -167,7 +167,7 @@ def test_a_lost_file_is_replaced_by_its_replica(name, folder, capsys):
         assert sorted(ranks) == [0, 1], "written by two ranks"
         file.unlink() if number else file.write_bytes(b"damaged")
     checkpoints.new_trainer(seed=OTHER_SEED).restore(path)
-    assert capsys.readouterr().out.count("replaced by its replica") == 2
+    assert capsys.readouterr().out.count("Replaced a damaged file by its replica") == 2
     found = tensors_of(path)
     for tensor, value in expected.items():
         np.testing.assert_array_equal(found[tensor], value, err_msg=tensor)

@@ -68,7 +68,7 @@ def test_a_rank_that_is_told_to_stop_lets_all_save_and_leave(axis, tmp_path):
     output = tail(done.stdout, done.stderr, 20000)
     assert "Exit code: 75" in output and "step 50" not in output, output
     ((step, _),) = saved_steps(tmp_path)
-    assert f"Asked to stop: saved at step {step} in" in output and 5 <= step < 50
+    assert f"Stopping on request. Saved step {step} in" in output and 5 <= step < 50
 
 
 @needs_horovod

@@ -74,7 +74,7 @@ def change(body, place, value):
         (["tensors", "more"], [[-1], "float32"], "must be at least 0"),
         (["tensors", "more"], [[1], "string"], "must be 'bool', "),
         (["tensors", "more"], [[1]], "tensors.more"),
-        (["version"], 2, "update dtransformer"),
+        (["version"], 2, "Update dtransformer"),
     ],
 )
 def test_wrong_fields_are_named(folder, place, value, expected_error):
@@ -168,4 +168,4 @@ def test_the_index_and_the_manifest_are_compared(folder):
     tensors = body["tensors"]
     tensors["network/renamed"] = tensors.pop("network/head/bias")
     write(folder, body)
-    assert "its tensors are not those" in Checkpoint(folder).problems()["state.index"]
+    assert "its tensors do not match" in Checkpoint(folder).problems()["state.index"]

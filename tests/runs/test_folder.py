@@ -110,7 +110,7 @@ def nan_weights(run, other):
 SWAPS = {
     "another config": (swap("config.yaml"), "config.yaml` has changed since the run began"),
     "another tokenizer": (swap("tokenizer"), "has changed since the run began"),
-    "other weights": (swap(WEIGHTS), "weights are of another run"),
+    "other weights": (swap(WEIGHTS), "weights belong to another run"),
     "another run.json": (swap("run.json"), "has changed since the run began"),
     "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
     "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
@@ -174,7 +174,7 @@ REFUSED = [
     ),
     (lose_manifests, ["--resume"], f"{STEP} has lost its checkpoint.json"),
     (swap("checkpoints"), ["--resume"], "a checkpoint of another run"),
-    (swap(WEIGHTS), ["--resume"], "of another run"),
+    (swap(WEIGHTS), ["--resume"], "belong to another run"),
     (swap("tokenizer"), ["--resume"], "has changed since the run began"),
     (swap("config.yaml"), ["--resume"], "has changed since the run began"),
     (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
@@ -343,11 +343,11 @@ def test_the_command_exports_weights_that_belong_to_the_run(run, trained, monkey
     command = [sys.executable, "-m", "dtransformer.cli", "checkpoint", "export"]
     arguments = [str(run / "checkpoints"), "--out", str(run / WEIGHTS)]
     refused = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    assert refused.returncode == 2 and "is there already" in refused.stderr
+    assert refused.returncode == 2 and "exists. Pass another path" in refused.stderr
     subprocess.run([*command, *arguments, "--overwrite"], check=True, capture_output=True)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 0
     of_another = [str(trained / "b" / "checkpoints"), "--out", str(run / WEIGHTS)]
     assert main(["checkpoint", "export", *of_another, "--overwrite"]) == 0
     assert main(["translate", "--run", str(run)]) == 2
-    assert "of another run" in capsys.readouterr().err
+    assert "belong to another run" in capsys.readouterr().err

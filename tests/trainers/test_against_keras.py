@@ -252,7 +252,7 @@ def test_losses_that_layers_add_alone():
 def test_no_loss_at_all_is_refused():
     trainer = Trainer(dense_network())
     trainer.compile("sgd", run_eagerly=True)
-    with pytest.raises(ValueError, match="no loss: give compile one"):
+    with pytest.raises(ValueError, match="has no loss. Pass a loss to `compile`"):
         trainer.fit(*points(), verbose=0)
 
 

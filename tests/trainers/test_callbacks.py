@@ -217,7 +217,7 @@ class TestSacreBleu:
 
     def test_a_translation_too_few(self, model):
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])
-        with pytest.raises(ValueError, match="given 2 and returned 1"):
+        with pytest.raises(ValueError, match="received 2 sentences and returned 1"):
             fit(model, bleu)
 
 

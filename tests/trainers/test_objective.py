@@ -98,11 +98,11 @@ def test_shares_add_up(name, masks, weights):
         own = own_outputs, own_labels, own_weights, counts
         if name == "one value" and (masks or weights is not None):
             with pytest.raises(ValueError, match="one_value.*each row"):
-                objective.sums(*own, own_is_all=False)
+                objective.sums(*own, is_full_batch=False)
             return
-        sums = objective.sums(*own, own_is_all=False)
+        sums = objective.sums(*own, is_full_batch=False)
         totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-    loss = totals["loss"] / totals.get("divided", 1.0)
+    loss = totals["loss"] / totals.get("normalizer_ratio", 1.0)
     assert float(loss) == pytest.approx(float(expected), TRAINING)
 
 
@@ -185,6 +185,6 @@ def test_16_bit_outputs_are_compared_in_float32(dtype):
 def test_tokens_count_once_a_batch():
     """The mean over an epoch of a loss of tokens is over its tokens."""
     objective = Objective(CrossEntropyLoss(ignore_id=0))
-    assert objective.is_of_tokens and not Objective("mse").is_of_tokens
+    assert objective.is_token_loss and not Objective("mse").is_token_loss
     counts = objective.counts(tf.zeros((2, 3)), tf.constant([[1, 0, 2], [0, 0, 0]]), None)
     np.testing.assert_array_equal(counts, [2, 6, -6, 2])

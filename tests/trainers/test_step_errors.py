@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss, PositionEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_errors import errors_in_one_line
+from dtransformer.trainers.step_errors import convert_step_errors
 from tests.on_mesh import on_mesh, raises, start
 
 IDS = np.random.default_rng(0).integers(1, 12, (8, 6)).astype("int32")
@@ -33,10 +33,11 @@ def fit(trainer, x=IDS, y=IDS):
     return trainer.fit(x, y, verbose=0).history["loss"]
 
 
+# The check that runs first raises the error.
 BAD_LABELS = {
-    label: f"^labels, expected 0 to 11; the least and the greatest of the batch are {both}{hint}$"
-    f"|^an id or label of the batch is {label}, expected 0 to 11{hint}$"  # whichever comes first
-    for label, both, hint in ((100, "1 and 100", ""), (-100, "-100 and 11", ": .*ignore_id=-100.*"))
+    label: rf"^The labels must be 0 to 11\. The batch has the range {both}\.{hint}$"
+    rf"|^An id or label of the batch is {label}, but must be 0 to 11\.{hint}$"
+    for label, both, hint in ((100, "1 to 100", ""), (-100, "-100 to 11", " .*ignore_id=-100.*"))
 }
 
 
@@ -52,10 +53,12 @@ def test_labels_out_of_range_of_a_network_whose_vocabulary_is_not_known():
     trainer = Trainer(keras.Sequential([inputs, keras.layers.Embedding(12, 12)]))
     trainer.compile("sgd", CrossEntropyLoss())
     with pytest.raises(
-        ValueError, match="labels, expected 0 or more; .* -3 and 11$|is -3, expected"
+        ValueError, match=r"The labels must be 0 or more\. .* -3 to 11\.$|is -3, but must"
     ):
         fit(trainer, y=with_one(-3))
-    with pytest.raises(ValueError, match="^an id or label of the batch is 12, expected 0 to 11$"):
+    with pytest.raises(
+        ValueError, match=r"^An id or label of the batch is 12, but must be 0 to 11\.$"
+    ):
         fit(trainer, y=with_one(12))
 
 
@@ -73,14 +76,14 @@ def test_labels_that_are_ignored_may_be_out_of_range():
     ignored = language_model(CrossEntropyLoss(ignore_id=-100))
     assert np.isfinite(fit(ignored, y=with_one(-100))).all()
     with pytest.raises(
-        ValueError, match="labels other than ignore_id=-100, expected 0 to 11; .* -1 "
+        ValueError, match="labels other than ignore_id=-100 must be 0 to 11. .* -1 "
     ):
         fit(ignored, y=with_one(-1))
 
 
 def test_labels_that_are_no_integers():
     with pytest.raises(
-        ValueError, match="takes the numbers of classes, and the labels are float32"
+        ValueError, match="needs integer class ids, but the labels have the dtype float32"
     ):
         fit(language_model(), y=IDS.astype("float32"))
 
@@ -92,13 +95,13 @@ def test_a_dataset_without_batches(elements):
         network = keras.Sequential([keras.Input(IDS.shape[1:]), keras.layers.Dense(1)])
     trainer = Trainer(network)
     trainer.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"without the batch's dimension: call batch\(...\)"):
+    with pytest.raises(ValueError, match=r"without a batch dimension. Call `batch\(...\)`"):
         trainer.fit(tf.data.Dataset.from_tensor_slices(elements), verbose=0)
 
 
 def test_labels_of_a_keras_loss():
     with pytest.raises(
-        ValueError, match="a label of the batch is 50, and the outputs have 12 classes"
+        ValueError, match="A label of the batch is 50, but the outputs have 12 classes"
     ):
         fit(language_model(CLASSES), y=with_one(50))
 
@@ -106,7 +109,7 @@ def test_labels_of_a_keras_loss():
 @pytest.mark.parametrize("number", [-1, 12])
 @pytest.mark.parametrize("method", ["fit", "predict", "predict_on_batch"])
 def test_ids_that_no_table_has(method, number):
-    words = f"^an id or label of the batch is {number}, expected 0 to 11$"
+    words = rf"^An id or label of the batch is {number}, but must be 0 to 11\.$"
     with pytest.raises(ValueError, match=words):
         getattr(language_model(), method)(with_one(number), *[IDS] * (method == "fit"))
 
@@ -134,8 +137,10 @@ def test_a_network_that_returns_nothing():
 def test_the_failure_of_another_rank_is_one_line():
     """Of Horovod's error, which has a line for each function in between."""
     told = "Graph execution error:\n\nHorovod has been shut down. This was caused by"
-    with pytest.raises(RuntimeError, match="^another rank has failed, or left: ") as caught:
-        with errors_in_one_line():
+    with pytest.raises(
+        RuntimeError, match="^Stopped because another rank has failed or exited"
+    ) as caught:
+        with convert_step_errors():
             raise tf.errors.UnknownError(None, None, told)
     assert "\n" not in str(caught.value)
 
@@ -178,7 +183,7 @@ def test_a_loss_that_is_nan_is_told_once(recwarn):
 def test_the_same_on_a_mesh():
     start()
     for label in BAD_LABELS:
-        words = ["labels, expected 0 to 11; the least and the greatest", str(label)]
+        words = ["The labels must be 0 to 11. The batch has the range", str(label)]
         raises(ValueError, words, lambda y=label: fit(language_model(), y=with_one(y)))
     words = ["Adam has ema_overwrite_frequency=2, which does not work if a mesh"]
     optimizer = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)

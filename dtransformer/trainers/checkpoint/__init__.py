@@ -1,8 +1,10 @@
-"""Checkpoints: the full state of a run, saved on one layout and restored on any other.
+"""Checkpoints: the complete state of a run, which every layout can load.
 
-`training_state` says which tensors a run consists of, and what a rank holds of each; `writer` plans
-which rank writes what, and writes it; `reader` restores; `folders`, `manifest` and
-`saved_checkpoint` know how it lies on the disk.
+- `training_state`: the tensors of a run, and this rank's shards of them.
+- `writer`: plans which rank writes which shards, and writes them.
+- `reader`: restores a checkpoint.
+- `folders`, `manifest` and `saved_checkpoint`: files and folders of a checkpoint.
+- `export`: weights in Keras' and safetensors files.
 """
 
 from dtransformer.trainers.checkpoint.export import export

@@ -1,4 +1,4 @@
-"""The callback that saves checkpoints while `fit` trains."""
+"""Callbacks that save checkpoints while `fit` trains."""
 
 import contextlib
 import os
@@ -20,20 +20,20 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 
-# Retention of checkpoints of a folder: the newest ones, and the best.
+# Retention of checkpoints: the newest ones, and the best.
 
 
 def remove_old(
     folder: str | os.PathLike, keep: int, monitor: str | None = None, sign: int = 1
 ) -> None:
-    """Remove all checkpoints of a folder but the newest ones and the best.
+    """Remove all checkpoints of a folder except the newest ones and the best.
+
+    Checkpoints that cannot be removed cause a warning.
 
     Args:
-        folder: a folder of checkpoints.
-        keep: number of the newest ones that stay, at least 1.
-        monitor, sign: as of `best_of`.
-
-    Warns of those that cannot be removed.
+        folder: Folder of checkpoints.
+        keep: Positive integer. Number of newest checkpoints to keep.
+        monitor, sign: As in `best_of`.
     """
     saved = [path for _, path in folders.saved_steps(folder)]
     best = best_of(saved, monitor, sign)
@@ -41,25 +41,25 @@ def remove_old(
         try:
             if path != best:
                 folders.remove(path)
-        except OSError as error:  # training goes on
-            warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
+        except OSError as error:  # Training continues.
+            warnings.warn(f"An old checkpoint cannot be removed ({error}).", stacklevel=2)
 
 
 def best_of(
     paths: Sequence[pathlib.Path], monitor: str | None, sign: int = 1
 ) -> pathlib.Path | None:
-    """Return the checkpoint with the best value of a log; None where none has it.
+    """Return the checkpoint with the best value of a log, or `None` if no checkpoint has the log.
 
     Args:
-        paths: the checkpoints' folders, the oldest first; of equal values the first is best.
-        monitor: name of the log, or None.
-        sign: 1 where small values are good, -1 where large ones are.
+        paths: Folders of checkpoints from oldest to newest. The oldest of equal values wins.
+        monitor: Name of the log, or `None`.
+        sign: 1 if smaller values are better, -1 if larger values are better.
     """
     values = {}
     for path in paths if monitor is not None else ():
         try:
             value = Checkpoint(path).manifest["metrics"].get(monitor)
-        except InputError:  # damaged
+        except InputError:  # Skip damaged checkpoints.
             continue
         if value is not None:
             values[path] = sign * value
@@ -67,57 +67,63 @@ def best_of(
 
 
 class SharedTimer:
-    """Tells all ranks at the same step that a time is over, by rank 0's clock.
+    """Timer that expires at the same step on all ranks, by rank 0's clock.
 
-    Ranks ask rarely: each time after half of the steps that are left, by what steps took since
-    they last asked (the first one is compiled, and says nothing about the others).
+    Ranks rarely exchange the time: each time after half of the steps that should remain, estimated
+    from the duration of the steps since the last exchange. The first step is excluded because it
+    compiles.
 
     Args:
-        seconds: the time.
+        seconds: Number of seconds until it expires.
     """
 
     def __init__(self, seconds):
         self._seconds = seconds
 
     def start(self, step):
-        """Begin to count at a step."""
-        self._started, self._passed = time.monotonic(), 0.0
-        self._asked_at, self._ask_at = step, step + 1
+        """Start the timer at a step."""
+        self._start_time = time.monotonic()
+        self._seconds_passed = 0.0
+        self._last_exchange = step
+        self._next_exchange = step + 1
 
     def is_over(self, step):
-        """Return whether the time is over; all ranks have to call at the same steps."""
-        if step < self._ask_at:
+        """Return whether the timer has expired. All ranks must call it at the same steps."""
+        if step < self._next_exchange:
             return False
-        passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
-        step_seconds = max(passed - self._passed, 1e-9) / (step - self._asked_at)
-        self._passed, self._asked_at = passed, step
-        self._ask_at = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
+        passed = from_chief(lambda: time.monotonic() - self._start_time, "checkpoint/clock")
+        step_seconds = max(passed - self._seconds_passed, 1e-9) / (step - self._last_exchange)
+        self._seconds_passed = passed
+        self._last_exchange = step
+        self._next_exchange = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
         return passed >= self._seconds
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
-    """Saves checkpoints of a `Trainer` during `fit`, from which `fit(resume=True)` goes on.
+    """Saves checkpoints of a `Trainer` during `fit`, so that `fit(resume=True)` can continue.
 
-    It is like `keras.callbacks.ModelCheckpoint`, for the full state of a run on any layout. A
-    checkpoint is the folder `folder/step-NUMBER`. One that a kill left incomplete is not counted as
-    one, and the next save removes it. Training goes on while a checkpoint is written. The last step
-    is always saved.
+    It resembles `keras.callbacks.ModelCheckpoint`, but saves the full state of a run on any layout.
+    A checkpoint is the folder `folder/step-NUMBER`. Training continues while a checkpoint is being
+    written. If the process is killed, the incomplete folder is ignored and removed by the next
+    save. The last step is always saved.
 
     Args:
-        folder: the folder of checkpoints; all hosts have to see it.
-        every_steps: number of steps between saves; None for none.
-        every_minutes: minutes between saves, by rank 0's clock; None for none.
-        every_epochs: number of epochs between saves; None for none.
-        keep: number of the newest checkpoints that are kept; None for all.
-        monitor: name of a log, such as `"val_loss"`, by which the best checkpoint is kept in
-            addition. It has to be in the logs when an epoch ends.
-        mode: `"min"` or `"max"`: which value is best; `"auto"` takes `"max"` for names with
-            "acc" or "bleu".
-        replicas: as in `Trainer.save`.
-        assets: as in `Trainer.save`.
+        folder: Folder of checkpoints, on a file system that all hosts share.
+        every_steps: Interval in steps between saves. `None` disables these saves.
+        every_minutes: Interval in minutes between saves, by rank 0's clock. `None` disables these
+            saves.
+        every_epochs: Interval in epochs between saves. `None` disables these saves. Defaults to
+            `1`.
+        keep: Number of newest checkpoints to keep. `None` keeps all. Defaults to `3`.
+        monitor: Name of a log, such as `"val_loss"`. The checkpoint with its best value is also
+            kept. The log must be present at the end of epochs.
+        mode: `"min"`, `"max"` or `"auto"`. Whether smaller or larger values are better. `"auto"`
+            means `"max"` if the name contains "acc" or "bleu". Defaults to `"auto"`.
+        replicas: As in `Trainer.save`.
+        assets: As in `Trainer.save`.
 
     Raises:
-        InputError: an argument is wrong; during training, a checkpoint cannot be written.
+        InputError: If an argument is invalid, or if a checkpoint cannot be written during training.
 
     Example:
 
@@ -143,43 +149,48 @@ class ModelCheckpoint(keras.callbacks.Callback):
             if value is not None:
                 check_int(name, value)
         if every_minutes is not None and not every_minutes > 0:
-            raise InputError(f"every_minutes must be greater than 0, received {every_minutes!r}")
+            raise InputError(f"`every_minutes` must be greater than 0, received {every_minutes!r}.")
         if mode not in ("auto", "min", "max"):
-            raise InputError(f"mode must be 'auto', 'min' or 'max', received {mode!r}")
+            raise InputError(f"`mode` must be 'auto', 'min' or 'max', received {mode!r}.")
         self.folder = pathlib.Path(folder)
-        self.every_steps, self.every_epochs = every_steps, every_epochs
+        self.every_steps = every_steps
+        self.every_epochs = every_epochs
         self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
-        self.keep, self.monitor = keep, monitor
-        is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
-        self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
-        self._in_epoch, self._batch = False, 0
+        self.keep = keep
+        self.monitor = monitor
+        is_score = monitor is not None and ("acc" in monitor or "bleu" in monitor)
+        self._sign = -1 if mode == "max" or (mode == "auto" and is_score) else 1
+        self._in_epoch = False
+        self._batch = 0
         self._options = {"replicas": replicas, "assets": assets}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if not hasattr(self.model, "wait_until_saved"):
             raise InputError(
-                "dtransformer.trainers.ModelCheckpoint saves a dtransformer.Trainer, and this is a "
-                f"{type(self.model).__name__}: use keras.callbacks.ModelCheckpoint"
+                "dtransformer.trainers.ModelCheckpoint needs a dtransformer.Trainer, received a "
+                f"{type(self.model).__name__}. Use keras.callbacks.ModelCheckpoint."
             )
         self._saved_step = self._last_step = self._step()
-        self._is_due, self._saved_logs = False, True
+        self._is_due = False
+        self._saved_logs = True
         newest = from_chief(
             lambda: max((step for step, _ in folders.saved_steps(self.folder)), default=0),
             "checkpoint/newest",
         )
         if newest > self._last_step:
             raise InputError(
-                f"{self.folder} has a checkpoint of step {newest}, and training is at step "
-                f"{self._last_step}: go on from it with fit(resume=True), or give another folder"
+                f"{self.folder} contains a checkpoint of step {newest}, but training is at step "
+                f"{self._last_step}. Resume from it with fit(resume=True), or use another folder."
             )
         if self._timer is not None:
             self._timer.start(self._last_step)
 
-    # A save that is due waits until the next step begins, or the epoch ends: at an epoch's last
-    # step it then has the logs of the validation, and resuming from it begins the next epoch.
+    # A due save waits until the next step starts or the epoch ends. A checkpoint of an epoch's last
+    # step then contains the logs of the validation, and a resumed run starts with the next epoch.
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        before, self._last_step = self._last_step, self.model.num_steps
+        before = self._last_step
+        self._last_step = self.model.num_steps
         self._batch = batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
@@ -192,11 +203,12 @@ class ModelCheckpoint(keras.callbacks.Callback):
             self._save({})
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Save an epoch that stops early, before validation resets the metrics' sums."""
+        """Save an epoch that stops early, before validation resets the metrics."""
         steps = self.params.get("steps")
         if self._in_epoch and self.model.stop_training and (not steps or self._batch < steps):
             self._save({})
-            self._saved_logs = True  # do not save again at the epoch's end, with validation's sums
+            # Do not save the validation's metric states at the end of the epoch.
+            self._saved_logs = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._in_epoch = False
@@ -210,34 +222,36 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._finish()
 
     def save_now(self) -> int:
-        """Save, and wait until the checkpoint is complete; all ranks call. Return the step."""
+        """Save, wait for the complete checkpoint and return its step. All ranks must call it."""
         self._save({})
         self._finish()
         return self._saved_step
 
     def _save(self, logs):
-        self._is_due, step = False, self._step()
+        self._is_due = False
+        step = self._step()
         if step == self._saved_step and (self._saved_logs or not logs):
             return
         metrics = {}
         for name, value in logs.items():
-            with contextlib.suppress(TypeError, ValueError):  # of what is no number
+            with contextlib.suppress(TypeError, ValueError):  # Skip values that are not numbers.
                 metrics[name] = float(value)
         if logs and self.monitor is not None and self.monitor not in logs:
             warnings.warn(
-                f"monitor={self.monitor!r} is not in the logs, so that this checkpoint cannot be the "
-                f"best: they have {', '.join(sorted(metrics))}",
+                f"`monitor={self.monitor!r}` is not in the logs, so this checkpoint cannot be the "
+                f"best. The logs contain {', '.join(sorted(metrics))}.",
                 stacklevel=2,
             )
         self._finish()
         path = self.folder / folders.step_folder(step)
         self.model.save(path, wait=False, metrics=metrics, **self._options)
-        self._saved_step, self._saved_logs = step, bool(logs)
+        self._saved_step = step
+        self._saved_logs = bool(logs)
         if self._timer is not None:
             self._timer.start(step)
 
     def _finish(self):
-        """Wait until the newest checkpoint is complete; remove old ones."""
+        """Wait until the newest checkpoint is complete, then remove old ones."""
         self.model.wait_until_saved()
         if self.keep is not None and job.is_chief():
             remove_old(self.folder, self.keep, self.monitor, self._sign)
@@ -246,7 +260,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         return int(self.model.optimizer.iterations)
 
 
-# States of Keras' own callbacks in checkpoints, such as the patience of early stopping.
+# States of Keras' callbacks in checkpoints, such as the patience of early stopping.
 
 
 FILE = "callbacks.safetensors"
@@ -260,60 +274,67 @@ _WEIGHTS = "best_weights"
 
 
 class CallbackStates(keras.callbacks.Callback):
-    """What Keras' callbacks with a state have, set once more after they have begun.
+    """Callback that saves and restores the states of Keras' callbacks.
 
     Args:
-        callbacks: the callbacks of a `fit`, which come before this one.
-        folder: the checkpoint that a run goes on from, or None.
+        callbacks: Callbacks of `fit` that are listed before this one.
+        folder: The checkpoint to resume from, or `None` for a new run.
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback], folder: str | None):
         super().__init__()
-        self._with_state, names = {}, []
-        for one in callbacks:
-            if isinstance(one, KINDS):
-                names.append(type(one).__name__)
-                self._with_state[f"{names[-1]}.{names.count(names[-1])}"] = one
+        self._stateful_callbacks = {}
+        names = []
+        for callback in callbacks:
+            if isinstance(callback, KINDS):
+                names.append(type(callback).__name__)
+                self._stateful_callbacks[f"{names[-1]}.{names.count(names[-1])}"] = callback
         self._path = None if folder is None else pathlib.Path(folder) / FILE
 
     def on_train_begin(self, logs=None):
+        """Restore the states, after the callbacks' `on_train_begin` has reset them."""
         if self._path is None or not self._path.exists():
             return
         file = SafetensorsFile(self._path)
-        for name, one in self._with_state.items():
+        for name, callback in self._stateful_callbacks.items():
             for field in _FIELDS:
                 if f"{name}.{field}" in file.shapes:
-                    setattr(one, field, file[f"{name}.{field}"][0].item())
+                    setattr(callback, field, file[f"{name}.{field}"][0].item())
             weights = sorted(x for x in file.shapes if x.startswith(f"{name}.{_WEIGHTS}."))
             if weights:
-                one.best_weights = [np.array(file[x]) for x in weights]
+                callback.best_weights = [np.array(file[x]) for x in weights]
 
     def assets(self) -> dict:
-        """Return what a checkpoint gets: the states as they are now; nothing where there are none."""
+        """Return the assets for a checkpoint: the current states, or `{}` without states."""
         values = {}
-        for name, one in self._with_state.items():
+        for name, callback in self._stateful_callbacks.items():
             for field in _FIELDS:
-                value = getattr(one, field, None)
+                value = getattr(callback, field, None)
                 if value is not None:
                     values[f"{name}.{field}"] = np.array([value])
-            for number, value in enumerate(getattr(one, _WEIGHTS, None) or ()):
-                values[f"{name}.{_WEIGHTS}.{number:06}"] = np.array(value, order="C")
+            for i, value in enumerate(getattr(callback, _WEIGHTS, None) or ()):
+                values[f"{name}.{_WEIGHTS}.{i:06}"] = np.array(value, order="C")
         asset = types.SimpleNamespace(save=lambda path: save_file(values, path))
         return {FILE: asset} if values else {}
 
 
-def saved_after_states(callbacks: list) -> list:
-    """Return callbacks in an order in which checkpoints see states that an epoch's end has changed.
+def order_callbacks(callbacks: list) -> list:
+    """Return callbacks in an order that lets checkpoints contain the other callbacks' new states.
+
+    At the end of an epoch, callbacks such as `EarlyStopping` must update their states before
+    `ModelCheckpoint` saves.
 
     Args:
-        callbacks: a `fit`'s callbacks.
+        callbacks: Callbacks of `fit`.
 
     Example:
 
     >>> first, second = ModelCheckpoint("checkpoints"), keras.callbacks.EarlyStopping()
-    >>> saved_after_states([first, second]) == [second, first]
+    >>> order_callbacks([first, second]) == [second, first]
     True
     """
-    last = max((i for i, one in enumerate(callbacks) if isinstance(one, KINDS)), default=-1)
-    place = lambda i: last + 0.5 if i < last and isinstance(callbacks[i], ModelCheckpoint) else i
-    return [callbacks[i] for i in sorted(range(len(callbacks)), key=place)]
+    is_stateful = [isinstance(callback, KINDS) for callback in callbacks]
+    end = max((i + 1 for i in range(len(callbacks)) if is_stateful[i]), default=0)
+    moved = [callback for callback in callbacks[:end] if isinstance(callback, ModelCheckpoint)]
+    others = [callback for callback in callbacks[:end] if not isinstance(callback, ModelCheckpoint)]
+    return others + moved + callbacks[end:]

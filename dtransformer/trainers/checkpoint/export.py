@@ -1,4 +1,4 @@
-"""Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
+"""Weights in single files: export of checkpoints to Keras and safetensors files, and loading."""
 
 import hashlib
 import math
@@ -22,15 +22,15 @@ from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
-    differences,
-    misfit,
+    describe_differences,
+    find_differences,
     network_tensors,
 )
 
-# The seal of a file of weights: its last line, with its checksum and the run that it belongs to.
+# Seal of a weights file: a last line with its checksum and the run that it belongs to.
 
 
-RUN = "run.json"  # in a run folder, and in its checkpoints
+RUN = "run.json"  # Name of the file in a run folder and in its checkpoints.
 NO_RUN = "0" * 64
 _LINE = re.compile(rb"\ndtransformer ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _LINE_BYTES = len(b"\ndtransformer  \n") + 2 * 64
@@ -38,14 +38,14 @@ _CHUNK_BYTES = 2**22
 
 
 def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
-    """Add the seal to a file of weights that was written to the end.
+    """Append the seal to a complete weights file.
 
     Args:
-        path: the file.
-        run: the SHA-256 of the `run.json` of its run.
+        path: Path of the file.
+        run: SHA-256 of the run's `run.json`.
 
     Raises:
-        OSError: the disk is full.
+        OSError: If the disk is full.
     """
     digest = sha256_of(path, run)
     with open(path, "ab") as file:
@@ -53,14 +53,14 @@ def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
 
 
 def check_seal(path: str | os.PathLike, run: str) -> None:
-    """Refuse a file of weights that is damaged, or of another run; it is not parsed.
+    """Check, without parsing it, that a weights file is intact and belongs to a run.
 
     Args:
-        path: the file.
-        run: the SHA-256 of the `run.json` that it has to belong to.
+        path: Path of the file.
+        run: Expected SHA-256 of the run's `run.json`.
 
     Raises:
-        InputError: says what is wrong with it.
+        InputError: If the file is damaged, has no seal, or belongs to another run.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size - _LINE_BYTES
@@ -68,26 +68,34 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
         line = _LINE.fullmatch(file.read(_LINE_BYTES))
     if line is None:
         raise InputError(
-            f"{path}: these weights are damaged, or were not written by this dtransformer: they do "
-            "not end with their checksum"
+            f"{path}: the weights are damaged, or were not written by this version of "
+            "dtransformer: they do not end with their checksum."
         )
     digest, owner = (value.decode() for value in line.groups())
     if sha256_of(path, owner, size) != digest:
         raise InputError(
-            f"{path}: these weights are damaged: their content does not match its checksum"
+            f"{path}: the weights are damaged: their content does not match their checksum."
         )
     if owner != run:
         raise InputError(
-            f"{path}: these weights are of another run than the {RUN} beside them: put the run's own "
-            "there, or export one of its checkpoints"
+            f"{path}: the weights belong to another run than the {RUN} beside them. Copy the "
+            "weights of this run, or export one of its checkpoints."
         )
 
 
 def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
-    """Return the SHA-256 of a file's first `size` bytes and of an ending, 64 hexadecimal digits.
+    """Return the SHA-256 of the first `size` bytes of a file, followed by `ending`.
+
+    Args:
+        path: Path of the file.
+        ending: String that is hashed after the file.
+        size: Number of bytes. Defaults to all.
+
+    Returns:
+        A string of 64 hexadecimal digits.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     with opened(path) as file:
@@ -100,8 +108,8 @@ def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf)
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
-_HEAD_BYTES = 2**16  # what a file has besides its tensors, and
-_TENSOR_BYTES = 2**12  # for each of them, at most
+_HEAD_BYTES = 2**16  # Upper bound on a file's header.
+_TENSOR_BYTES = 2**12  # Upper bound on the additional bytes per tensor.
 
 
 def export(
@@ -110,26 +118,24 @@ def export(
     network: keras.Model | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Write the weights of a checkpoint to one file, which is complete or not there.
+    """Write the weights of a checkpoint to one file, atomically.
 
     Args:
-        path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
-        filepath: the file to write, `.weights.h5` or `.safetensors`.
-        network: a model like the one that was saved, for `.weights.h5`; by default it is made from
-            the config in the checkpoint.
-        overwrite: whether a file that is there may be replaced.
+        path: Folder of a checkpoint. Or a folder of checkpoints, whose newest one is exported.
+        filepath: Path of the new file, ending with `.weights.h5` or `.safetensors`.
+        network: Model with the saved architecture, only used for `.weights.h5`. By default it is
+            created from the config in the checkpoint.
+        overwrite: Whether an existing file may be replaced. Defaults to `False`.
 
     Returns:
         The number of tensors.
 
     Raises:
-        InputError: the checkpoint is damaged, a weight is not finite, the file is there, cannot be
-            written or has another ending, or the network cannot be made from its config.
+        InputError: If the checkpoint is damaged, a weight is not finite, the file exists, cannot be
+            written or has another ending, or if the network cannot be created from its config.
     """
     if os.path.lexists(filepath) and not overwrite:
-        raise InputError(
-            f"{filepath}: is there already: give another path, or overwrite (--overwrite)"
-        )
+        raise InputError(f"{filepath} exists. Pass another path, or overwrite it (--overwrite).")
     checkpoint = Checkpoint(checkpoints_of(path)[0])
     problems = checkpoint.problems()
     if problems:
@@ -137,23 +143,23 @@ def export(
     if str(filepath).endswith(_KERAS):
         return _export_keras(checkpoint, filepath, network)
     if not is_safetensors(filepath):
-        raise InputError(f"{filepath}: give a file that ends with {_KERAS} or {_SAFETENSORS}")
+        raise InputError(f"{filepath} must end with {_KERAS} or {_SAFETENSORS}.")
     tensors = {
         name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
         for name in checkpoint.shapes_of(NETWORK)
     }
     check_finite(checkpoint.path, tensors)
-    about = {"format": "dtransformer", "step": str(checkpoint.step)}
-    with replacing(filepath, _file_bytes(tensors.values())) as fresh:
+    metadata = {"format": "dtransformer", "step": str(checkpoint.step)}
+    with replacing(filepath, _file_bytes(tensors.values())) as target:
         try:
-            safetensors.numpy.save_file(tensors, fresh, metadata=about)
+            safetensors.numpy.save_file(tensors, target, metadata=metadata)
         except safetensors.SafetensorError as error:
             raise InputError(f"{filepath}: cannot be written ({error})") from None
     return len(tensors)
 
 
 def _export_keras(checkpoint, filepath, network):
-    network = _network_of(checkpoint) if network is None else network
+    network = _network_from_config(checkpoint) if network is None else network
     if not network.built:
         network.build()
     tensors = network_tensors(network)
@@ -164,97 +170,97 @@ def _export_keras(checkpoint, filepath, network):
     has_run = RUN in checkpoint.manifest["files"]
     run = sha256_of(checkpoint.path / RUN) if has_run else NO_RUN
 
-    def save(fresh):
-        network.save_weights(fresh)
-        seal(fresh, run)
+    def save(target):
+        network.save_weights(target)
+        seal(target, run)
 
     write_keras(network, filepath, save)
     return len(network.variables)
 
 
 def write_keras(network: keras.Model, filepath: str | os.PathLike, save: Callable) -> None:
-    """Write a file of a network; a full disk, or a kill, leaves it as it was.
+    """Write a network's file atomically: after a failure the old file is unchanged.
 
     Args:
-        network: the network.
-        filepath: the file, replaced where it is there.
-        save: a function of the path that it writes to, which becomes the file.
+        network: The `keras.Model`. Its variables determine the required disk space.
+        filepath: Path of the file. An existing file is replaced.
+        save: Function that writes the file to the temporary path that it receives.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: If the file cannot be written.
     """
-    with replacing(filepath, _file_bytes(network.variables)) as fresh:
-        save(fresh)
+    with replacing(filepath, _file_bytes(network.variables)) as target:
+        save(target)
 
 
 def network_values(network: keras.Model) -> dict[str, tf.Tensor]:
-    """Return what this rank holds of the weights of a built network, by their names."""
+    """Return this rank's parts of the weights of a built network by name."""
     return {tensor.name.removeprefix(NETWORK): tensor.read() for tensor in network_tensors(network)}
 
 
 def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.ndarray]) -> None:
-    """Refuse weights that are not numbers.
+    """Check that weights contain no NaN and no infinity.
 
     Args:
-        path: where they come from, for the error.
-        values: the names of tensors and their values.
+        path: Source of the weights, for the error.
+        values: Dict that maps tensor names to values.
 
     Raises:
-        InputError: names the first that has a NaN or an infinity.
+        InputError: If a value is not finite. The error contains the name of the first such tensor.
     """
     for name, value in values.items():
         value = np.asarray(value)
         if value.dtype.kind not in "biu" and not np.isfinite(value).all():
             raise InputError(
-                f"{path}: {name} has values that are not finite (NaN or infinity), as its training "
-                "went astray: take earlier weights, or train again with a lower learning rate"
+                f"{path}: {name} has values that are not finite (NaN or infinity), because the "
+                "training diverged. Use earlier weights, or train again with a lower learning rate."
             )
 
 
 def _file_bytes(variables):
-    """Return at least the bytes that a file of variables takes."""
-    sizes = [math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in variables]
+    """Return an upper bound on the size in bytes of a file with these variables."""
+    sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in variables]
     return _HEAD_BYTES + sum(size + _TENSOR_BYTES for size in sizes)
 
 
 def is_safetensors(filepath: str | os.PathLike) -> bool:
-    """Return whether a path has the ending of a safetensors file."""
+    """Return whether a path ends with `.safetensors`."""
     return str(filepath).endswith(_SAFETENSORS)
 
 
 def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
-    """Set the weights of a built network; each rank reads only the shards that it holds.
+    """Set the weights of a built network. Each rank reads only its shards.
 
     Args:
-        network: the network.
-        filepath: a `.safetensors` file that `export` wrote.
+        network: The `keras.Model`.
+        filepath: Path of a `.safetensors` file that `export` wrote.
 
     Raises:
-        InputError: there is no such file, it is damaged, its weights are not the network's, or have
-            values that are not finite; nothing is changed then.
+        InputError: If the file does not exist, is damaged, does not fit the network, or has values
+            that are not finite. The network is unchanged then.
     """
     tensors = together(lambda: network_tensors(network), "safetensors/network")
 
-    def opened():
+    def open_file():
         file = SafetensorsFile(filepath)
         return file, {f"{NETWORK}{name}": shape for name, shape in file.shapes.items()}
 
-    def value(tensor):
+    def read_tensor(tensor):
         name = tensor.name.removeprefix(NETWORK)
-        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
+        dtype = tf.as_dtype(tensor.dtype).as_numpy_dtype
         return tensor.assemble(
-            lambda bounds: convert(_read(file[name], bounds), kind, f"{filepath}: {name}")
+            lambda bounds: convert(_read(file[name], bounds), dtype, f"{filepath}: {name}")
         )
 
     def check():
         for tensor in tensors:
-            value(tensor)
+            read_tensor(tensor)
 
-    file, in_file = together(opened, "safetensors/opened")
+    file, in_file = together(open_file, "safetensors/opened")
     _check_fits(filepath, tensors, in_file)
     together(check, "safetensors/values")
     for tensor in tensors:
-        tensor.assign(value(tensor))
+        tensor.assign(read_tensor(tensor))
 
 
 def _read(stored, bounds):
@@ -262,27 +268,27 @@ def _read(stored, bounds):
 
 
 def _check_fits(path, tensors, in_file):
-    """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
-    if what := misfit(*differences(tensors, in_file)):
-        raise InputError(f"{path} does not fit the network: {what.replace(NETWORK, '')}")
+    """Raise `InputError` on all ranks if their tensors do not match a file's."""
+    if text := describe_differences(*find_differences(tensors, in_file)):
+        raise InputError(f"{path} does not fit the network: {text.replace(NETWORK, '')}.")
 
 
-def _network_of(checkpoint):
+def _network_from_config(checkpoint):
     config = checkpoint.manifest["network"]
     if config is None:
         raise InputError(
-            f"{checkpoint.path}: the network was saved without a Keras config: call "
-            "dtransformer.trainers.checkpoint.export with the network itself"
+            f"{checkpoint.path} contains no Keras config of the network. Pass the network to "
+            "dtransformer.trainers.checkpoint.export."
         )
     _check_depth(checkpoint, config)
     try:
         network = keras.saving.deserialize_keras_object(config)
         network.build()
-    except Exception as error:  # whatever Keras raises for a config
+    except Exception as error:  # An invalid config may raise any exception.
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"{checkpoint.path}: the network cannot be made from its config ({reason}): call "
-            "dtransformer.trainers.checkpoint.export with the network itself"
+            f"{checkpoint.path}: the network cannot be created from its config ({reason}). Pass "
+            "the network to dtransformer.trainers.checkpoint.export."
         ) from None
     return network
 
@@ -291,7 +297,7 @@ _DEPTHS = "num_layers", "encoder_layers", "decoder_layers"
 
 
 def _check_depth(checkpoint, config):
-    """Refuse a config with more layers than the checkpoint has tensors, before they are made."""
+    """Check, before building, that a config has no more layers than the checkpoint has tensors."""
     num_tensors = len(checkpoint.shapes_of(NETWORK))
     arguments = config.get("config")
     is_ours = str(config.get("registered_name")).startswith("dtransformer>")
@@ -299,6 +305,6 @@ def _check_depth(checkpoint, config):
         depth = arguments.get(name)
         if isinstance(depth, int) and depth > num_tensors:
             raise InputError(
-                f"{checkpoint.path}: the network's config has {name}={depth}, and the checkpoint "
-                f"{num_tensors} tensors: give the network's own checkpoint"
+                f"{checkpoint.path}: the network's config has `{name}={depth}`, but the checkpoint "
+                f"has only {num_tensors} tensors. Use a checkpoint of this network."
             )

@@ -1,15 +1,15 @@
-"""Folders of checkpoints: a checkpoint is complete, or it is not there at all.
+"""Folders of checkpoints. A folder without an ending always contains a complete checkpoint.
 
     step-00000120/
-      checkpoint.json               the manifest: what it holds, with a checksum of every file
+      checkpoint.json               manifest: content, and a checksum of every file
       checkpoint, state.index,
-      state.data-00000-of-00002 …   TensorFlow's own checkpoint
-      replicas/                     second copies of some files, where asked for
-      tokenizer/ …                  what the user added
+      state.data-00000-of-00002 …   TensorFlow's checkpoint
+      replicas/                     optional second copies of some files
+      tokenizer/ …                  the user's assets
 
-While it is written its name ends with `.unfinished`; a damaged one that was renamed, so that it is
-not counted, with `.damaged`; and one that is being replaced, for a moment, with `.replaced`. The
-manifest says which step a checkpoint is of: a folder that was renamed is not a newer one.
+Other folders end with `.unfinished` while a checkpoint is being written, with `.replaced` while
+another checkpoint takes its place, and with `.damaged` if it was renamed to be ignored. The step of
+a checkpoint is read from its manifest, so renaming a folder does not make it newer.
 """
 
 import contextlib
@@ -23,12 +23,14 @@ from dtransformer.errors import InputError
 from dtransformer.files import beside, free_path, sync, warn_of_taken, writing
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
-_UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
-_STEP = re.compile(r"step-(\d+)(?:-\d+)?")  # with a number where one was taken
+_UNFINISHED = ".unfinished"
+_REPLACED = ".replaced"
+_DAMAGED = ".damaged"
+_STEP = re.compile(r"step-(\d+)(?:-\d+)?")  # A second number follows if the name was taken.
 
 
 def step_folder(step: int) -> str:
-    """Return the name of the folder with a step's checkpoint.
+    """Return the folder name of a step's checkpoint.
 
     Example:
 
@@ -39,48 +41,50 @@ def step_folder(step: int) -> str:
 
 
 def find_checkpoint(path: str | os.PathLike) -> pathlib.Path | None:
-    """Return the folder of the checkpoint of a path; None where there is none.
+    """Return the folder of the complete checkpoint with a path, or `None`.
 
-    A kill may have come while it was replaced: then it is the one that was being replaced.
+    If the process was killed while replacing a checkpoint, this is the folder of the old one.
     """
     path = pathlib.Path(path)
-    return next((folder for folder in (path, replaced(path)) if _is_complete(folder)), None)
+    return next((folder for folder in (path, replaced_path(path)) if _is_complete(folder)), None)
 
 
 def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
-    """Return the checkpoints that a path names, the one to use first first.
+    """Return the checkpoints at a path, in the order to try them.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints, of which the newest comes first;
-            also those that have lost their manifest, so that they are named.
+        path: Folder of a checkpoint. Or a folder of checkpoints, which are returned from newest to
+            oldest. Checkpoints without a manifest are included, so that errors name them.
 
     Raises:
-        InputError: there is none.
+        InputError: If there is no checkpoint.
     """
     path = pathlib.Path(path)
     if find_checkpoint(path) is not None:
         return [path]
-    found = saved_steps(path)
-    found += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
-    if found:
-        return [folder for _, folder in sorted(found, reverse=True)]
+    checkpoints = saved_steps(path)
+    checkpoints += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
+    if checkpoints:
+        return [folder for _, folder in sorted(checkpoints, reverse=True)]
     if not os.path.exists(path):
         raise InputError(
-            f"{path}: there is no such folder; give a checkpoint's folder, or a folder of checkpoints"
+            f"{path} does not exist. Pass the folder of a checkpoint, or a folder of checkpoints."
         )
     raise InputError(
-        f"{path}: there is no checkpoint here; a complete one has a {MANIFEST}, and in a folder of "
-        "checkpoints each is named step-NUMBER"
+        f"{path} contains no checkpoint. A checkpoint contains a {MANIFEST}, and a folder of "
+        "checkpoints contains folders named step-NUMBER."
     )
 
 
 def saved_steps(folder: str | os.PathLike) -> list[tuple[int, pathlib.Path]]:
-    """Return (step, path) of all complete checkpoints in a folder, the oldest first.
+    """Return `(step, path)` tuples of all complete checkpoints in a folder, from oldest to newest.
 
-    The step is the manifest's; where that is damaged, the one of the folder's name.
+    The step is read from the manifest, or from the folder's name if the manifest is damaged.
     """
     folder = pathlib.Path(folder)
-    names = {path.name.removesuffix(_REPLACED) for path in _inside(folder) if _is_complete(path)}
+    names = {
+        path.name.removesuffix(_REPLACED) for path in _list_folder(folder) if _is_complete(path)
+    }
     paths = [folder / name for name in names if _STEP.fullmatch(name)]
     return sorted((_saved_step(path), path) for path in paths)
 
@@ -93,7 +97,7 @@ def _saved_step(path):
 
 
 def step_of(path: str | os.PathLike) -> int:
-    """Return the step in the name of a checkpoint's folder; -1 where it has another name.
+    """Return the step in the name of a checkpoint's folder, or -1 for other names.
 
     Example:
 
@@ -105,10 +109,10 @@ def step_of(path: str | os.PathLike) -> int:
 
 
 def folders_without_manifest(folder: str | os.PathLike) -> list[pathlib.Path]:
-    """Return the checkpoints in a folder that have lost their manifest, or cannot be read."""
+    """Return the checkpoints in a folder whose manifest is missing or inaccessible."""
     return [
         path
-        for path in sorted(_inside(folder))
+        for path in sorted(_list_folder(folder))
         if _STEP.fullmatch(path.name)
         and (path.is_symlink() or os.path.isdir(path))
         and not _is_complete(path)
@@ -116,99 +120,103 @@ def folders_without_manifest(folder: str | os.PathLike) -> list[pathlib.Path]:
 
 
 def _is_complete(path):
-    return os.path.exists(path / MANIFEST)  # False where it cannot be read
+    return os.path.exists(path / MANIFEST)  # False without permission to read.
 
 
-def _inside(folder):
-    """Return what is in a folder; nothing where it is none.
+def _list_folder(folder):
+    """Return the paths in a folder, or an empty list if it is not a folder.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: If the folder cannot be read.
     """
     try:
         return list(pathlib.Path(folder).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{folder} cannot be read ({error.strerror}).") from None
 
 
-def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
-    """Make the folder that a checkpoint is written to, `unfinished(path)`.
+def create_folder(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
+    """Create the folder `unfinished_path(path)`, which a checkpoint is written to.
 
-    What earlier jobs left unfinished next to it is removed. Where the path is taken, a warning
-    names another one beside it.
+    Folders of unfinished checkpoints beside it are removed. If the path is taken, a warning names
+    another path, which is used instead.
 
     Args:
-        path: the checkpoint's folder.
-        num_bytes: size of the checkpoint.
-        overwrite: whether it may replace a checkpoint.
+        path: Folder of the new checkpoint.
+        num_bytes: Size of the checkpoint in bytes.
+        overwrite: Whether a complete checkpoint at the path may be replaced.
 
     Returns:
-        The checkpoint's folder.
+        The path of the new checkpoint.
 
     Raises:
-        InputError: the folder cannot be written, or the disk is too full.
+        InputError: If the folder cannot be written, or if the disk has less than `num_bytes` left.
     """
     if os.path.lexists(path) and not (overwrite and _is_complete(path)):
-        taken, path = path, free_path(path)
-        warn_of_taken(taken, path)
-    fresh = unfinished(path)
+        requested = path
+        path = free_path(path)
+        warn_of_taken(requested, path)
+    new_folder = unfinished_path(path)
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in {fresh, *path.parent.glob(f"step-*{_UNFINISHED}")}:
-            _remove_all(left)
-        fresh.mkdir()
+        for folder in {new_folder, *path.parent.glob(f"step-*{_UNFINISHED}")}:
+            _remove_all(folder)
+        new_folder.mkdir()
         free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
-        shutil.rmtree(fresh)
+        shutil.rmtree(new_folder)
         raise InputError(
-            f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, and a checkpoint takes "
-            f"{num_bytes / 2**20:,.0f} MiB: make room, or keep fewer checkpoints"
+            f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, but a checkpoint needs "
+            f"{num_bytes / 2**20:,.0f} MiB. Free disk space, or keep fewer checkpoints."
         )
     return path
 
 
-def unfinished(path: pathlib.Path) -> pathlib.Path:
-    """Return the folder that a checkpoint is written to until it is complete."""
+def unfinished_path(path: pathlib.Path) -> pathlib.Path:
+    """Return the path of a checkpoint's folder while it is being written."""
     return beside(path, _UNFINISHED)
 
 
-def replaced(path: pathlib.Path) -> pathlib.Path:
-    """Return where a checkpoint lies for the moment in which another one takes its place."""
+def replaced_path(path: pathlib.Path) -> pathlib.Path:
+    """Return the path of a checkpoint's folder while another checkpoint takes its place."""
     return beside(path, _REPLACED)
 
 
 def commit(path: pathlib.Path, manifest: dict) -> None:
-    """Complete a checkpoint that was written to `unfinished(path)`, and rename it to `path`.
+    """Complete the checkpoint in `unfinished_path(path)` and rename it to `path`.
 
     Args:
-        path: the checkpoint's folder.
-        manifest: see `saved_checkpoint.Checkpoint`.
+        path: Folder of the checkpoint.
+        manifest: Dict, see `saved_checkpoint.Checkpoint`.
     """
-    fresh, old = unfinished(path), replaced(path)
-    write_manifest(fresh, manifest)
-    for folder in (fresh, *(inner for inner in fresh.rglob("*") if inner.is_dir())):
-        sync(folder)
+    new_folder = unfinished_path(path)
+    old_folder = replaced_path(path)
+    write_manifest(new_folder, manifest)
+    sync(new_folder)
+    for inner in new_folder.rglob("*"):
+        if inner.is_dir():
+            sync(inner)
     if path.exists():
-        _remove_all(old)
-        os.rename(path, old)
-    os.rename(fresh, path)
+        _remove_all(old_folder)
+        os.rename(path, old_folder)
+    os.rename(new_folder, path)
     sync(path.parent)
-    _remove_all(old)
+    _remove_all(old_folder)
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves nothing that looks like a complete one.
+    """Remove a checkpoint, or a link to one.
 
-    Of a link, what it points to stays.
+    If the process is killed, the remaining files do not look like a complete checkpoint.
     """
-    _remove_all(replaced(path))
-    doomed = unfinished(path)
-    _remove_all(doomed)
+    _remove_all(replaced_path(path))
+    folder = unfinished_path(path)
+    _remove_all(folder)
     with contextlib.suppress(FileNotFoundError):
-        os.rename(path, doomed)
-        _remove_all(doomed)
+        os.rename(path, folder)
+        _remove_all(folder)
 
 
 def _remove_all(path):
@@ -219,8 +227,11 @@ def _remove_all(path):
 
 
 def set_aside(path: str | os.PathLike) -> None:
-    """Rename a damaged checkpoint, so that it is not counted among the others; it stays."""
+    """Rename a damaged checkpoint, so that it is ignored but not deleted."""
     path = pathlib.Path(path)
-    endings = (_DAMAGED + (f"-{number}" if number else "") for number in itertools.count())
-    target = next(one for one in (beside(path, end) for end in endings) if not os.path.lexists(one))
-    os.rename(path if os.path.lexists(path) else replaced(path), target)
+    target = beside(path, _DAMAGED)
+    for i in itertools.count(1):
+        if not os.path.lexists(target):
+            break
+        target = beside(path, f"{_DAMAGED}-{i}")
+    os.rename(path if os.path.lexists(path) else replaced_path(path), target)

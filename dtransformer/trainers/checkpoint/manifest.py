@@ -1,4 +1,4 @@
-"""`checkpoint.json`, the manifest: what a checkpoint holds, with a checksum of every file."""
+"""The manifest `checkpoint.json`: content of a checkpoint, and a checksum of every file."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ class _Document(pydantic.BaseModel):
 
 
 def describe_run(state: TrainingState) -> dict:
-    """Return what manifests say about a run: steps, configs, versions and layout."""
+    """Return the manifest's entries about a run: step, seed, configs, versions and layout."""
     return {
         "dtransformer": __version__,
         "tensorflow": tf.__version__,
@@ -52,18 +52,18 @@ def _keras_config(item):
     try:
         config = keras.saving.serialize_keras_object(item)
         return json.loads(json.dumps(config, allow_nan=False))
-    except Exception:  # whatever a user's get_config raises
+    except Exception:  # A custom `get_config` may raise any exception.
         return None
 
 
 def describe_file(path: pathlib.Path) -> dict:
-    """Wait until a file is on the disk; return what manifests say about it: `bytes`, `crc32`."""
+    """Flush a file to disk and return its manifest entry, `{"bytes": ..., "crc32": ...}`."""
     sync(path)
     return {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
 
 def checksum(path: pathlib.Path) -> str:
-    """Return the CRC-32 of a file, eight hexadecimal digits."""
+    """Return the CRC-32 of a file as eight hexadecimal digits."""
     value = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -72,37 +72,38 @@ def checksum(path: pathlib.Path) -> str:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Write the manifest of a checkpoint, with a checksum of its own, and wait for the disk.
+    """Write the manifest of a checkpoint with a checksum of its content, and flush it to disk.
 
     Raises:
-        InputError: it is not one that can be read again, such as one with odd names of files.
+        InputError: If the manifest could not be read again, for example because of an invalid file
+            name.
     """
     body = json.dumps({"version": _VERSION, **manifest}, sort_keys=True)
     typed(json.loads(body), Manifest, MANIFEST)
-    document = {"crc32": _crc32_of(body), "checkpoint": json.loads(body)}
+    document = {"crc32": _crc32(body), "checkpoint": json.loads(body)}
     (folder / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True))
     sync(folder / MANIFEST)
 
 
 def read_manifest(folder: pathlib.Path) -> dict:
-    """Return the manifest of a checkpoint.
+    """Return the manifest of a checkpoint, a dict.
 
     Raises:
-        InputError: the file is damaged, a field is missing or wrong, or it was written by a newer
-            version.
+        InputError: If the file is damaged, a field is missing or invalid, or a newer version wrote
+            it.
     """
     path = inside(folder, MANIFEST)
     document = typed(read_json(path), _Document, path)
     body = document["checkpoint"]
-    if document["crc32"] != _crc32_of(json.dumps(body, sort_keys=True)):
-        raise InputError(f"{path} is damaged: its content does not match its checksum")
+    if document["crc32"] != _crc32(json.dumps(body, sort_keys=True)):
+        raise InputError(f"{path} is damaged: its content does not match its checksum.")
     if body.get("version") != _VERSION:
         raise InputError(
-            f"{path} has format version {shown(body.get('version'))}, and this dtransformer reads "
-            f"version {_VERSION}: update dtransformer"
+            f"{path} has format version {shown(body.get('version'))}, but this version of "
+            f"dtransformer reads version {_VERSION}. Update dtransformer."
         )
     return typed(body, Manifest, path)
 
 
-def _crc32_of(text):
+def _crc32(text):
     return f"{zlib.crc32(text.encode()):08x}"

@@ -1,4 +1,4 @@
-"""Restoring: each rank reads the shards that it needs, whatever layout has written them."""
+"""Restoring of checkpoints: each rank reads only the shards that it needs, from any layout."""
 
 import dataclasses
 import os
@@ -17,22 +17,22 @@ from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
     OPTIMIZER,
     TrainingState,
-    differences,
-    misfit,
+    describe_differences,
+    find_differences,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """Result of restoring a checkpoint.
 
     Args:
-        checkpoint: the `Checkpoint`.
-        missing: names of the trainer's tensors that the checkpoint lacks.
-        unexpected: names of the checkpoint's tensors that the trainer lacks.
-        other_shapes: names of the tensors that were left as they are because their shapes
-            differ, with the trainer's shape and the checkpoint's.
-        damaged: paths of newer checkpoints that are damaged.
+        checkpoint: The `Checkpoint`.
+        missing: Names of tensors that only the trainer has.
+        unexpected: Names of tensors that only the checkpoint has.
+        other_shapes: Dict of tensors that were not restored because their shapes differ: name ->
+            the trainer's shape and the checkpoint's shape.
+        damaged: Paths of newer checkpoints that were skipped because they are damaged.
     """
 
     checkpoint: Checkpoint
@@ -43,17 +43,17 @@ class Restored:
 
     @property
     def path(self) -> str:
-        """The checkpoint's folder."""
+        """Path of the checkpoint's folder."""
         return str(self.checkpoint.path)
 
     @property
     def step(self) -> int:
-        """The number of steps that the optimizer had done when it was saved."""
+        """Number of optimizer steps before the checkpoint was saved."""
         return self.checkpoint.step
 
     @property
     def position(self) -> dict[str, int] | None:
-        """The `epoch` and `batch` that come next; None where they are not known."""
+        """The next `epoch` and `batch`, or `None` if they are unknown."""
         return self.checkpoint.manifest.get("position")
 
 
@@ -64,49 +64,50 @@ def restore(
     weights_only: bool = False,
     check: Callable[[Restored], None] | None = None,
 ) -> Restored:
-    """Set the state of a run, and the seed, from a checkpoint; all ranks have to call.
+    """Restore the state and the seed of a run from a checkpoint. All ranks must call it.
 
-    Nothing is changed before the checkpoint was found to be intact, and to fit.
+    The state is only changed after all checks of the checkpoint have passed.
 
     Args:
-        state: what is restored.
-        path: a checkpoint's folder; or a folder of checkpoints, of which the newest intact one is
-            taken.
-        strict: whether a tensor that only one of them has, or of another shape, is an error.
-        weights_only: whether only the network's weights are restored.
-        check: a function of the `Restored` that is called before anything is changed.
+        state: The `TrainingState` to change.
+        path: Folder of a checkpoint. Or a folder of checkpoints, whose newest intact checkpoint is
+            restored.
+        strict: Whether tensors that are missing, unexpected or have another shape raise an error.
+            Otherwise they are skipped. Defaults to `True`.
+        weights_only: Whether only the network's weights are restored. Defaults to `False`.
+        check: Function of the `Restored`, called before the state is changed. It may raise.
 
     Returns:
-        What was restored.
+        A `Restored`.
 
     Raises:
-        InputError: there is no checkpoint, all are damaged (names every file), or the state
-            does not fit (names the tensors); on every rank.
+        InputError: If there is no checkpoint, if all are damaged, or if the checkpoint does not fit
+            the state and `strict` is set. All ranks raise the error.
     """
     checkpoint, damaged = _newest_intact(path)
     prefixes = (NETWORK,) if weights_only else (NETWORK, OPTIMIZER)
     tensors = together(state.tensors, "checkpoint/state")
     tensors = [tensor for tensor in tensors if tensor.name.startswith(prefixes)]
-    compared = differences(tensors, checkpoint.shapes_of(*prefixes))
-    restored = Restored(checkpoint, *compared, damaged)
-    if strict and (what := misfit(*compared)):
+    differences = find_differences(tensors, checkpoint.shapes_of(*prefixes))
+    restored = Restored(checkpoint, *differences, damaged)
+    if strict and (text := describe_differences(*differences)):
         raise InputError(
-            f"{restored.path} does not fit this network and optimizer: {what}. Restore it with those "
-            "that it was saved with, or restore what fits with strict=False"
+            f"{restored.path} does not fit this network and optimizer: {text}. Restore it with the "
+            "network and optimizer that were saved, or pass `strict=False` to skip these tensors."
         )
     if check is not None:
         check(restored)
-    left_out = {*restored.missing, *restored.other_shapes}
+    skipped = {*restored.missing, *restored.other_shapes}
 
     def assign():
         try:
             for tensor in tensors:
-                if tensor.name not in left_out:
+                if tensor.name not in skipped:
                     tensor.assign(checkpoint.read_local(tensor))
         except (tf.errors.OpError, OSError, MemoryError) as error:
             raise InputError(
-                f"{checkpoint.path}: cannot be read ({one_line(str(error), 160)}); some tensors "
-                "are replaced already: restore another checkpoint before you train on"
+                f"{checkpoint.path} cannot be read ({one_line(str(error), 160)}). Some tensors "
+                "have already been replaced. Restore another checkpoint before you continue."
             ) from error
 
     together(assign, "checkpoint/restored")
@@ -116,7 +117,7 @@ def restore(
 
 
 def restore_metrics(state: TrainingState, restored: Restored) -> None:
-    """Set the sums since the epoch began, of those metrics that are built."""
+    """Restore the sums since the epoch began, for metrics that are built."""
     shapes = restored.checkpoint.shapes_of(METRICS)
     for tensor in state.metric_tensors():
         if shapes.get(tensor.name) == tensor.shape:
@@ -124,45 +125,48 @@ def restore_metrics(state: TrainingState, restored: Restored) -> None:
 
 
 def _newest_intact(path):
-    """Return the first checkpoint of a path that is intact, and the paths of those before it.
+    """Return the first intact checkpoint of a path, and the paths of the checkpoints before it.
 
-    Ranks share the work to read all files. A damaged file that has an intact replica is replaced.
+    The ranks divide the files among themselves. Damaged files are replaced by intact replicas.
     """
     candidates = from_chief(
         lambda: [str(folder) for folder in checkpoints_of(path)], "checkpoint/candidates"
     )
     message = []
-    for number, candidate in enumerate(candidates):
+    for i, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
         if not problems:
             if message:
                 lines = "\n  ".join(message)
-                job.print_once(f"Damaged, and skipped:\n  {lines}\nTaken instead: {candidate}")
-            return checkpoint, candidates[:number]
+                job.print_once(
+                    f"Skipped damaged checkpoints:\n  {lines}\nUsing {candidate} instead."
+                )
+            return checkpoint, candidates[:i]
         message += problems
-    raise InputError(f"{path}: no checkpoint is intact: {'; '.join(message)}")
+    raise InputError(f"{path} contains no intact checkpoint: {'; '.join(message)}")
 
 
 def _verified(path):
-    """Return a `Checkpoint` and a list of what is wrong with it, found by all ranks together."""
-    checkpoint, problems = None, {}
+    """Check a checkpoint on all ranks; return the `Checkpoint` and a list of its problems."""
+    checkpoint = None
+    problems = {}
     try:
         checkpoint = Checkpoint(path)
-        own_files = checkpoint.file_names()[job.rank() :: job.size()]
-        problems = checkpoint.problems(own_files)
+        local_names = checkpoint.file_names()[job.rank() :: job.size()]
+        problems = checkpoint.problems(local_names)
     except (InputError, OSError) as error:
         problems = {MANIFEST: str(error)}
     problems = {
         name: problem
-        for theirs in all_gather_json(problems, "checkpoint/verified")
-        for name, problem in theirs.items()
+        for rank_problems in all_gather_json(problems, "checkpoint/verified")
+        for name, problem in rank_problems.items()
         if not name.startswith(REPLICAS)
     }
 
     def repair():
         repaired = [name for name in problems if checkpoint is not None and checkpoint.repair(name)]
         for name in repaired:
-            print(f"{problems[name]}; replaced by its replica", flush=True)
+            print(f"Replaced a damaged file by its replica: {problems[name]}", flush=True)
         return repaired
 
     repaired = from_chief(repair, "checkpoint/repaired")

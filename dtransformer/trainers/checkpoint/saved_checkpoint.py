@@ -1,4 +1,4 @@
-"""A complete checkpoint: its manifest, its tensors, and whether its files are intact."""
+"""A complete checkpoint: its manifest, its tensors, and checks and repair of its files."""
 
 import os
 import pathlib
@@ -17,56 +17,57 @@ from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest
 
-PREFIX, REPLICAS = "state", "replicas"
-LATEST = "checkpoint"  # the file in which TensorFlow keeps the prefix
+PREFIX = "state"
+REPLICAS = "replicas"
+LATEST = "checkpoint"  # TensorFlow's file with the prefix of the latest checkpoint.
 
 
 class Checkpoint:
-    """A checkpoint that was written to the end.
+    """A complete checkpoint on disk.
 
-    `tf.train.load_checkpoint(path).get_tensor(name)` reads any of its tensors, too.
+    `tf.train.load_checkpoint(path).get_tensor(name)` also reads its tensors.
 
     Args:
-        path: its folder.
+        path: Folder of the checkpoint.
 
     Attributes:
-        path: the folder, a `pathlib.Path`.
-        manifest: dict with the content of checkpoint.json: `step`, `position` in the data,
-            `seed`, `metrics`, `network` and `optimizer` (their Keras configs), `parallel` (the
-            job's config), `tensors` (for each name its shape and data type), `files` (for each
-            name its size, its CRC-32 and the rank that wrote it).
+        path: The folder, a `pathlib.Path`.
+        manifest: Dict with the content of checkpoint.json: `step`, `position` in the data, `seed`,
+            `metrics`, `network` and `optimizer` (their Keras configs), `parallel` (the parallel
+            config), `tensors` (name -> shape and dtype) and `files` (name -> size, CRC-32 and the
+            rank that wrote it).
 
     Raises:
-        InputError: there is no checkpoint, or its checkpoint.json is damaged.
+        InputError: If there is no complete checkpoint, or if its manifest is damaged.
     """
 
     def __init__(self, path: str | os.PathLike):
-        found = find_checkpoint(path)
-        if found is None:
-            raise InputError(f"{path}: there is no checkpoint here ({MANIFEST} is missing)")
-        self.path: pathlib.Path = found
-        self.manifest: dict = read_manifest(found)
+        folder = find_checkpoint(path)
+        if folder is None:
+            raise InputError(f"{path} is not a checkpoint: {MANIFEST} is missing.")
+        self.path: pathlib.Path = folder
+        self.manifest: dict = read_manifest(folder)
 
     @property
     def step(self) -> int:
-        """The number of steps that the optimizer had done when it was saved."""
+        """Number of optimizer steps before it was saved."""
         return self.manifest["step"]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names of all tensors, and their shapes."""
+        """Dict that maps the names of all tensors to their shapes."""
         return {name: tuple(shape) for name, (shape, _) in self.manifest["tensors"].items()}
 
     def shapes_of(self, *prefixes: str) -> dict[str, tuple[int, ...]]:
-        """Return those of `shapes` whose names begin with one of the prefixes."""
+        """Return the items of `shapes` whose names start with one of the prefixes."""
         return {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}
 
     def read(self, name: str, bounds: Bounds | None = None) -> tf.Tensor:
-        """Return a tensor, or a rectangle of it; TensorFlow checks its own checksum.
+        """Return a tensor, or a rectangle of it. TensorFlow verifies its checksum.
 
         Args:
-            name: the tensor's name.
-            bounds: (start, stop) in each dimension; None for the full tensor.
+            name: Name of the tensor.
+            bounds: `(start, stop)` for each dimension, or `None` for the full tensor.
         """
         shape, dtype = self.manifest["tensors"][name]
         with tf.device("CPU:0"):
@@ -79,62 +80,66 @@ class Checkpoint:
         return value
 
     def read_local(self, tensor: ShardedTensor) -> tf.Tensor | np.ndarray:
-        """Return what this rank holds of a tensor of the same name and shape."""
+        """Return this rank's part of a tensor with the same name and shape."""
         return tensor.assemble(lambda bounds: self.read(tensor.name, bounds))
 
     def file_names(self) -> list[str]:
-        """Return the names of all files, sorted."""
+        """Return the sorted names of all files."""
         return sorted(self.manifest["files"])
 
     def problem_with(self, name: str) -> str:
-        """Read a file; return what is wrong with it, "" where nothing is."""
+        """Read a file and return a description of its damage, or `""` if it is intact."""
         expected = self.manifest["files"][name]
         try:
             path = inside(self.path, name)
             size = path.stat().st_size
             if size != expected["bytes"]:
-                return f"{path} has {size:,} bytes, {expected['bytes']:,} were written"
-            found = checksum(path)
+                return f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
+            crc32 = checksum(path)
         except FileNotFoundError:
             return f"{path} is missing"
         except InputError as error:
             return str(error)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        if found != expected["crc32"]:
-            return f"{path} is damaged: its checksum is {found}, {expected['crc32']} was written"
+        if crc32 != expected["crc32"]:
+            return f"{path} is damaged: its checksum is {crc32} instead of {expected['crc32']}"
         return self._problem_with_index() if name == INDEX else ""
 
     def _problem_with_index(self):
-        """Compare TensorFlow's list of the tensors with the manifest's."""
+        """Compare the tensors in TensorFlow's index with the manifest."""
         path = self.path / INDEX
         try:
             reader = tf.train.load_checkpoint(str(self.path / PREFIX))
             types = reader.get_variable_to_dtype_map()
-            found = {
+            tensors = {
                 name: [list(shape), types[name].name]
                 for name, shape in reader.get_variable_to_shape_map().items()
             }
-        except Exception as error:  # TensorFlow makes several of Python's
+        except Exception as error:  # TensorFlow raises several built-in types.
             return f"{path} is damaged: {one_line(error, 100)}"
-        if found != self.manifest["tensors"]:
-            return f"{path} is damaged: its tensors are not those of {MANIFEST}"
+        if tensors != self.manifest["tensors"]:
+            return f"{path} is damaged: its tensors do not match {MANIFEST}"
         return ""
 
     def problems(self, names: Sequence[str] | None = None) -> dict[str, str]:
-        """Return the damaged ones of some files, by default of all, and what is wrong with each."""
+        """Return a dict that maps each damaged file to a description.
+
+        Args:
+            names: Names of the files to check. Defaults to all files.
+        """
         names = self.file_names() if names is None else names
-        found = {name: self.problem_with(name) for name in names}
-        return {name: problem for name, problem in found.items() if problem}
+        problems = {name: self.problem_with(name) for name in names}
+        return {name: problem for name, problem in problems.items() if problem}
 
     def repair(self, name: str) -> bool:
-        """Replace a damaged file by its replica; return whether there is an intact one."""
+        """Replace a damaged file by its replica; return whether that was possible."""
         replica = f"{REPLICAS}/{name}"
         if replica not in self.manifest["files"] or self.problem_with(replica):
             return False
         try:
-            with replacing(inside(self.path, name)) as fresh:
-                shutil.copyfile(self.path / replica, fresh, follow_symlinks=False)
-        except InputError:  # the disk is full or read-only, or the file is a link
+            with replacing(inside(self.path, name)) as target:
+                shutil.copyfile(self.path / replica, target, follow_symlinks=False)
+        except InputError:  # The disk is full or read-only, or the file is a link.
             return False
         return True

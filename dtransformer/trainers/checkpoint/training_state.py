@@ -1,8 +1,11 @@
-"""The state of a training run: the tensors it consists of, and what this rank holds of them.
+"""State of a training run: its tensors, and this rank's shards of them.
 
-Names do not depend on the layout: `network/PATH` is a weight, without the network's own name;
-`optimizer/KIND/PATH` what an optimizer keeps for it, such as `optimizer/momentums/PATH`;
-`optimizer/NAME` the optimizer's scalars; `metrics/NUMBER/NAME` sums since the epoch began.
+Names of tensors do not depend on the layout:
+
+- `network/PATH`: a weight. The path excludes the network's name.
+- `optimizer/KIND/PATH`: an optimizer state of the weight, such as `optimizer/momentums/PATH`.
+- `optimizer/NAME`: a scalar of the optimizer.
+- `metrics/INDEX/NAME`: a sum since the epoch began.
 """
 
 import collections
@@ -21,15 +24,16 @@ from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_
 from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
 from dtransformer.trainers.optimizer.states import optimizer_states
 
-# Names of a network's variables that do not change from process to process.
+# Names of a network's variables that are identical in all processes.
 
 
-_SEEDS = "seed_generator"  # Keras' own layers have these, under no layer's path
+_SEED_PATH = "seed_generator"  # Keras' seed generators have this path, without a layer.
 
 
-def names_of(network: keras.Model) -> dict[int, str]:
-    """Return the names of a built network's variables, by their `id`."""
-    counts, layer_names = collections.Counter(), {network.name: ""}
+def variable_names(network: keras.Model) -> dict[int, str]:
+    """Return a dict that maps the `id` of each variable of a built network to its name."""
+    counts = collections.Counter()
+    layer_names = {network.name: ""}
     for layer in _compat.flat_layers(network, include_self=False):
         if layer.path is not None and layer.path not in layer_names:
             outer, _, name = layer.path.rpartition("/")
@@ -39,44 +43,50 @@ def names_of(network: keras.Model) -> dict[int, str]:
     for variable in network.variables:
         first, _, _ = variable.path.partition("/")
         if first not in layer_names:
-            layer_names[first] = _renumbered(first, _SEEDS, "", counts)
+            layer_names[first] = _renumbered(first, _SEED_PATH, "", counts)
         names[id(variable)] = _name(variable.path, layer_names)
     return names
 
 
 def _renumbered(name, default, outer, counts):
-    """Return a name; where Keras made it of the default name, with its number in the outer layer."""
+    """Replace the counter in a default layer name by its index in the outer layer.
+
+    Keras counts all layers of a class in the process. Custom names are returned unchanged.
+    """
     if not re.fullmatch(rf"{default}(_\d+)?", name):
         return name
     counts[outer, default] += 1
-    number = counts[outer, default] - 1
-    return f"{default}_{number}" if number else default
+    index = counts[outer, default] - 1
+    return f"{default}_{index}" if index else default
 
 
 def _name(path, layer_names):
-    """Return a path with the layers along it named as in `layer_names`."""
-    words, along = [], ""
-    for word in path.split("/"):
-        along = f"{along}/{word}" if along else word
-        words.append(layer_names.get(along, word))
-    return "/".join(word for word in words if word)
+    """Replace the layers' names along a path as in `layer_names`."""
+    names = []
+    prefix = ""
+    for part in path.split("/"):
+        prefix = f"{prefix}/{part}" if prefix else part
+        names.append(layer_names.get(prefix, part))
+    return "/".join(name for name in names if name)
 
 
-NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
+NETWORK = "network/"
+OPTIMIZER = "optimizer/"
+METRICS = "metrics/"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """What checkpoints save and restore; a trainer hands it over.
+    """State that checkpoints save and restore.
 
     Args:
-        network: a built `keras.Model`.
-        optimizer: a built Keras optimizer.
-        optimizer_shards: what the optimizer updates on this rank, in the order of its states:
-            for each shard the weight, the bounds of the shard in it, and the range of the
-            flattened rectangle that it is, None where it is all of it.
-        skipped_steps: variable with the number of steps that were skipped, int64 scalar.
-        metrics: the Keras metrics that sum over an epoch.
+        network: A built `keras.Model`.
+        optimizer: A built Keras optimizer.
+        optimizer_shards: Weight shards that the optimizer updates on this rank, in the order of its
+            states. Tuples of the weight, the shard's bounds, and the range of the flattened shard,
+            `None` for the full shard.
+        skipped_steps: Int64 scalar variable, the number of skipped steps.
+        metrics: Keras metrics that sum over an epoch.
     """
 
     network: keras.Model
@@ -89,9 +99,9 @@ class TrainingState:
         """Return all tensors of the state.
 
         Raises:
-            ValueError: two variables have the same name.
+            ValueError: If two variables have the same name.
         """
-        names = names_of(self.network)
+        names = variable_names(self.network)
         tensors = network_tensors(self.network, names)
         for name, index, variable in optimizer_states(self.optimizer, len(self.optimizer_shards)):
             if index is None:
@@ -101,28 +111,34 @@ class TrainingState:
             name = f"{OPTIMIZER}{name}/{names[id(weight)]}"
             start, stop = flat_range or (0, num_elements(bounds))
             if math.prod(variable.shape) == stop - start:
-                place = variable, bounds, flat_range
-                tensors.append(ShardedTensor.of(name, true_shape(weight), *place))
-            else:  # not a number for each element, such as Adafactor's sums over rows
+                shape = true_shape(weight)
+                tensors.append(ShardedTensor.of(name, shape, variable, bounds, flat_range))
+            else:
+                # The state is not elementwise, for example Adafactor's sums over rows.
                 tensors.append(_replicated(name, variable))
         tensors.append(_replicated(f"{OPTIMIZER}skipped_steps", self.skipped_steps))
         _check_names(tensors, self.network)
         return tensors + self.metric_tensors()
 
     def metric_tensors(self) -> list[ShardedTensor]:
-        """Return the sums since the epoch began."""
+        """Return the tensors of the metrics' sums since the epoch began."""
         variables = [variable for metric in self.metrics for variable in metric.variables]
         return [
-            _replicated(f"{METRICS}{number}/{variable.name}", variable)
-            for number, variable in enumerate(variables)
+            _replicated(f"{METRICS}{i}/{variable.name}", variable)
+            for i, variable in enumerate(variables)
         ]
 
 
 def network_tensors(
     network: keras.Model, names: Mapping[int, str] | None = None
 ) -> list[ShardedTensor]:
-    """Return the tensors of a built network; `names` are those of `names_of`."""
-    names = names_of(network) if names is None else names
+    """Return the tensors of a built network.
+
+    Args:
+        network: The `keras.Model`.
+        names: Result of `variable_names(network)`. Computed by default.
+    """
+    names = variable_names(network) if names is None else names
     return [
         tensor
         for variable in network.variables
@@ -136,68 +152,75 @@ def _replicated(name, variable):
 
 
 def _check_names(tensors, network):
-    variables, shapes = {}, {}
-    for tensor in (tensor for tensor in tensors if tensor.is_saved):
-        own = [
+    variables = {}
+    shapes = {}
+    for tensor in tensors:
+        if not tensor.is_saved:
+            continue
+        is_unique = all(
             variables.setdefault((tensor.name, shard.bounds), tensor.variable) is tensor.variable
             for shard in tensor.shards
-        ]
-        if not all(own) or shapes.setdefault(tensor.name, tensor.shape) != tensor.shape:
+        )
+        if not is_unique or shapes.setdefault(tensor.name, tensor.shape) != tensor.shape:
             raise ValueError(
-                f"two variables of {network.name} have the name {tensor.name}, and a checkpoint "
-                "could not tell them apart: give their layers different names"
+                f"Two variables of {network.name} have the name {tensor.name}, which must be "
+                "unique in a checkpoint. Rename one of their layers."
             )
 
 
-# Differences between the state of all ranks and what a file holds.
+# Differences between the tensors of all ranks and a file.
 
 
 Shape = tuple[int, ...]
 
 
-def differences(
+def find_differences(
     tensors: Sequence[ShardedTensor], in_file: Mapping[str, Shape]
 ) -> tuple[list[str], list[str], dict[str, tuple[Shape, Shape]]]:
-    """Compare the names and shapes of all ranks' tensors with those of a file.
-
-    All ranks have to call.
+    """Compare the names and shapes of all ranks' tensors with a file. All ranks must call it.
 
     Args:
-        tensors: this rank's.
-        in_file: the names of the file's tensors, and their shapes.
+        tensors: This rank's tensors.
+        in_file: Dict that maps the names of the file's tensors to their shapes.
 
     Returns:
-        The sorted names that the file lacks; the sorted names that only the file has; and the names
-        whose shapes differ, with our shape and the file's.
+        A `(missing, unexpected, other_shapes)` tuple: sorted names that only the ranks have, sorted
+        names that only the file has, and a dict of names with different shapes, which maps to the
+        ranks' shape and the file's shape.
     """
-    own = {tensor.name: list(tensor.shape) for tensor in tensors}
-    ours = {}
-    for shapes in all_gather_json(own, "checkpoint/names"):
-        ours.update({name: tuple(shape) for name, shape in shapes.items()})
+    local_shapes = {tensor.name: list(tensor.shape) for tensor in tensors}
+    shapes = {}
+    for rank_shapes in all_gather_json(local_shapes, "checkpoint/names"):
+        shapes.update({name: tuple(shape) for name, shape in rank_shapes.items()})
     other_shapes = {
         name: (shape, in_file[name])
-        for name, shape in ours.items()
+        for name, shape in shapes.items()
         if in_file.get(name, shape) != shape
     }
-    return sorted(ours.keys() - in_file.keys()), sorted(in_file.keys() - ours.keys()), other_shapes
+    missing = sorted(shapes.keys() - in_file.keys())
+    unexpected = sorted(in_file.keys() - shapes.keys())
+    return missing, unexpected, other_shapes
 
 
-_MAX_NAMES_TOLD = 10
+_MAX_LISTED = 10
 
 
-def misfit(
+def describe_differences(
     missing: Sequence[str],
     unexpected: Sequence[str],
     other_shapes: Mapping[str, tuple[Shape, Shape]],
 ) -> str:
-    """Return what `differences` has found as a clause about the file; "" where it is nothing."""
-    shapes = [f"{name} {ours}, there {its}" for name, (ours, its) in sorted(other_shapes.items())]
+    """Return the result of `find_differences` as text, or `""` if nothing differs."""
+    shapes = [
+        f"{name} {shape}, in the file {file_shape}"
+        for name, (shape, file_shape) in sorted(other_shapes.items())
+    ]
     kinds = {"it lacks": missing, "it also has": unexpected, "shapes differ": shapes}
     return "; ".join(
-        f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names
+        f"{kind} {len(names)}: {_list_names(names)}" for kind, names in kinds.items() if names
     )
 
 
-def _some(names):
-    more = len(names) - _MAX_NAMES_TOLD
-    return ", ".join(names[:_MAX_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names):
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Saving: all ranks write their shards at the same time, while training goes on."""
+"""Saving of checkpoints: all ranks write their shards in parallel while training continues."""
 
 import concurrent.futures
 import dataclasses
@@ -21,20 +21,20 @@ from dtransformer.trainers.checkpoint.manifest import describe_file, describe_ru
 from dtransformer.trainers.checkpoint.saved_checkpoint import LATEST, PREFIX, REPLICAS
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 
-# Save plan: which rank writes which shards of a checkpoint, pure data.
+# Save plan, pure data: which rank writes which shards.
 
 
-ShardKey = tuple[str, Bounds]  # a tensor's name, and the shard's bounds in it
+ShardKey = tuple[str, Bounds]  # Name of a tensor, and bounds of a shard in it.
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file of a checkpoint, which one rank writes.
+    """File of a checkpoint, written by one rank.
 
     Args:
-        writer: the rank.
-        shards: which shards are in it, by tensor name and bounds.
-        replica_of: index in the plan of the file that it repeats; None where it is no replica.
+        writer: The rank.
+        shards: Names and bounds of the shards in the file.
+        replica_of: Index in the plan of the file that it duplicates, or `None`.
     """
 
     writer: int
@@ -45,12 +45,12 @@ class DataFile:
 def plan_files(
     rank_shards: Sequence[Mapping[ShardKey, int]], with_replicas: bool = False
 ) -> list[DataFile]:
-    """Return the files of a checkpoint, replicas last.
+    """Return the plan of a checkpoint's files, with replicas last.
 
     Args:
-        rank_shards: for each rank the shards that it holds, and their bytes.
-        with_replicas: whether shards that several ranks hold are written twice, by different
-            ranks. All shards of a file then belong to the same ranks.
+        rank_shards: For each rank a dict that maps its shards to their sizes in bytes.
+        with_replicas: Whether shards of several ranks are written twice, by different ranks. All
+            shards of a file then belong to the same ranks.
 
     Example:
 
@@ -60,50 +60,52 @@ def plan_files(
     0 ['gamma', 'w']
     1 ['w']
     """
-    holders = {}
+    ranks_with = {}
     for rank, shards in enumerate(rank_shards):
         for key in shards:
-            holders.setdefault(key, []).append(rank)
-    chosen, load = [[] for _ in rank_shards], [0] * len(rank_shards)
-    # First the shards that a single rank holds, then the largest.
+            ranks_with.setdefault(key, []).append(rank)
+    rank_keys = [[] for _ in rank_shards]
+    num_bytes = [0] * len(rank_shards)
+    # Assign shards of a single rank first, then large shards.
     order = sorted(
-        holders, key=lambda key: (len(holders[key]) > 1, -rank_shards[holders[key][0]][key], key)
+        ranks_with,
+        key=lambda key: (len(ranks_with[key]) > 1, -rank_shards[ranks_with[key][0]][key], key),
     )
     for key in order:
-        writer = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[writer] += rank_shards[writer][key]
-        chosen[writer].append(key)
+        writer = min(ranks_with[key], key=lambda rank: (num_bytes[rank], rank))
+        num_bytes[writer] += rank_shards[writer][key]
+        rank_keys[writer].append(key)
     files = []
-    for rank, keys in enumerate(chosen):
+    for rank, keys in enumerate(rank_keys):
         groups = {}
         for key in keys:
-            groups.setdefault(tuple(holders[key]) if with_replicas else None, []).append(key)
+            groups.setdefault(tuple(ranks_with[key]) if with_replicas else None, []).append(key)
         files += [DataFile(rank, tuple(sorted(groups[ranks]))) for ranks in sorted(groups)]
     if not with_replicas:
         return files
     return files + [
         DataFile(rank, file.shards, index)
         for index, file in enumerate(files)
-        for rank in _other_holders(file, rank_shards)[:1]
+        for rank in _other_ranks(file, rank_shards)[:1]
     ]
 
 
-def _other_holders(file, rank_shards):
-    """Return the other ranks that hold all shards of a file, the next ones first."""
+def _other_ranks(file, rank_shards):
+    """Return the other ranks that have all shards of a file, starting after the writer."""
     ranks = [(file.writer + step) % len(rank_shards) for step in range(1, len(rank_shards))]
-    return [rank for rank in ranks if all(key in rank_shards[rank] for key in file.shards)]
+    return [rank for rank in ranks if rank_shards[rank].keys() >= set(file.shards)]
 
 
 @dataclasses.dataclass
 class Save:
-    """One save, as this rank sees it.
+    """One save on this rank.
 
     Args:
-        path: the checkpoint's folder.
-        files: the plan of the files that all ranks write.
-        values: for each shard that this rank writes the tensor, its local value, and the shard.
-        assets: see `CheckpointWriter.start`.
-        manifest: what the manifest holds but for `files` and `tensors`.
+        path: Folder of the checkpoint.
+        files: Plan of the files of all ranks.
+        values: Dict of the shards that this rank writes: key -> tensor, local value and shard.
+        assets: See `CheckpointWriter.start`.
+        manifest: Manifest without `files` and `tensors`.
     """
 
     path: pathlib.Path
@@ -114,8 +116,8 @@ class Save:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The folder that is written until the checkpoint is complete."""
-        return folders.unfinished(self.path)
+        """Folder that is written until the checkpoint is complete."""
+        return folders.unfinished_path(self.path)
 
     def prefix(self, index: int) -> str:
         """Return the prefix of a file of the plan before the files are merged."""
@@ -134,10 +136,10 @@ def write_shards(save: Save) -> dict[int, dict]:
     """Write this rank's files.
 
     Returns:
-        For each of them, by its index in the plan, what the manifest says about it, and its `tensors`
-        with their shapes and data types.
+        A dict that maps the index of each file in the plan to its manifest entry, with `tensors`
+        added: a dict of names, shapes and dtypes.
     """
-    described = {}
+    entries = {}
     for index, file in enumerate(save.files):
         if file.writer != job.rank():
             continue
@@ -150,48 +152,50 @@ def write_shards(save: Save) -> dict[int, dict]:
             ],
             tensors=[tensor.extract(local, shard) for tensor, local, shard in values],
         )
-        data = describe_file(pathlib.Path(save.data_path(index)))
+        entry = describe_file(pathlib.Path(save.data_path(index)))
         tensors = {tensor.name: [list(tensor.shape), tensor.dtype] for tensor, _, _ in values}
-        described[index] = {**data, "rank": job.rank(), "tensors": tensors}
-    return described
+        entries[index] = {**entry, "rank": job.rank(), "tensors": tensors}
+    return entries
 
 
 def merge_shards(save: Save, written: Mapping[str, dict]) -> None:
-    """Make one checkpoint of all ranks' files, and rename it to its path.
+    """Merge the files of all ranks into one checkpoint and rename it to its final path.
 
     Args:
-        save: the save.
-        written: what `write_shards` returned on all ranks; JSON has made texts of the indices.
+        save: The `Save`.
+        written: Merged results of `write_shards` on all ranks. JSON has converted the indices to
+            strings.
 
     Raises:
-        FileNotFoundError: another rank's file is not in the folder.
+        FileNotFoundError: If another rank's file is not in the folder.
     """
-    _check_all_there(save)
+    _check_all_files(save)
     merged = [index for index, file in enumerate(save.files) if file.replica_of is None]
     tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=[save.prefix(index) for index in merged],
         destination_prefix=str(save.folder / PREFIX),
         delete_old_dirs=False,
     )
-    tensors, described = {}, {}
-    for about in written.values():
-        tensors.update(about.pop("tensors"))
-    for number, index in enumerate(merged):
-        described[DATA.format(number, len(merged))] = written[str(index)]
+    tensors = {}
+    entries = {}
+    for entry in written.values():
+        tensors.update(entry.pop("tensors"))
+    for i, index in enumerate(merged):
+        entries[DATA.format(i, len(merged))] = written[str(index)]
     for index, file in enumerate(save.files):
         if file.replica_of is not None:
             name = DATA.format(merged.index(file.replica_of), len(merged))
-            described[f"{REPLICAS}/{name}"] = written[str(index)]
+            entries[f"{REPLICAS}/{name}"] = written[str(index)]
             (save.folder / REPLICAS).mkdir(exist_ok=True)
             os.rename(save.data_path(index), save.folder / REPLICAS / name)
             os.remove(save.index_path(index))
     (save.folder / LATEST).write_text(f'model_checkpoint_path: "{PREFIX}"\n')
     for path in (save.folder / f"{PREFIX}.index", save.folder / LATEST, *_write_assets(save)):
-        described[str(path.relative_to(save.folder))] = {**describe_file(path), "rank": 0}
-    folders.commit(save.path, {**save.manifest, "files": described, "tensors": tensors})
+        entries[str(path.relative_to(save.folder))] = {**describe_file(path), "rank": 0}
+    folders.commit(save.path, {**save.manifest, "files": entries, "tensors": tensors})
 
 
-def _check_all_there(save):
+def _check_all_files(save):
     missing = [
         index
         for index in range(len(save.files))
@@ -200,29 +204,29 @@ def _check_all_there(save):
     if missing:
         ranks = sorted({save.files[index].writer for index in missing})
         raise FileNotFoundError(
-            f"the files that ranks {', '.join(map(str, ranks))} have written are not here: the folder "
-            "has to be on a file system that all hosts share"
+            f"The files of ranks {', '.join(map(str, ranks))} are missing. The folder must be on a "
+            "file system that all hosts share."
         )
 
 
 def _write_assets(save):
-    """Return the paths of the files that the user adds, written."""
+    """Write the user's assets and return the paths of their files."""
     paths = []
     for name, asset in save.assets.items():
         asset.save(save.folder / name)
-        found = [save.folder / name, *(save.folder / name).rglob("*")]
-        paths += [path for path in found if path.is_file()]
+        candidates = [save.folder / name, *(save.folder / name).rglob("*")]
+        paths += [path for path in candidates if path.is_file()]
     return paths
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time.
+    """Writer of checkpoints, one at a time.
 
-    A save keeps the values that variables have: TensorFlow gives a variable new memory when it
-    changes while its old value is in use. Those of a GPU are copied to the host first.
+    A save refers to the current values of variables. TensorFlow allocates new memory for a variable
+    that changes while its old value is in use. Values on a GPU are first copied to the host.
     """
 
-    _running = None  # the save that is under way in this process, whichever trainer's
+    _running = None  # Running save of any trainer in this process.
 
     def __init__(self):
         self._digest = self._files = self._num_bytes = None
@@ -238,91 +242,104 @@ class CheckpointWriter:
         replicas: bool = False,
         assets: Mapping | None = None,
     ) -> None:
-        """Begin to save; all ranks have to call. A save that is under way is waited for.
+        """Start a save, after waiting for a running one. All ranks must call it.
 
         Args:
-            path: the checkpoint's folder.
-            state: what is saved.
-            info: what else the manifest holds.
-            overwrite: whether it may replace a checkpoint; else it is saved beside one.
-            replicas: whether shards that several ranks hold are written twice.
-            assets: names of files or folders to add, and objects whose `save(path)` writes them.
+            path: Folder of the checkpoint.
+            state: The `TrainingState` to save.
+            info: Additional items of the manifest.
+            overwrite: Whether an existing checkpoint may be replaced. Otherwise another path is
+                used.
+            replicas: Whether shards of several ranks are written twice.
+            assets: Dict that maps names of additional files or folders to objects with a method
+                `save(path)`.
 
         Raises:
-            InputError: it cannot be written there; on every rank.
+            InputError: If the folder cannot be written. All ranks raise the error.
         """
         self.finish()
-        path = pathlib.Path(path).absolute()
+        requested = pathlib.Path(path).absolute()
         tensors, manifest = together(
             lambda: (state.tensors(), describe_run(state)), "checkpoint/state"
         )
         tensors = [tensor for tensor in tensors if tensor.is_saved]
         self._plan(tensors, replicas)
-        begin = lambda: str(folders.begin(path, self._num_bytes, overwrite))
-        path = pathlib.Path(from_chief(begin, "checkpoint/begin"))
+
+        def create_folder():
+            return str(folders.create_folder(requested, self._num_bytes, overwrite))
+
+        path = pathlib.Path(from_chief(create_folder, "checkpoint/begin"))
         values = _values_to_write(tensors, self._files)
         save = Save(path, self._files, values, assets or {}, {**manifest, **info})
         CheckpointWriter._running = _THREAD.submit(_run, save)
 
     @classmethod
     def finish(cls) -> None:
-        """Wait until the save that is under way is complete.
+        """Wait until the running save is complete.
 
         Raises:
-            InputError: it could not be written; the same on every rank.
+            InputError: If the checkpoint could not be written. All ranks raise the same error.
         """
         if cls._running is not None:
-            running, CheckpointWriter._running = cls._running, None
+            running = cls._running
+            CheckpointWriter._running = None
             running.result()
 
     def _plan(self, tensors: Sequence[ShardedTensor], replicas: bool):
-        """Plan the files that all ranks write; the last plan holds where no rank's shards changed."""
-        own = [
+        """Plan the files of all ranks, unless no rank's shards have changed since the last plan."""
+        local_shards = [
             [tensor.name, shard.bounds, tensor.num_bytes(shard), tensor.shape, tensor.dtype]
             for tensor in tensors
             for shard in tensor.saved_shards
         ]
-        digest = hashlib.sha256(repr((own, replicas)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((local_shards, replicas)).encode()).hexdigest()
         if all(all_gather_json(digest == self._digest, "checkpoint/same_plan")):
             return
-        rank_shards = [
-            {(name, tuple(map(tuple, bounds))): size for name, bounds, size, _, _ in theirs}
-            for theirs in all_gather_json(own, "checkpoint/shards")
-        ]
-        self._digest, self._files = digest, plan_files(rank_shards, replicas)
+        rank_shards = []
+        for shards in all_gather_json(local_shards, "checkpoint/shards"):
+            rank_shards.append(
+                {(name, tuple(map(tuple, bounds))): size for name, bounds, size, _, _ in shards}
+            )
+        self._digest = digest
+        self._files = plan_files(rank_shards, replicas)
         self._num_bytes = sum(
             rank_shards[file.writer][key] for file in self._files for key in file.shards
         )
 
 
 def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]):
-    """Return {(name, bounds): (tensor, its local value, shard)} of what this rank writes."""
-    own = {key for file in files if file.writer == job.rank() for key in file.shards}
+    """Return a dict of the shards that this rank writes: key -> tensor, local value and shard."""
+    keys = {key for file in files if file.writer == job.rank() for key in file.shards}
     values = {}
     for tensor in tensors:
-        shards = [shard for shard in tensor.saved_shards if (tensor.name, shard.bounds) in own]
+        shards = [shard for shard in tensor.saved_shards if (tensor.name, shard.bounds) in keys]
         local = tensor.read() if shards else None
         values.update({(tensor.name, shard.bounds): (tensor, local, shard) for shard in shards})
     return values
 
 
-# A process that ends waits for it.
+# A process waits for this thread before it exits.
 _THREAD = concurrent.futures.ThreadPoolExecutor(1)
 
 
 def _run(save: Save):
-    """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files.
+    """Write this rank's shards, and on rank 0 merge the files of all ranks.
 
     Raises:
-        InputError: it could not be written; the same on every rank.
+        InputError: If the checkpoint could not be written. All ranks raise the same error.
     """
     try:
         with tf.device("CPU:0"):
-            everyone = on_all(lambda: write_shards(save), "checkpoint/written")
-            written = {name: about for files in everyone for name, about in files.items()}
-            merge = lambda: job.is_chief() and merge_shards(save, written)
+            written = {}
+            for entries in on_all(lambda: write_shards(save), "checkpoint/written"):
+                written.update(entries)
+
+            def merge():
+                if job.is_chief():
+                    merge_shards(save, written)
+
             together(merge, "checkpoint/committed")
-    except (ValueError, RuntimeError) as error:  # some rank's
+    except (ValueError, RuntimeError) as error:  # The error of any rank.
         if job.is_chief():
             shutil.rmtree(save.folder, ignore_errors=True)
         raise InputError(f"{save.path}: the checkpoint could not be written: {error}") from None

@@ -1,4 +1,4 @@
-"""Engines of a forward–backward: on one device, on the mesh, or in a pipeline."""
+"""Engines that run forward and backward passes: on one device, on a mesh or in a pipeline."""
 
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.engines.base import LocalEngine
@@ -7,11 +7,11 @@ from dtransformer.trainers.engines.pipeline import PipelineEngine
 
 
 def make_engine(step, jit_compile=False):
-    """Return the engine of this rank's layout.
+    """Return the engine for the current layout.
 
     Args:
-        step: the `ForwardStep`.
-        jit_compile: whether forward and backward are compiled with XLA, on one device.
+        step: The `ForwardStep`.
+        jit_compile: Whether XLA compiles the forward and backward passes. Only used on one device.
     """
     if job.placement().num_chunks > 1:
         return PipelineEngine(step)

@@ -1,60 +1,74 @@
-"""Gradient accumulation: a batch is computed in micro-batches, one after the other.
+"""Gradient accumulation over micro-batches.
 
-A step then needs the activations of one micro-batch only, and its numbers are those of
-the whole batch.
+A step stores the activations of only one micro-batch at a time. Gradients and sums equal the
+results of the full batch.
 """
 
 import tensorflow as tf
 
 from dtransformer.trainers.row_sharding import rows_of_shard
 
-_CALLED = {"_noinline": True}
+_NOT_INLINED = {"_noinline": True}
 
 
-def in_micro_batches(forward_backward, number, reduce):
-    """Return an engine's forward–backward that takes a batch in micro-batches.
+def accumulate_gradients(forward_backward, num_micro_batches, reduce):
+    """Return a forward–backward function that divides each batch into micro-batches.
 
     Args:
-        forward_backward: as `Engine.forward_backward`.
-        number: number m of micro-batches; rows are divided as evenly as they can be, some get none
-            where there are fewer.
-        reduce: a function of the gradients of a micro-batch, whose results are added up.
+        forward_backward: Function like `Engine.forward_backward`.
+        num_micro_batches: Number of micro-batches. Rows are divided as evenly as possible. With
+            fewer rows, some micro-batches are empty.
+        reduce: Function that is applied to the gradients of each micro-batch before they are added.
 
     Returns:
-        A function alike. Gradients and sums are those of all micro-batches; outputs,
-        where there are any, follow one another. Each micro-batch has dropout masks of
-        its own.
+        A function with the same arguments and results. Gradients and sums are added over the
+        micro-batches, outputs are concatenated. Each micro-batch has different dropout masks.
     """
 
-    def accumulated(inputs, labels, sample_weight, numbers):
+    def accumulated(inputs, labels, sample_weight, scalars):
         batch = inputs, labels, sample_weight
 
         def micro_batch(i):
-            own = numbers._replace(seed=seed_of(numbers.seed, i, number))
-            gradients, outputs, sums = forward_backward(*rows_of_shard(batch, i, number), own)
+            seed = micro_batch_seed(scalars.seed, i, num_micro_batches)
+            gradients, outputs, sums = forward_backward(
+                *rows_of_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
+            )
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         compute = micro_batch
-        if not tf.executing_eagerly():  # compiled once, and called for each
-            compute = tf.function(micro_batch, autograph=False, experimental_attributes=_CALLED)
-        before = [x for x in tf.nest.flatten(batch) if x is not None]
-        gradients, all_outputs, sums = None, [], None
-        for i in range(number):
-            # What ranks send does not depend on the batch, and one is in memory at a time.
-            with tf.control_dependencies(before):
-                more, outputs, more_sums = compute(tf.constant(i))
-            if gradients is not None:  # one after the other, so that the old ones are freed
-                more = [gradients.pop(0) + more.pop(0) for _ in range(len(more))]
-                more_sums = tf.nest.map_structure(tf.add, sums, more_sums)
-            gradients, sums = more, more_sums
+        # Compile one function and call it for each micro-batch.
+        if not tf.executing_eagerly():
+            compute = tf.function(
+                micro_batch, autograph=False, experimental_attributes=_NOT_INLINED
+            )
+        dependencies = [x for x in tf.nest.flatten(batch) if x is not None]
+        gradients = None
+        sums = None
+        all_outputs = []
+        for i in range(num_micro_batches):
+            # Gathers of weights do not depend on the batch and could run early. Order them, so
+            # that only one micro-batch is in memory at a time.
+            with tf.control_dependencies(dependencies):
+                new_gradients, outputs, new_sums = compute(tf.constant(i))
+            # Add the gradients one by one to free each old one immediately.
+            if gradients is not None:
+                new_gradients = [
+                    gradients.pop(0) + new_gradients.pop(0) for _ in range(len(new_gradients))
+                ]
+                new_sums = tf.nest.map_structure(tf.add, sums, new_sums)
+            gradients = new_gradients
+            sums = new_sums
             all_outputs.append(outputs)
-            before = gradients
-        joined = lambda *xs: None if xs[0] is None else tf.concat(xs, 0)
-        return gradients, tf.nest.map_structure(joined, *all_outputs), sums
+            dependencies = gradients
+        return gradients, tf.nest.map_structure(_concat, *all_outputs), sums
 
     return accumulated
 
 
-def seed_of(seed, i, number):
-    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
-    return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
+def _concat(*tensors):
+    return None if tensors[0] is None else tf.concat(tensors, 0)
+
+
+def micro_batch_seed(seed, i, num_micro_batches):
+    """Return the dropout seed of micro-batch `i`."""
+    return tf.stack([seed[0], seed[1] * num_micro_batches + tf.cast(i, seed.dtype)])

@@ -1,7 +1,7 @@
-"""Base class of engines, the forward step that all compute, and the engine of one device.
+"""Base class of engines, the forward step that all engines compute, and the single-device engine.
 
-An engine runs the forward–backward of a batch: on one device (`LocalEngine`), on the mesh (`mesh`)
-or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
+An engine runs the forward and backward passes of a batch: on one device (`LocalEngine`), on a mesh
+(`MeshEngine`) or in a pipeline (`PipelineEngine`). It receives a `ForwardStep`, not the trainer.
 """
 
 import contextlib
@@ -30,14 +30,13 @@ from dtransformer.trainers.optimizer.phases import with_zeros
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
-class Numbers(typing.NamedTuple):
-    """The numbers of a training step, equal on all ranks but for the seed.
+class StepScalars(typing.NamedTuple):
+    """Scalars of a training step, identical on all ranks except for the seed.
 
     Args:
-        counts: float32 [n], what is counted of the global batch before the forward pass; see
-            `Objective.counts`.
-        loss_scale: float32 scalar that the loss is multiplied with.
-        seed: int64 [2], of the dropout masks.
+        counts: Float32 tensor [n]. Counts of the global batch, see `Objective.counts`.
+        loss_scale: Float32 scalar that multiplies the loss.
+        seed: Int64 tensor [2]. Seed of the dropout masks.
     """
 
     counts: tf.Tensor
@@ -59,207 +58,239 @@ def training_forward(seed: tf.Tensor):
         yield metrics
 
 
-class Parts(typing.NamedTuple):
-    """Which parts a step has under a layout, besides those on one device.
+class StepLayout(typing.NamedTuple):
+    """Consequences of the current layout for a step.
 
     Args:
-        adds_up: whether other data shards compute rows of the batch, so that sums are reduced.
-        has_shares: whether a batch is computed in shares, by data shards or in micro-batches.
-        unshards: whether weights are unsharded where they are used.
+        needs_reduce: Whether sums must be reduced, because other data shards compute rows of the
+            batch.
+        splits_batch: Whether data shards or micro-batches divide the batch.
+        unshards_weights: Whether weights are unsharded for use.
     """
 
-    adds_up: bool
-    has_shares: bool
-    unshards: bool
+    needs_reduce: bool
+    splits_batch: bool
+    unshards_weights: bool
 
     @classmethod
-    def of_layout(cls):
-        """Return those of the current layout."""
-        config, adds_up = get_parallel_config(), job.data_parallel_group().size > 1
-        has_shares = job.data_shard()[1] > 1 or config.micro_batch_num > 1
-        return cls(adds_up, has_shares, adds_up and config.optimizer_shard == 3)
+    def current(cls):
+        """Return the values for the current layout."""
+        config = get_parallel_config()
+        needs_reduce = job.data_parallel_group().size > 1
+        splits_batch = job.data_shard()[1] > 1 or config.micro_batch_num > 1
+        return cls(needs_reduce, splits_batch, needs_reduce and config.optimizer_shard == 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardStep:
-    """The network and what is made of its outputs: all that an engine computes.
+    """The network and its objective: the computation that an engine runs.
 
     Args:
-        network: the `keras.Model` that is trained.
-        objective: the `Objective`; None where nothing but outputs is asked for.
-        keeps_outputs: whether outputs are wanted, for metrics. They are large.
-        states: the `LayerStates` of its layers.
-        parts: the `Parts` of a step.
+        network: The `keras.Model` that is trained.
+        objective: The `Objective`, or `None` if only outputs are computed.
+        needs_outputs: Whether metrics need the outputs, which are large.
+        states: `LayerStates` of the network.
+        layout: `StepLayout` of the current layout.
     """
 
     network: object
     objective: object = None
-    keeps_outputs: bool = False
+    needs_outputs: bool = False
     states: LayerStates = dataclasses.field(default_factory=LayerStates)
-    parts: Parts = dataclasses.field(default_factory=Parts.of_layout)
+    layout: StepLayout = dataclasses.field(default_factory=StepLayout.current)
 
     def counts(self, inputs, labels, sample_weight):
-        """Return `Numbers.counts` of a batch, from this rank's share of it."""
-        with tf.device("CPU:0"):  # where labels are: a check of them there waits for no device
-            own = self.objective.counts(inputs, labels, sample_weight)
-        return reduce_sum({"counts": own}, name="counts")["counts"] if self.parts.adds_up else own
+        """Return the counts of the global batch from the local rows, see `Objective.counts`."""
+        with tf.device("CPU:0"):  # The labels are on the CPU, so checking them there blocks no GPU.
+            counts = self.objective.counts(inputs, labels, sample_weight)
+        if self.layout.needs_reduce:
+            counts = reduce_sum({"counts": counts}, name="counts")["counts"]
+        return counts
 
     def outputs(self, inputs, training=False, layers=None):
-        """Return the network's outputs; what layers set by that is forgotten."""
+        """Return the network's outputs and discard all state changes."""
         return self.outputs_and_states(inputs, training, layers)[0]
 
     def outputs_and_states(self, inputs, training=False, layers=None):
-        """Return the network's outputs, and what `LayerStates.collected` yields for layers."""
-        unsharded, collected = contextlib.nullcontext(), contextlib.nullcontext({})
-        if self.parts.unshards and current_unsharding() is None:
+        """Return the network's outputs and the state changes of its layers.
+
+        Args:
+            inputs: Nested tensors [b, ...].
+            training: Whether the network runs in training mode.
+            layers: As in `LayerStates.collect_changes`, whose yielded dict is the second result.
+
+        Raises:
+            ValueError: If the network returns `None`.
+        """
+        unsharded = contextlib.nullcontext()
+        collecting_changes = contextlib.nullcontext({})
+        if self.layout.unshards_weights and current_unsharding() is None:
             unsharded = unsharding("call")
         if self.states.is_used:
-            collected = self.states.collected(layers)
-        with unsharded, collected as found:
+            collecting_changes = self.states.collect_changes(layers)
+        with unsharded, collecting_changes as changes:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
-                f"the network {self.network.name!r} returned None: its call has to return a tensor, "
-                "or several"
+                f"The network {self.network.name!r} returned None. Its call must return one or "
+                "more tensors."
             )
-        return outputs, found
+        return outputs, changes
 
-    def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
-        """Return the gradients of loss · scale, the outputs and this rank's sums.
+    def loss_and_gradients(self, inputs, labels, sample_weight, scalars):
+        """Return gradients, outputs and local sums of a batch.
 
-        Gradients are those of `network.trainable_variables`, as their `trained_value` is.
+        Args:
+            inputs, labels, sample_weight: Nested tensors [b, ...], or `None` for the last two.
+            scalars: `StepScalars` of the step.
+
+        Returns:
+            A `(gradients, outputs, sums)` tuple: a list of the gradients of the scaled loss, one
+            dense tensor per trainable weight in the shape of its `trained_value`,
+            `metric_outputs(outputs)`, and `sums`.
+
+        Raises:
+            ValueError: If no weight is trainable, or if there is no loss.
         """
         weights = self.network.trainable_variables
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
-        tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        unsharded = unsharding("train") if self.parts.unshards else contextlib.nullcontext()
+        tape = tf.GradientTape(watch_accessed_variables=False)  # Do not watch frozen weights.
+        unsharded = contextlib.nullcontext()
+        if self.layout.unshards_weights:
+            unsharded = unsharding("train")
         with (
             tape,
             unsharded,
             tape_opened_here(),
-            training_forward(numbers.seed) as reported,
+            training_forward(scalars.seed) as reported,
         ):
             tape.watch(values)
-            outputs, found = self.outputs_and_states(inputs, training=True)
+            outputs, changes = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
                 raise ValueError(
-                    "there is no loss: give compile one, or a layer that calls add_loss"
+                    "The network has no loss. Pass a loss to `compile`, or call `add_loss` in a "
+                    "layer."
                 )
             batch = inputs, outputs, labels, sample_weight
-            sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= self.of_layers(found, inputs, numbers.counts, reported)
-            loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
+            sums = self.sums(*batch, scalars.counts, self.network.losses, training=True)
+            sums |= self.layer_sums(changes, inputs, scalars.counts, reported)
+            loss = (sums["loss"] + sums["added"]) * scalars.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
-        return list(map(_dense, gradients, values)), self.kept(outputs), sums
+        return list(map(_dense, gradients, values)), self.metric_outputs(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
-        """Return the outputs, where they are wanted, and this rank's sums."""
-        outputs, found = self.outputs_and_states(inputs)
+        """Return `metric_outputs` and the local sums of a batch, in inference mode."""
+        outputs, changes = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        return self.kept(outputs), sums | self.of_layers(found, inputs, counts)
+        return self.metric_outputs(outputs), sums | self.layer_sums(changes, inputs, counts)
 
-    def kept(self, outputs):
-        """Return (outputs, their masks by `_compat.masks_of`) for metrics; None where none looks."""
-        return (outputs, _compat.masks_of(outputs)) if self.keeps_outputs else None
+    def metric_outputs(self, outputs):
+        """Return `(outputs, masks)` for metrics, or `None` if no metric needs the outputs."""
+        return (outputs, _compat.masks_of(outputs)) if self.needs_outputs else None
 
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
-        """Return this rank's sums, a dict of float32 scalars: what the logs are made of.
+        """Return the local sums for the logs, a dict of float32 scalars.
 
-        Those of `Objective.sums`, and `"added"`, see `added`.
+        The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`.
         """
-        own_is_all = not (self.parts.has_shares if training else self.parts.adds_up)
-        sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
-        if "divided" in sums:
-            self._check_divided(losses)
-        sums["added"] = self.added(losses, inputs, counts, sums.get("divided"))
+        is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
+        sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
+        if "normalizer_ratio" in sums:
+            self._check_added_means(losses)
+        sums["added"] = self.added_loss(losses, inputs, counts, sums.get("normalizer_ratio"))
         return sums
 
-    def added(self, losses, inputs, counts, divided=None):
-        """Return this share's part of what layers add to the loss: the mean over rows.
+    def added_loss(self, losses, inputs, counts, normalizer_ratio=None):
+        """Return the local part of the losses that layers add, a float32 scalar.
 
-        Regularizers are the same on all ranks and for all micro-batches, whose losses are
-        added up; what a mixture of experts adds is a mean over the rows of each.
+        The losses are averaged over the rows of the global batch. This is correct for regularizers,
+        which are identical for all parts of the batch, and for the losses of mixture-of-experts
+        layers, which are means over the rows of a part.
 
         Args:
-            losses: list of scalars.
-            inputs: nested tensors [b, ...].
-            counts: as from `counts`, of the global batch.
-            divided: of `Objective.sums`, where the loss has it.
+            losses: List of scalars.
+            inputs: Nested tensors [b, ...].
+            counts: `counts` of the global batch, possibly with more elements.
+            normalizer_ratio: The item `"normalizer_ratio"` of `Objective.sums`, if present.
         """
         if not losses:
             return tf.zeros([])
-        share = self.share(inputs, counts) if divided is None else divided
-        # The mean over no rows is no number.
-        parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
+        fraction = normalizer_ratio
+        if fraction is None:
+            fraction = self.batch_fraction(inputs, counts)
+        # The mean over zero rows is NaN.
+        parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), fraction) for loss in losses]
         return tf.add_n(parts)
 
-    def of_layers(self, found, inputs, counts, reported=types.MappingProxyType({})):
-        """Return what layers set and reported, as it adds up over the shares of a step.
+    def layer_sums(self, changes, inputs, counts, reported=types.MappingProxyType({})):
+        """Return sums of state changes and metrics that layers have reported.
 
         Args:
-            found: what `outputs_and_states` returned of states.
-            inputs: nested tensors [b, ...].
-            counts: as from `counts`, of the global batch.
-            reported: dict of auxiliary metrics.
+            changes: State changes from `outputs_and_states`.
+            inputs: Nested tensors [b, ...].
+            counts: `counts` of the global batch, possibly with more elements.
+            reported: Dict of auxiliary metrics.
         """
         sums = {f"{EXPERTS}{layer}": value for layer, value in reported.items()}
-        return sums | self.states.shares(found, self.share(inputs, counts)) if found else sums
+        if changes:
+            sums |= self.states.weight_changes(changes, self.batch_fraction(inputs, counts))
+        return sums
 
-    def share(self, inputs, counts):
-        """Return the share of the global batch's rows that `inputs` are."""
+    def batch_fraction(self, inputs, counts):
+        """Return the fraction of the global batch's rows that `inputs` contain."""
         rows = number_of_rows(tf.nest.flatten(inputs)[0])
-        return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.rows(counts))
+        return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.num_rows(counts))
 
-    def _check_divided(self, losses):
-        """Refuse a mean over a mask, known after the forward pass, beside means over rows.
+    def _check_added_means(self, losses):
+        """Check losses that layers add if the loss normalizer depends on the forward pass.
 
-        Those of layers that are not this package's are weighed as the loss is, which one warning
-        says.
+        The losses of other packages' layers are then weighted like the loss, with one warning.
 
         Raises:
-            ValueError: there are both.
+            ValueError: If a layer adds a mean over rows, such as a mixture of experts.
         """
-        adding = self.states.take_adding()
-        if losses and adding and job.is_chief():
+        names = self.states.pop_row_loss_layers()
+        if losses and names and job.is_chief():
             warnings.warn(
-                f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "
-                "by what the mask leaves of a data shard or micro-batch, not by rows: the numbers are "
-                "not Keras'; one data shard and micro_batch_num=1 give Keras'",
+                f"The loss is a mean over a mask. The losses that {', '.join(names)} add to it "
+                "are weighted by the unmasked positions of each data shard and micro-batch, not by "
+                "rows, and differ from Keras'. Use one data shard and `micro_batch_num=1` for "
+                "Keras' results.",
                 stacklevel=2,
             )
         layers = _compat.flat_layers(self.network)
         if losses and any(getattr(layer, "adds_means", False) for layer in layers):
             raise ValueError(
-                "a loss that is a mean over a mask and what a mixture of experts adds to it do not "
-                "go together over several ranks or micro-batches: use sample weights and "
-                "reduction='mean_with_sample_weight' instead of the mask"
+                "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
+                "of experts over several ranks or micro-batches. Use sample weights and "
+                "`reduction='mean_with_sample_weight'` instead of the mask."
             )
 
 
-def check_any_trained(is_any: bool) -> None:
-    """Check that there is a weight to train.
+def check_any_trained(has_trained_weight: bool) -> None:
+    """Check that the network has a trainable weight.
 
     Raises:
-        ValueError: there is none.
+        ValueError: If it has none.
     """
-    if not is_any:
-        raise ValueError("every weight of the network is frozen: there is nothing to train")
+    if not has_trained_weight:
+        raise ValueError("All weights of the network are frozen. Unfreeze a weight to train.")
 
 
 class Engine:
-    """What runs the forward–backward of this rank's share of a batch.
+    """Base class of objects that run the forward and backward passes of this rank's rows.
 
-    On one device its methods are traced into the caller's `tf.function`; on a mesh and in a pipeline
-    they run compiled functions of their own, and are called from Python. All ranks of the job call
-    the same methods in the same order. Labels and sample weights are nested tensors, or None.
+    The methods of the single-device engine are traced into the caller's `tf.function`. The other
+    engines are called from Python and compile their functions themselves. All ranks must call the
+    same methods in the same order. Labels and sample weights are nested tensors, or `None`.
 
     Attributes:
-        takes_micro_batches: whether it divides a batch into micro-batches by itself.
-        input_shapes: nested shapes of the inputs that were computed at once in the last
-            training step; None where that is not known.
-        num_kept: how many such activations are kept at once.
+        takes_micro_batches: Whether the engine divides a batch into micro-batches itself.
+        input_shapes: Nested shapes of the inputs of one forward pass in the last training step, or
+            `None` if unknown.
+        num_kept: Number of such forward passes whose activations are stored at the same time.
     """
 
     takes_micro_batches = False
@@ -267,37 +298,38 @@ class Engine:
     num_kept = 1
 
     def build(self, first) -> None:
-        """Build this rank's part of the network, once, for batches like a first one.
+        """Build this rank's part of the network, unless it is built.
 
         Args:
-            first: the batch, see `trainers.data.peek`; None where it is not known.
+            first: First batch, see `trainers.data.peek`. `None` if it is unknown.
         """
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
-        """Compute the gradients of loss · scale.
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
+        """Run the forward and backward passes of a batch.
 
         Returns:
-            gradients, a list of tensors, one for each shard that this rank has of each trained
-            weight; outputs and masks, see `ForwardStep.kept`, None where they are not wanted or
-            not here; and sums, see `ForwardStep.sums`.
+            A `(gradients, outputs, sums)` tuple: a list of the gradients of the scaled loss, one
+            tensor per local shard of each trainable weight, the outputs for metrics (see
+            `ForwardStep.metric_outputs`), `None` if they are on another rank, and the local sums
+            (see `ForwardStep.sums`).
         """
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        """Return outputs and sums, as `forward_backward` does; `counts` as in `Numbers`."""
+        """Return `(outputs, sums)` as in `forward_backward`; `counts` as in `StepScalars`."""
 
     def predict(self, inputs):
-        """Return the network's outputs, on every rank."""
+        """Return the network's outputs on every rank."""
 
     def example_outputs(self):
-        """Return zeros of the shapes and types of outputs, where they are on other ranks."""
+        """Return zeros with the shapes and dtypes of outputs that are on other ranks."""
 
     def collectives(self):
-        """Return the list of `Collective`s of a whole step, as it was compiled last."""
+        """Return the list of `Collective`s of a step, as it was compiled last."""
         return []
 
 
 def _dense(gradient, value):
-    """Return a gradient of a value, that of rows of a table as one of the full table."""
+    """Return a gradient as a dense tensor in the shape of `value`."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = gradient.values if gradient.dtype.size > 2 else tf.cast(gradient.values, "float32")
@@ -306,25 +338,30 @@ def _dense(gradient, value):
 
 
 def _zeros(value):
-    """Return a gradient of zeros, which TensorFlow cannot compute beforehand where ranks add it."""
+    """Return a zero gradient.
+
+    TensorFlow must not fold it to a constant if ranks reduce it.
+    """
     zeros = tf.zeros_like(value)
-    is_added = job.data_shard()[1] > 1 and not trace.is_on_mesh()
-    return never_constant(zeros) if is_added and not _compat.is_compiled_by_xla() else zeros
+    is_reduced = job.data_shard()[1] > 1 and not trace.is_on_mesh()
+    return never_constant(zeros) if is_reduced and not _compat.is_compiled_by_xla() else zeros
 
 
 class LocalEngine(Engine):
-    """Forward and backward on this rank's one device.
+    """Engine for a single device per rank.
 
     Args:
-        step: the `ForwardStep`.
-        jit_compile: whether forward and backward are compiled with XLA.
+        step: The `ForwardStep`.
+        jit_compile: Whether XLA compiles the forward and backward passes.
 
     Raises:
-        ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
+        ValueError: If `jit_compile` is set and the network would communicate during its forward
+            pass. Raised by `build`.
     """
 
     def __init__(self, step, jit_compile=False):
-        self._step, self._jit_compile = step, jit_compile
+        self._step = step
+        self._jit_compile = jit_compile
         self._compute = step.loss_and_gradients
         if jit_compile:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
@@ -335,19 +372,19 @@ class LocalEngine(Engine):
             network(input_symbols(first))
         if not self._jit_compile:
             return
-        sends = None
+        cause = None
         if any(is_unsharded_for_use(weight) for weight in network.weights):
-            sends = "optimizer_shard=3"
+            cause = "optimizer_shard=3"
         elif any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network)):
-            sends = "expert_group_size=None on data ranks"
-        if sends is not None:
+            cause = "expert_group_size=None on data ranks"
+        if cause is not None:
             raise ValueError(
-                f"jit_compile=True does not work with {sends}, which communicates while the network "
-                "is computed: leave it at 'auto'"
+                f"`jit_compile=True` does not work with {cause}, which communicates during the "
+                "forward pass. Use `jit_compile='auto'`."
             )
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
-        return self._compute(inputs, labels, sample_weight, numbers)
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
+        return self._compute(inputs, labels, sample_weight, scalars)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)

@@ -1,7 +1,4 @@
-"""The engine of a mesh: forward and backward of all of its devices together.
-
-The shards of the weights and the batch go in, this rank's shards of the gradients come out.
-"""
+"""Engine for a mesh: its devices run the forward and backward passes together."""
 
 import warnings
 
@@ -25,22 +22,23 @@ from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.pipeline_parallel.shared_chunks import number_of_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
-from dtransformer.trainers.compile_checks import trained_batch_normalization
+from dtransformer.trainers.compile_checks import find_trained_batch_norm
 from dtransformer.trainers.data import input_symbols
-from dtransformer.trainers.engines.base import Engine, Numbers
+from dtransformer.trainers.engines.base import Engine, StepScalars
 
-MANY_BLOCKS = 24  # those of which the function takes DTensor half a minute to compile
+MANY_BLOCKS = 24  # DTensor takes about half a minute to compile a function with this many blocks.
 
 
 class MeshEngine(Engine):
-    """Forward and backward on the mesh that this rank is a part of.
+    """Engine that runs forward and backward passes on this rank's mesh.
 
     Args:
-        step: the `ForwardStep`.
+        step: The `ForwardStep`.
     """
 
     def __init__(self, step):
-        self._step, self._consistency = step, ReplicaConsistency()
+        self._step = step
+        self._consistency = ReplicaConsistency()
         self._train = self._test = self._predict = None
 
     def build(self, first):
@@ -49,20 +47,20 @@ class MeshEngine(Engine):
         network = self._step.network
         if not network.built:
             network(input_symbols(first))
-        _tell_of_chunks(network)
+        _warn_slow_compilation(network)
         self._train = MeshFunction(self._train_on_mesh, network.variables, gradients=True)
         self._test = MeshFunction(self._test_on_mesh, network.variables)
         self._predict = MeshFunction(self._predict_on_mesh, network.variables)
 
     def collectives(self):
-        times = get_parallel_config().micro_batch_num
-        return times * audit.mesh_collectives(self._train.compiled, self._train.calls)
+        num_micro_batches = get_parallel_config().micro_batch_num
+        return num_micro_batches * audit.mesh_collectives(self._train.compiled, self._train.calls)
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
         self._consistency.check((inputs, labels, sample_weight), "train")
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
-        gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))
+        gradients, outputs, sums = self._train(*batch, *map(put_numbers, scalars))
         self._check_added_rows(inputs, self._train, training=True)
         weights = self._step.network.trainable_variables
         shards = [
@@ -70,49 +68,54 @@ class MeshEngine(Engine):
             for weight, gradient in zip(weights, gradients)
             for shard in mesh_variable.unpacked(weight, gradient)
         ]
-        return shards, _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
+        return shards, _remove_added_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         self._consistency.check((inputs, labels, sample_weight), "test")
         batch = put_batch(inputs, labels, sample_weight)
         outputs, sums = self._test(*batch, put_numbers(counts))
         self._check_added_rows(inputs, self._test)
-        return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
+        return _remove_added_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
         self._consistency.check(inputs, "predict")
-        return _own_rows(self._predict(put_sharded(inputs)), inputs)
+        return _remove_added_rows(self._predict(put_sharded(inputs)), inputs)
 
     def _check_added_rows(self, inputs, function, training=False):
-        """Check that nothing counts the rows of zeros that are added to a batch, but for the loss.
+        """Check that nothing counts the zero rows that fill up a batch.
+
+        The loss excludes these rows.
 
         Raises:
-            ValueError: what layers add to the loss does, or keep; or a BatchNormalization.
+            ValueError: If rows were added and layers add losses, update states or metrics, or, in
+                training, if there is a trainable BatchNormalization.
         """
-        rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
+        rows = num_rows(inputs)
+        axis = axis_size(mesh_axis("batch"))
         if not rows_added(rows):
             return
-        what = None
+        counter = None
         if function.adds_losses:
-            what = "the losses that layers add"
-        elif training and trained_batch_normalization(self._step.network) is not None:
-            what = "the BatchNormalization's means"
+            counter = "losses that layers add"
+        elif training and find_trained_batch_norm(self._step.network) is not None:
+            counter = "the means of a BatchNormalization"
         elif self._step.states.is_used:
-            what = "the states and metrics of layers"
-        if what is not None:
+            counter = "states and metrics of layers"
+        if counter is not None:
             raise ValueError(
-                f"a batch or micro-batch of {rows} rows is filled up with rows of zeros, as the "
-                f"mesh's data axis is {axis}: {what} would count them; give batches of a multiple of "
-                f"{axis * get_parallel_config().micro_batch_num} rows, or drop the rest"
+                f"A batch or micro-batch of {rows} rows is filled up with zeros, because the "
+                f"mesh's data axis has size {axis}, and {counter} would include them. Use batches "
+                f"with a multiple of {axis * get_parallel_config().micro_batch_num} rows, or drop "
+                "the remainder."
             )
 
-    # What is traced on the mesh.
+    # Functions that are traced on the mesh.
 
     def _train_on_mesh(self, inputs, labels, sample_weight, counts, loss_scale, seed):
         job.compiles()
-        numbers = Numbers(counts, loss_scale[0], seed[:2])
+        scalars = StepScalars(counts, loss_scale[0], seed[:2])
         gradients, outputs, sums = self._step.loss_and_gradients(
-            inputs, labels, sample_weight, numbers
+            inputs, labels, sample_weight, scalars
         )
         gradients = [
             relayout(tf.convert_to_tensor(gradient), mesh_variable.sharding_specs(weight))
@@ -127,23 +130,23 @@ class MeshEngine(Engine):
         return replicate(self._step.outputs(inputs))
 
 
-def _tell_of_chunks(network):
-    """Warn that the first step of a deep network takes long, and say what takes less."""
-    number = number_of_blocks(network)
+def _warn_slow_compilation(network):
+    """Warn if the network is so deep that its first step takes long to compile."""
+    num_blocks = number_of_blocks(network)
     may_have_chunks = not settings_without_chunks(get_parallel_config())
-    if number >= MANY_BLOCKS and may_have_chunks and job.is_chief():
+    if num_blocks >= MANY_BLOCKS and may_have_chunks and job.is_chief():
         warnings.warn(
-            f"{number} blocks are compiled for the mesh as one function, which may take minutes. "
-            "Blocks that are alike are compiled once, for the same losses, with "
+            f"{num_blocks} blocks are compiled for the mesh as one function, which may take "
+            "minutes. To compile equal blocks only once, with the same losses, pass "
             "TransformerOpParallelConfig(pipeline_schedule='interleaved', "
-            f"pipeline_chunks={number // 4 + 1}, ...), given to dtransformer.init() before the "
-            "network is made; later steps take longer where blocks are small: see 'Deep networks on "
-            "a mesh' in docs/pipeline.md",
+            f"pipeline_chunks={num_blocks // 4 + 1}, ...) to dtransformer.init() before you create "
+            "the network. Later steps are slower if blocks are small. See 'Deep networks on a mesh' in "
+            "docs/pipeline.md.",
             stacklevel=2,
         )
 
 
-def _own_rows(outputs, inputs):
-    """Return outputs without the rows that were added to the batch."""
-    number = num_rows(inputs)
-    return tf.nest.map_structure(lambda x: None if x is None else local_value(x)[:number], outputs)
+def _remove_added_rows(outputs, inputs):
+    """Return the local outputs without the rows that were added to the batch."""
+    rows = num_rows(inputs)
+    return tf.nest.map_structure(lambda x: None if x is None else local_value(x)[:rows], outputs)

@@ -1,8 +1,9 @@
-"""The engine of a pipeline: carries the schedule's instructions out on this rank."""
+"""Engine for a pipeline: runs the instructions of this rank's stage."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import tensorflow as tf
 
@@ -43,25 +44,28 @@ from dtransformer.trainers.row_sharding import rows_of_shard
 
 
 class PipelineEngine(Engine):
-    """Forward and backward of this rank's stage of the network.
+    """Engine that runs forward and backward passes of this rank's pipeline stage.
 
     Args:
-        step: the `ForwardStep`. Its network is built here, this stage's layers of it.
+        step: The `ForwardStep`. `build` builds only this stage's layers of its network.
     """
 
     takes_micro_batches = True
 
     def __init__(self, step):
-        self._step, self.network = step, step.network
-        self.placement, self.stage = job.placement(), job.stage()[0]
+        self._step = step
+        self.network = step.network
+        self.placement = job.placement()
+        self.stage = job.stage()[0]
         config = get_parallel_config()
         self._num_micro_batches = config.micro_batch_num
         self._divides_backward = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
         self._instructions = schedules.instructions(
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
-        self.devices, self.peers = stage_devices(), peers()
-        # Compiled forward passes of chunks, by chunk and `Dataflow`.
+        self.devices = stage_devices()
+        self.peers = peers()
+        # Compiled forward pass of a chunk, from its index and the `Dataflow`.
         self.function = ChunkFunctions(self.network, self._forward, self.devices, shares=True).of
         self._predict = ForwardPass(
             self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
@@ -69,7 +73,7 @@ class PipelineEngine(Engine):
         self._evaluate = ForwardPass(
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
-        self._dataflows = {}  # specs of a micro-batch -> Dataflow
+        self._dataflows = {}  # Specs of a micro-batch -> Dataflow.
         self._is_prepared = False
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
@@ -78,46 +82,51 @@ class PipelineEngine(Engine):
             kernel_gradients, autograph=False, reduce_retracing=True
         )
         self._shared = self._example = None
-        self._names_of_sums = {}  # kind of computation -> dict of names and shapes
-        self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
-        # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
-        self._last_dataflow, self._last_events = None, ([], {}, {})
+        self._sum_shapes = {}  # "train" or "test" -> dict of names and shapes.
+        self._compiled = []  # The last compilation, see `PipelineStep.compiled`.
+        # Dataflow and events of the last step: computations, starts of sends, and receives.
+        self._last_dataflow = None
+        self._last_events = ([], {}, {})
         self._consistency = ReplicaConsistency()
 
     def build(self, first):
-        """As `Engine.build`; of other stages' layers there are no weights."""
+        """Build this stage's layers; see `Engine.build`."""
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
             self._shared = SharedGradients(self.network)
-            self._leave_out_frozen_chunks()
+            self._skip_frozen_chunks()
 
-    def _leave_out_frozen_chunks(self):
-        """Find the first chunk with a weight that is trained: none before it has a backward pass."""
+    def _skip_frozen_chunks(self):
+        """Remove backward passes before the first chunk with a trainable weight."""
         trained = [
             chunk for chunk in own_chunks() if weights_of(self.network, chunk, self._example)[0]
         ]
-        everywhere = [chunk for of_rank in all_gather_json(trained, "trained") for chunk in of_rank]
-        self.first_trained = min(everywhere, default=self.placement.num_chunks)
+        gathered = all_gather_json(trained, "trained")
+        self.first_trained = min(itertools.chain(*gathered), default=self.placement.num_chunks)
         self._instructions = [
-            without_backward(of_stage, self.first_trained) for of_stage in self._instructions
+            without_backward(instructions, self.first_trained)
+            for instructions in self._instructions
         ]
 
-    # A training step.
+    # Training step.
 
-    def forward_backward(self, inputs, labels, sample_weight, numbers):
-        """As `Engine.forward_backward`; gradients are those of this stage's weights."""
+    def forward_backward(self, inputs, labels, sample_weight, scalars):
+        """See `Engine.forward_backward`. Gradients belong to this stage's weights."""
         check_any_trained(self.first_trained < self.placement.num_chunks)
-        batch, number = (inputs, labels, sample_weight), self._num_micro_batches
+        batch = (inputs, labels, sample_weight)
         self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
-        batches = [rows_of_shard(batch, k, number) for k in range(number)]
+        m = self._num_micro_batches
+        batches = [rows_of_shard(batch, k, m) for k in range(m)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
-        batches = [self.devices.put_batch(*one) for one in batches]
-        put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
-        self._prepare(batches, rows // number, *put, numbers.seed)
-        step = PipelineStep(self, batches, rows // number, *put, numbers.seed)
+        batches = [self.devices.put_batch(*micro_batch) for micro_batch in batches]
+        counts = self.devices.put_numbers(scalars.counts)
+        loss_scale = self.devices.put_numbers(scalars.loss_scale)
+        step_args = (batches, rows // m, counts, loss_scale, scalars.seed)
+        self._prepare(*step_args)
+        step = PipelineStep(self, *step_args)
         for instruction in self._instructions[self.stage]:
             step.run(instruction)
         step.finish()
@@ -126,106 +135,115 @@ class PipelineEngine(Engine):
         self._compiled = step.compiled or self._compiled
         gradients = self._shared.add_up(step.all_gradients())
         gradients = [shard for shards in gradients for shard in shards]
-        is_first = "train" not in self._names_of_sums
-        sums = self._sums_everywhere(step.sums, "train")
-        if is_first:  # later steps do not wait for it
-            self._check_added(sums)
+        is_first = "train" not in self._sum_shapes
+        sums = self._reduce_over_stages(step.sums, "train")
+        if is_first:  # Reading the sums blocks, so only the first step is checked.
+            self._check_added_loss(sums)
         return gradients, step.all_outputs(), sums
 
-    def _prepare(self, batches, rows, *numbers):
-        """Compile this stage's chunks, before it waits for others."""
-        # In the first step alone, which all ranks take together: layers may send.
-        is_first, self._is_prepared = not self._is_prepared, True
+    def _prepare(self, *step_args):
+        """Compile this stage's chunks before it waits for other stages."""
+        # Layers may communicate, so all ranks must do this in the same step, the first.
+        is_first = not self._is_prepared
+        self._is_prepared = True
         if not is_first or self.placement.num_stages == 1:
             return
         if not any(has_state(self.network, chunk, self.placement) for chunk in own_chunks()):
-            step = PipelineStep(self, batches, rows, *numbers)
-            step.rehearse()
+            step = PipelineStep(self, *step_args)
+            step.warm_up()
             step.finish()
             self._compiled = step.compiled or self._compiled
 
     def dataflow(self, inputs):
-        """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
+        """Return the `Dataflow` of a micro-batch with these input tensors or specs."""
         key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
         return self._dataflows[key]
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
-        """Return a chunk's share of the loss, its sums, outputs if wanted, and its split kernels.
+        """Return a chunk's local loss, sums, outputs for metrics and deferred kernel gradients.
 
-        Outputs are the last chunk's.
+        Only the last chunk has outputs.
         """
-        devices, step = self.devices, self._step
+        devices = self.devices
+        step = self._step
         job.compiles()
-        defers = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        with training_forward(devices.numbers(seed, [2])) as reported, defers as deferred:
-            outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = step.of_layers(found, inputs, counts, reported)
+        deferring = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
+        with training_forward(devices.numbers(seed, [2])) as reported, deferring as deferred:
+            outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
+        sums = step.layer_sums(changes, inputs, counts, reported)
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
-        outputs = step.kept(outputs) if chunk == self.placement.last_chunk else None
+        outputs = step.metric_outputs(outputs) if chunk == self.placement.last_chunk else None
         losses = losses_of(self.network, chunk, self.placement)
-        sums["added"] = step.added(losses, inputs, counts)
+        sums["added"] = step.added_loss(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
 
     def _layers(self, chunk=None):
-        """Return the layers of a model chunk, by default of the one that is computed."""
+        """Return the layers of a model chunk, by default the current one."""
         chunk = current_chunk() if chunk is None else chunk
         return layers_of(self.network, chunk, self.placement)
 
-    def _sums_everywhere(self, sums, kind):
-        """Return on every stage the sums over all stages; of layers' states, those of its own."""
+    def _reduce_over_stages(self, sums, kind):
+        """Return on every stage the sums over all stages, and this stage's state changes."""
         states = {name: value for name, value in sums.items() if name.startswith("states/")}
         sums = {name: value for name, value in sums.items() if name not in states}
-        if kind not in self._names_of_sums:  # always the same
-            own = {name: list(value.shape) for name, value in sums.items()}
-            everyone = all_gather_json(own, "names_of_sums")
-            everyone = {name: shape for of_rank in everyone for name, shape in of_rank.items()}
-            self._names_of_sums[kind] = dict(sorted(everyone.items()))
-        shapes = self._names_of_sums[kind]
-        own = [tf.reshape(sums.get(name, tf.zeros(shape)), [-1]) for name, shape in shapes.items()]
-        totals = transport.all_reduce(tf.concat(own, 0), "Sum", job.pipeline_group(), "sums")
-        totals = tf.split(totals, [x.shape[0] for x in own])
+        if kind not in self._sum_shapes:  # The names do not change from step to step.
+            local_shapes = {name: list(value.shape) for name, value in sums.items()}
+            shapes = {}
+            for rank_shapes in all_gather_json(local_shapes, "names_of_sums"):
+                shapes.update(rank_shapes)
+            self._sum_shapes[kind] = dict(sorted(shapes.items()))
+        shapes = self._sum_shapes[kind]
+        flat = [tf.reshape(sums.get(name, tf.zeros(shape)), [-1]) for name, shape in shapes.items()]
+        totals = transport.all_reduce(tf.concat(flat, 0), "Sum", job.pipeline_group(), "sums")
+        totals = tf.split(totals, [x.shape[0] for x in flat])
         totals = {name: tf.reshape(x, shape) for (name, shape), x in zip(shapes.items(), totals)}
         return totals | states
 
-    def _check_added(self, sums):
-        """Refuse what stages would have to know of the last one before their backward passes."""
-        if "divided" in sums and float(sums["added"]):
+    def _check_added_loss(self, sums):
+        """Check that layers add no losses if the loss normalizer depends on the forward pass.
+
+        Other stages would need the normalizer before their backward passes.
+
+        Raises:
+            ValueError: If layers have added losses to such a loss.
+        """
+        if "normalizer_ratio" in sums and float(sums["added"]):
             raise ValueError(
-                "a loss that is a mean over a mask, and losses that layers add, do not go through a "
-                "pipeline together: use sample weights and reduction='mean_with_sample_weight' "
-                "instead of the mask, or pipeline_stage=1"
+                "A pipeline cannot combine a loss that is a mean over a mask with losses that "
+                "layers add. Use sample weights and `reduction='mean_with_sample_weight'` instead "
+                "of the mask, or set `pipeline_stage=1`."
             )
 
-    # Without gradients: the whole batch, from stage to stage.
+    # Evaluation and prediction: the full batch passes from stage to stage.
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        """As `Engine.evaluate`; outputs where metrics want them, on the stage that has them."""
+        """See `Engine.evaluate`. Only the last stage returns outputs."""
         self._consistency.check((inputs, labels, sample_weight), "test")
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
-        (outputs, sums), of_chunks = self._evaluate((*batch, self.devices.put_numbers(counts)))
+        (outputs, sums), chunk_sums = self._evaluate((*batch, self.devices.put_numbers(counts)))
         outputs = tf.nest.map_structure(lambda x: None if x is None else x[:rows], outputs)
-        for own in of_chunks.values():
-            for name, x in self.devices.local(own).items():
+        for added in chunk_sums.values():
+            for name, x in self.devices.local(added).items():
                 sums[name] = sums.get(name, 0.0) + x
-        return outputs, self._sums_everywhere(sums, "test")
+        return outputs, self._reduce_over_stages(sums, "test")
 
     def _outputs_and_sums(self, inputs, labels, sample_weight, counts):
-        """Return the last chunk's results, and what the layers of this one add to the sums."""
-        outputs, found = self._step.outputs_and_states(inputs, layers=self._layers())
+        """Return the last chunk's results and the sums of the current chunk's layers."""
+        outputs, changes = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
-        own = self._step.of_layers(found, inputs, counts)
-        own["added"] = self._step.added(losses, inputs, counts)
-        return (self._step.kept(outputs), sums), self.devices.replicate(own)
+        added = self._step.layer_sums(changes, inputs, counts)
+        added["added"] = self._step.added_loss(losses, inputs, counts)
+        return (self._step.metric_outputs(outputs), sums), self.devices.replicate(added)
 
     def predict(self, inputs):
-        """As `Engine.predict`."""
+        """See `Engine.predict`."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         self._consistency.check(inputs, "predict")
         rows = num_rows(inputs)
@@ -233,52 +251,52 @@ class PipelineEngine(Engine):
         return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))
 
     def example_outputs(self):
-        """Return zeros of the types of the outputs, and of shapes like theirs."""
+        """See `Engine.example_outputs`."""
         return zeros_like(self._example.outputs)
 
-    # What is told of a step.
+    # Reports on a step.
 
     @property
     def num_kept(self):
-        """The number of micro-batches whose activations of all own chunks are kept at once."""
+        """Maximum number of stored activations of chunks, divided by this stage's chunks."""
         return most_alive(self._instructions[self.stage]) / len(own_chunks())
 
     def collectives(self):
-        """Return the `Collective`s of a step: those on the mesh, and between the stages."""
+        """Return the `Collective`s of a step, on the mesh and between stages."""
         on_mesh = [
-            dataclasses.replace(one, layer=function.layer_name(one.layer))
+            dataclasses.replace(collective, layer=function.layer_name(collective.layer))
             for function, names in self._compiled
-            for one in audit.mesh_collectives(names, function.compilation.calls)
+            for collective in audit.mesh_collectives(names, function.compilation.calls)
         ]
         return self._num_micro_batches * on_mesh + self.transfers()
 
     def transfers(self):
-        """Return the `Collective`s that this stage sends to others in the last step."""
+        """Return the `Collective`s that this stage sent to other stages in the last step."""
         sent = []
-        for one in self._instructions[self.stage]:
-            if one.kind not in SENDS:
+        dataflow = self._last_dataflow
+        for instruction in self._instructions[self.stage]:
+            if instruction.kind not in SENDS:
                 continue
-            backward = one.kind == SEND_GRADIENTS
-            dataflow = self._last_dataflow
-            passing = dataflow.gradients_after if backward else dataflow.sent_after
-            for tensor in passing(one.chunk - backward):
+            backward = instruction.kind == SEND_GRADIENTS
+            border_tensors = dataflow.gradients_after if backward else dataflow.sent_after
+            for tensor in border_tensors(instruction.chunk - backward):
                 layer = tensor.name.split(":")[0].split("/", 1)[-1]
                 sent += [
                     audit.Collective(
-                        *("send/recv", "send/recv", tuple(shape), dtype),
-                        *("stages", 2, layer, backward),
+                        "send/recv", "send/recv", tuple(shape), dtype, "stages", 2, layer, backward
                     )
                     for shape, dtype in self.devices.shard_specs([tensor])
                 ]
         return sent
 
     def timeline(self, path=None):
-        """Return what all stages did in the last step; see `Trainer.timeline`."""
+        """Return the timeline of all stages in the last step; see `Trainer.timeline`."""
         if takes_gpu_branch() and not self.devices.measures:
             self.devices.measures = True
             raise ValueError(
-                "on GPUs the host runs ahead of a stage, and times are measured from the next step on: "
-                "train one more step and call timeline again; each step waits for the GPU from now on"
+                "On GPUs the times of a stage are measured only after the first call of "
+                "timeline(). Train one more step and call timeline() again. From now on each step "
+                "waits for the GPU."
             )
         timeline = gather_timeline(*self._last_events)
         if path is not None and job.is_chief():

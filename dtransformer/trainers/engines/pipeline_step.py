@@ -1,4 +1,4 @@
-"""One training step of a pipeline stage: its instructions are carried out here."""
+"""One training step of a pipeline stage, which executes the schedule's instructions."""
 
 import dataclasses
 import time
@@ -18,50 +18,57 @@ from dtransformer.parallel.schedules.instruction import (
 )
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import own_shards
-from dtransformer.trainers.engines.accumulation import seed_of
+from dtransformer.trainers.engines.accumulation import micro_batch_seed
 from dtransformer.trainers.optimizer.phases import with_zeros
 
 
 class PipelineStep:
-    """A training step of this rank's stage.
+    """Training step of this rank's stage.
 
     Args:
-        engine: the `PipelineEngine`.
-        batches: list of the micro-batches, each (inputs, labels, sample_weight) as compiled
-            functions take them.
-        num_rows: number of rows of each, those that were added for the mesh not counted.
-        counts, loss_scale: numbers as compiled functions take them.
-        seed: int64 tensor [2].
+        engine: The `PipelineEngine`.
+        batches: List of micro-batches, tuples `(inputs, labels, sample_weight)` of device tensors.
+        num_rows: Number of rows of each micro-batch, without rows that were added for the mesh.
+        counts, loss_scale: Device tensors, see `StepScalars`.
+        seed: Int64 tensor [2].
 
     Attributes:
-        dataflow: the `Dataflow` of a micro-batch.
-        sums: dict of what the logs are made of, of this stage.
-        events: list of the `Event`s of computations.
-        sent: dict of the names of sends and when they began.
-        received: dict of the names of receives and their `Event`s.
-        compiled: list of the functions of this stage's chunks, each with the names of those that it
-            was compiled into, if any were.
+        dataflow: The `Dataflow` of a micro-batch.
+        sums: Dict of this stage's sums for the logs.
+        events: List of the `Event`s of computations.
+        sent: Dict that maps the name of each send to its start time.
+        received: Dict that maps the name of each receive to its `Event`.
+        compiled: List of `(function, names)` tuples if a chunk was compiled in this step, otherwise
+            empty: the function of each chunk, and the names of its compiled TensorFlow functions.
     """
 
     def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
-        self._engine, self._devices = engine, engine.devices
-        self._batches, self._num_rows = batches, num_rows
-        self._counts, self._loss_scale, self._seed = counts, loss_scale, seed
+        self._engine = engine
+        self._devices = engine.devices
+        self._batches = batches
+        self._num_rows = num_rows
+        self._counts = counts
+        self._loss_scale = loss_scale
+        self._seed = seed
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
-        self._weights = {}  # chunk -> what gradients are taken of
-        self._tapes = {}  # (chunk, micro-batch) -> what its backward pass needs
-        self._left = {}  # (chunk, micro-batch) -> list of (kernel, input, gradient of the output)
-        self._arriving = {}  # name of a receive -> future
-        self._leaving = []
-        self._handed = {}  # name of what passes a border -> tensors, until they are taken
-        self._gradients = {}  # id of a weight -> list of this rank's shards
+        self._weights = {}  # Chunk -> tensors that gradients are computed for.
+        self._tapes = {}  # (chunk, micro-batch) -> inputs of its backward pass.
+        # (chunk, micro-batch) -> list of (kernel, input, output gradient).
+        self._deferred_kernels = {}
+        self._receives = {}  # Name of a receive -> future.
+        self._sends = []
+        self._border_tensors = {}  # Name of border tensors -> tensors, until they are used.
+        self._gradients = {}  # Weight id -> list of this rank's shards.
         self._outputs = []
-        self.sums, self.events, self.compiled = {}, [], []
-        self.sent, self.received = {}, {}
+        self.sums = {}
+        self.events = []
+        self.compiled = []
+        self.sent = {}
+        self.received = {}
 
     def run(self, instruction):
-        """Carry an instruction out."""
+        """Execute an instruction."""
         self._started = time.time()
         if instruction.kind in SENDS:
             self._send(instruction)
@@ -72,91 +79,95 @@ class PipelineStep:
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
 
-    def rehearse(self):
-        """Compute the first micro-batch, on zeros in place of what other stages send.
+    def warm_up(self):
+        """Run the first micro-batch on zeros instead of received tensors.
 
-        All stages compile at the same time then, not one when the other's results have come.
+        All stages then compile at the same time, not in sequence.
         """
         for chunk in own_chunks():
-            one = Instruction(FORWARD, 0, chunk)
+            instruction = Instruction(FORWARD, 0, chunk)
             if chunk:
-                passing = self.dataflow.sent_after(chunk - 1)
-                self._handed[_activations(0, chunk - 1)] = self._zeros(passing)
-            self._forward(one)
+                crossing = self.dataflow.sent_after(chunk - 1)
+                self._border_tensors[_activations(0, chunk - 1)] = self._zeros(crossing)
+            self._forward(instruction)
             if (chunk, 0) in self._tapes:
-                passing = self.dataflow.gradients_after(chunk)
-                self._handed[_gradients(0, chunk)] = self._zeros(passing)
-                self._backward(one)
-                if self._left[chunk, 0]:
-                    self._weight_gradients(one)
+                crossing = self.dataflow.gradients_after(chunk)
+                self._border_tensors[_gradients(0, chunk)] = self._zeros(crossing)
+                self._backward(instruction)
+                if self._deferred_kernels[chunk, 0]:
+                    self._weight_gradients(instruction)
 
     def _zeros(self, crossing):
         shards = [tf.zeros(*spec) for spec in self._devices.shard_specs(crossing)]
         return self._devices.from_shards(crossing, shards)
 
     def finish(self):
-        """Wait until everything has left."""
-        for sent in self._leaving:
+        """Wait for all sends, and record the end of all receives."""
+        for sent in self._sends:
             sent.result()
         for name, event in self.received.items():
             end = self._engine.peers.ended[name]
             self.received[name] = dataclasses.replace(event, end=end)
         functions = [self._engine.function(chunk, self.dataflow) for chunk in self._weights]
         if any(function.compilation.is_new for function in functions):
-            self.compiled = [(one, list(one.compilation.compiled)) for one in functions]
+            self.compiled = [
+                (function, list(function.compilation.compiled)) for function in functions
+            ]
             for function in functions:
                 function.compilation.is_new = False
 
     def all_gradients(self):
-        """Return for each weight the list of this rank's shards of its gradient."""
+        """Return for each trainable weight the list of its gradient's local shards."""
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
-        zeros = lambda i: [tf.zeros_like(shard.value) for shard in own_shards([weights[i]])]
-        return with_zeros(weights, gradients, zeros)
+        return with_zeros(weights, gradients, lambda i: _zero_shards(weights[i]))
 
     def all_outputs(self):
-        """Return the outputs of all micro-batches; None where they are not wanted, or not here."""
+        """Return the outputs of all micro-batches, or `None` without metrics or on other stages."""
         if not self._outputs:
             return None
         return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *self._outputs)
 
-    # What passes the border after a chunk, forwards or backwards: by send and receive, or from
-    # hand to hand where both chunks are on this stage.
+    # Tensors at the border between two chunks. They are sent and received, or passed on directly
+    # if both chunks are on this stage.
 
-    def _border(self, one):
-        """Return the `CrossStageTensor`s of a send or a receive, and the name of what passes."""
-        border = one.chunk - (one.kind in (RECEIVE_ACTIVATIONS, SEND_GRADIENTS))
-        if one.kind in (SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS):
-            return self.dataflow.sent_after(border), _activations(one.micro_batch, border)
-        return self.dataflow.gradients_after(border), _gradients(one.micro_batch, border)
+    def _find_border(self, instruction):
+        """Return the `CrossStageTensor`s of a send or a receive, and their common name."""
+        kind = instruction.kind
+        border = instruction.chunk - (kind in (RECEIVE_ACTIVATIONS, SEND_GRADIENTS))
+        if kind in (SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS):
+            return self.dataflow.sent_after(border), _activations(instruction.micro_batch, border)
+        return self.dataflow.gradients_after(border), _gradients(instruction.micro_batch, border)
 
-    def _receive(self, one):
-        crossing, name = self._border(one)
+    def _receive(self, instruction):
+        crossing, name = self._find_border(instruction)
         specs = self._devices.shard_specs(crossing)
-        self._arriving[name] = self._engine.peers.receive(specs, one.peer, name)
-        self.received[name] = Event(self._engine.stage, one, time.time(), None)
+        self._receives[name] = self._engine.peers.receive(specs, instruction.peer, name)
+        self.received[name] = Event(self._engine.stage, instruction, time.time(), None)
 
-    def _send(self, one):
-        crossing, name = self._border(one)
-        shards = self._devices.shards(crossing, self._handed.pop(name))
+    def _send(self, instruction):
+        crossing, name = self._find_border(instruction)
+        shards = self._devices.shards(crossing, self._border_tensors.pop(name))
         self.sent[name] = time.time()
-        self._leaving.append(self._engine.peers.send(shards, one.peer, name))
+        self._sends.append(self._engine.peers.send(shards, instruction.peer, name))
 
-    def _take(self, crossing, name):
-        """Return the tensors that pass a border, in the order of the `CrossStageTensor`s."""
-        if name in self._handed:
-            return self._handed.pop(name)
-        shards = self._arriving.pop(name).result()
-        self._started = time.time()  # what comes before is waiting
+    def _take_tensors(self, crossing, name):
+        """Return the tensors at a border in the order of the `CrossStageTensor`s."""
+        if name in self._border_tensors:
+            return self._border_tensors.pop(name)
+        shards = self._receives.pop(name).result()
+        self._started = time.time()  # Exclude the waiting time from the event.
         return self._devices.from_shards(crossing, shards)
 
     # Computations.
 
-    def _forward(self, one):
-        k, chunk, devices = one.micro_batch, one.chunk, self._devices
+    def _forward(self, instruction):
+        k = instruction.micro_batch
+        chunk = instruction.chunk
+        devices = self._devices
         crossing = self.dataflow.received_by(chunk)
-        received = self._take(crossing, _activations(k, chunk - 1)) if chunk else []
-        seed = devices.put_numbers(seed_of(self._seed, k, len(self._batches)))
+        received = self._take_tensors(crossing, _activations(k, chunk - 1)) if chunk else []
+        seed = devices.put_numbers(micro_batch_seed(self._seed, k, len(self._batches)))
         function = self._engine.function(chunk, self.dataflow)
         if chunk not in self._weights:
             self._weights[chunk] = function.weights()
@@ -165,18 +176,20 @@ class PipelineStep:
         has_backward = chunk >= self._engine.first_trained
         received_trained = []
         if chunk > self._engine.first_trained:
-            received_trained = [x for x, of in zip(received, crossing) if of.has_gradient]
+            received_trained = [x for x, tensor in zip(received, crossing) if tensor.has_gradient]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*weights, *received_trained])
             sent, (loss, sums, outputs, deferred) = function(
                 weights,
                 dict(zip(names, received, strict=True)),
                 *self._batches[k],
-                *(self._counts, self._loss_scale, seed),
+                self._counts,
+                self._loss_scale,
+                seed,
             )
         if chunk != self._last_chunk:
-            passing = self.dataflow.sent_after(chunk)
-            self._handed[_activations(k, chunk)] = [sent[tensor.name] for tensor in passing]
+            crossing = self.dataflow.sent_after(chunk)
+            self._border_tensors[_activations(k, chunk)] = [sent[x.name] for x in crossing]
         if has_backward:
             trained = [sent[tensor.name] for tensor in self.dataflow.gradients_after(chunk)]
             unused = [x for x in tf.nest.flatten((sums, outputs)) if x is not None]
@@ -188,59 +201,68 @@ class PipelineStep:
             outputs = devices.local(outputs)
             self._outputs.append(tf.nest.map_structure(lambda x: x[: self._num_rows], outputs))
 
-    def _backward(self, one):
-        k, chunk = one.micro_batch, one.chunk
+    def _backward(self, instruction):
+        k = instruction.micro_batch
+        chunk = instruction.chunk
         upstream = []
         if chunk != self._last_chunk:
-            upstream = self._take(self.dataflow.gradients_after(chunk), _gradients(k, chunk))
+            upstream = self._take_tensors(
+                self.dataflow.gradients_after(chunk), _gradients(k, chunk)
+            )
         tape, sent, loss, unused, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
-        # What is told has no gradient, but the tape would make zeros of it that are not on the mesh.
+        # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
+        # zeros that are not on the mesh.
         upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, unused)]
-        found = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
-        gradients, passed = found[: len(weights)], found[len(weights) :]
-        self._devices.wait([x for x in found if x is not None])
+        all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
+        gradients = all_gradients[: len(weights)]
+        input_gradients = all_gradients[len(weights) :]
+        self._devices.wait([x for x in all_gradients if x is not None])
         function = self._engine.function(chunk, self.dataflow)
-        if function.compilation.is_new:  # it had no gradient before
+        if function.compilation.is_new:  # The first backward pass compiles its gradient.
             function.compilation.compiled.extend(new_functions())
         if chunk > self._engine.first_trained:
-            self._handed[_gradients(k, chunk - 1)] = [
+            self._border_tensors[_gradients(k, chunk - 1)] = [
                 tf.zeros_like(x) if gradient is None else gradient
-                for x, gradient in zip(received, passed, strict=True)
+                for x, gradient in zip(received, input_gradients, strict=True)
             ]
         trained = function.trained
-        left = [
+        self._deferred_kernels[chunk, k] = [
             (weight, deferred[weight.path], dy)
             for weight, dy in zip(trained, gradients)
             if weight.path in deferred and dy is not None
         ]
-        self._left[chunk, k] = left
-        now = [(w, x) for w, x in zip(trained, gradients) if w.path not in deferred]
-        self._add_up(now)
+        self._accumulate([(w, x) for w, x in zip(trained, gradients) if w.path not in deferred])
 
-    def _weight_gradients(self, one):
-        left = self._left.pop((one.chunk, one.micro_batch))
-        gradients = self._engine.kernel_gradients([(x, dy) for _, x, dy in left])
+    def _weight_gradients(self, instruction):
+        kernels = self._deferred_kernels.pop((instruction.chunk, instruction.micro_batch))
+        gradients = self._engine.kernel_gradients([(x, dy) for _, x, dy in kernels])
         self._devices.wait(gradients)
-        self._add_up([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(left, gradients)])
+        self._accumulate([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(kernels, gradients)])
 
-    def _add_up(self, gradients):
-        """Add a list of (weight, gradient or None) to what other micro-batches gave."""
+    def _accumulate(self, gradients):
+        """Add (weight, gradient) tuples to the gradients of other micro-batches; skip `None`."""
         new = {
             id(weight): self._devices.gradient_shards(weight, gradient)
             for weight, gradient in gradients
             if gradient is not None
         }
-        known = [key for key in new if key in self._gradients]
-        totals = self._engine.add(*([own[key] for key in known] for own in (self._gradients, new)))
-        self._gradients.update({**new, **dict(zip(known, totals))})
+        repeated = [key for key in new if key in self._gradients]
+        old_shards = [self._gradients[key] for key in repeated]
+        new_shards = [new[key] for key in repeated]
+        totals = self._engine.add(old_shards, new_shards)
+        self._gradients.update({**new, **dict(zip(repeated, totals))})
+
+
+def _zero_shards(weight):
+    return [tf.zeros_like(shard.value) for shard in own_shards([weight])]
 
 
 def _activations(k, border):
-    """Return the name of a micro-batch's activations that pass the border after a chunk."""
+    """Return the name of a micro-batch's activations at the border after a chunk."""
     return f"activations_{k}_after_{border}"
 
 
 def _gradients(k, border):
-    """Return the name of a micro-batch's gradients that pass the border after a chunk."""
+    """Return the name of a micro-batch's gradients at the border after a chunk."""
     return f"gradients_{k}_after_{border}"

@@ -38,15 +38,15 @@ class TestCallback:
     def test_wrong_arguments(self, tmp_path):
         for options, message in (
             ({"every_steps": 0}, "every_steps must be an integer"),
-            ({"every_minutes": 0}, "every_minutes must be greater than 0"),
-            ({"mode": "best"}, "mode must be"),
+            ({"every_minutes": 0}, "`every_minutes` must be greater than 0"),
+            ({"mode": "best"}, "`mode` must be"),
         ):
             with pytest.raises(InputError, match=message):
                 ModelCheckpoint(tmp_path, **options)
         saving = ModelCheckpoint(tmp_path, monitor="val_los")
-        with pytest.warns(UserWarning, match="'val_los' is not in the logs"):
+        with pytest.warns(UserWarning, match="'val_los'` is not in the logs"):
             new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
 
     def test_a_new_run_does_not_mix_with_an_old_one(self, two):
-        with pytest.raises(InputError, match=r"step 6, and training is at step 0: .*resume=True"):
+        with pytest.raises(InputError, match=r"step 6, but training is at step 0. .*resume=True"):
             new_trainer().fit(dataset(), verbose=0, callbacks=[ModelCheckpoint(two)])

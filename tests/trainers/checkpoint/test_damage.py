@@ -41,7 +41,7 @@ class TestDamage:
         assert_same_state(state(trained), state(trainer))
         told = capsys.readouterr().out
         assert f"{newest(two) / name}" in told and message in told
-        assert f"Taken instead: {two / 'step-00000006'}" in told
+        assert f"Using {two / 'step-00000006'} instead" in told
         assert restored.damaged == [str(newest(two))]
 
     def test_it_is_named_and_nothing_changes(self, damage, two):
@@ -58,14 +58,14 @@ class TestDamage:
 def test_a_checkpoint_without_its_manifest_is_none(two):
     (newest(two) / "checkpoint.json").unlink()
     assert [step for step, _ in folders.saved_steps(two)] == [6]
-    with pytest.raises(InputError, match="there is no checkpoint here"):
+    with pytest.raises(InputError, match="contains no checkpoint"):
         new_trainer().restore(newest(two))
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    with pytest.raises(InputError, match="no such folder"):
+    with pytest.raises(InputError, match="does not exist"):
         new_trainer().restore(tmp_path / "nothing")
-    with pytest.raises(InputError, match="no checkpoint here"):
+    with pytest.raises(InputError, match="contains no checkpoint"):
         new_trainer().restore(tmp_path)
 
 

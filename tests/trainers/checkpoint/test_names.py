@@ -2,7 +2,7 @@
 
 import keras
 
-from dtransformer.trainers.checkpoint.training_state import names_of
+from dtransformer.trainers.checkpoint.training_state import variable_names
 from harness.networks import translation_model
 
 
@@ -20,7 +20,7 @@ def sequential():
 
 
 def names(network):
-    found = names_of(network)
+    found = variable_names(network)
     return [found[id(variable)] for variable in network.variables]
 
 

@@ -13,7 +13,7 @@ class TestStrict:
     def test_all_that_does_not_fit_is_listed(self, two):
         cases = {
             "it lacks 6: network/block_1/bias": new_trainer(layers=2),
-            "block_0/kernel (4, 9), there (4, 8)": new_trainer(width=9),
+            "block_0/kernel (4, 9), in the file (4, 8)": new_trainer(width=9),
             "optimizer/velocities/block_0/bias": new_trainer(
                 keras.optimizers.SGD(0.1, momentum=0.9)
             ),
@@ -52,6 +52,6 @@ class TestStrict:
         trainer = Trainer(network)
         trainer.compile("sgd", keras.losses.MeanSquaredError())
         with pytest.raises(
-            ValueError, match="two variables of .* have the name network/same/kernel"
+            ValueError, match="Two variables of .* have the name network/same/kernel"
         ):
             trainer.save(tmp_path / "one")

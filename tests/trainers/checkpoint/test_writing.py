@@ -42,7 +42,7 @@ class TestWriting:
         """The only moment at which there is none of the path's name."""
         path = tmp_path / "step-00000006"
         trained.save(path)
-        os.rename(path, folders.replaced(path))
+        os.rename(path, folders.replaced_path(path))
         assert folders.saved_steps(tmp_path) == [(6, path)]
         new_trainer().restore(tmp_path)
         trained.save(path)
@@ -52,7 +52,7 @@ class TestWriting:
         usage = shutil.disk_usage(tmp_path)._replace(free=100)
         monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
         before = state(trained)
-        with pytest.raises(InputError, match="the disk has 0 MiB left, and a checkpoint takes"):
+        with pytest.raises(InputError, match="the disk has 0 MiB left, but a checkpoint needs"):
             trained.save(tmp_path / "one")
         assert list(tmp_path.iterdir()) == []
         assert_same_state(before, state(trained))
