@@ -1,4 +1,4 @@
-"""Saving never replaces other trained weights, and saved adapters record their base network."""
+"""Saving replaces other weights only on request, and saved adapters record their base network."""
 
 import json
 
