@@ -45,7 +45,7 @@ def make_inputs(name, mask=MASK):
         ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple `\(inputs, labels\)`"),
         ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' for packed texts"),
         ("causal", {"tokens": IDS, "token_type_ids": IDS}, "no input 'token_type_ids'"),
-        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: there are tokens, "),
+        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: expected one of tokens, "),
         ("causal", {"segments": IDS}, "must contain 'tokens' or 'input_ids', got 'segments'"),
         (
             "causal",
