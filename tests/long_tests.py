@@ -1,21 +1,23 @@
-"""Tests that left the quick suite, besides those with the mark, and what holds their promises.
+"""Tests of the long suite without the mark `long`, and the quick tests of the same promises.
 
-Of a test that is parametrized some cases stay in the quick suite; they hold what all of them do, for
-the others' options come in where other quick tests look for them.
+Some cases of a parametrized test may stay in the quick suite. They check the promise of all cases.
+`LEFT` and `long_tests.tsv` list the tests. A new row belongs in the table.
 """
 
+import csv
+import pathlib
 import re
 import typing
 
 
 class Left(typing.NamedTuple):
-    """Cases of a test that left the quick suite.
+    """Cases of a test that belong to the long suite.
 
     Args:
-        test: its file, below `tests`, and its name.
-        stays: a pattern of the cases that stay, searched for in what is in their brackets; "" where
-            none does.
-        held_by: what holds the promise in the quick suite.
+        test: Path below `tests` and name of the test.
+        stays: Pattern of the cases that stay in the quick suite, searched in the parameters' id.
+            `""` moves all cases.
+        held_by: Quick test of the same promise.
     """
 
     test: str
@@ -30,38 +32,25 @@ LEFT = [
     # Ranks that fail.
     Left(
         "distributed/test_failures.py::test_a_rank_that_fails_ends_the_job",
-        "raise-model|freeze-model",
+        "freeze-model",
         "trainers/checkpoint/test_writing.py: killed at every point of a save; "
-        "distributed/test_apart.py: ranks that wait for each other",
+        "parallel/watchdog/test_links.py: ranks that are killed or silent",
     ),
     # The command line.
     Left(
-        "cli/test_plan_measure.py::test_plan_measure_writes_a_usable_device",
+        "cli/test_plan_measure.py::test_this_machine_is_measured_and_planned_for",
         "",
         "planner/test_plan.py, and distributed/test_planner.py: what is planned is what is measured",
     ),
+    Left("cli/test_generate.py::test_a_token_ends_texts", "", "models/test_continuation.py"),
     Left(
-        "cli/test_odd.py::test_unusual_environments_are_one_line_errors",
-        "full disk|backend",
-        OTHER_CASES,
+        "cli/test_cli.py::test_doctor_says_what_is_there", "", "cli/launching/test_doctor_hosts.py"
     ),
-    Left(
-        "cli/test_generate.py::test_streamed_parts_join_to_the_texts",
-        "{}",
-        "models/test_continuation.py",
-    ),
-    Left("cli/test_generate.py::test_stop_token_ends_texts", "", "models/test_continuation.py"),
-    Left(
-        "cli/test_cli.py::test_doctor_lists_installed_packages",
-        "",
-        "cli/launching/test_doctor_hosts.py",
-    ),
-    # Generation: the rules of a search are tested on its scores, in test_logits_rules.py, too.
-    Left("models/test_continuation.py::test_greedy", "llama|learned", OTHER_CASES),
+    # Generation. test_logits_rules.py also tests the rules of a search, on its scores.
     Left(
         "models/test_continuation.py::test_other_tokens_may_end_a_text",
         "",
-        "test_an_end_that_is_padding_too_is_found",
+        "cli/test_end_tokens.py",
     ),
     Left(
         "models/test_continuation.py::test_beams_find_what_is_at_least_as_likely",
@@ -93,18 +82,8 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "models/test_generation.py::TestBeamSearch::test_a_wide_beam_finds_everything",
-        "-0.0|-3.0",
-        OTHER_CASES,
-    ),
-    Left(
         "models/test_generation.py::TestBeamSearch::test_generate_returns_the_best",
         "0.6",
-        OTHER_CASES,
-    ),
-    Left(
-        "models/test_generation.py::TestSampling::test_how_often_each_token_is_drawn",
-        "0.5",
         OTHER_CASES,
     ),
     Left(
@@ -112,7 +91,7 @@ LEFT = [
         "marian",
         OTHER_CASES,
     ),
-    # Published weights: what is generated follows from the logits, which all families have.
+    # Published weights. All families compare logits, which determine the generated texts.
     Left("models/pretrained/test_published.py::test_what_is_generated", "llama$", OTHER_CASES),
     Left("models/pretrained/test_published.py::test_what_is_translated", "marian", OTHER_CASES),
     Left(
@@ -120,12 +99,6 @@ LEFT = [
         "^beams_penalty",
         OTHER_CASES,
     ),
-    Left(
-        "models/pretrained/test_published.py::test_three_steps_of_training",
-        "gpt2|t5_gated|mixtral|bart",
-        OTHER_CASES,
-    ),
-    Left("models/pretrained/test_adapters.py::test_three_steps_of_training", "llama", OTHER_CASES),
     Left("models/test_lora.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     Left("models/test_freezing.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     # On ranks and meshes.
@@ -154,7 +127,7 @@ LEFT = [
     Left(
         "models/test_freezing.py::test_gradients_of_frozen_weights_are_not_reduced",
         "",
-        "test_on_a_mesh_nothing_is_sent_for_what_is_frozen",
+        "planner/test_plan.py::test_frozen_weights_have_no_gradients_and_states",
     ),
     Left(
         "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
@@ -201,67 +174,49 @@ LEFT = [
         "",
         "bert of distributed/test_parity.py",
     ),
-    Left("test_step_walk.py::test_a_step_calls_each_station", "One device", OTHER_CASES),
-    # Every option of a network in every type.
     Left(
-        "models/test_translation.py::test_every_variant_runs_in_every_precision",
-        "float32|tied-mixed_bfloat16|untied-mixed_float16",
-        POLICIES,
+        "distributed/test_pipeline.py::test_keras_metrics_are_those_of_one_process",
+        "",
+        "keras_fit:tokens of distributed/test_keras_fit.py, whose pipeline has metrics",
     ),
     Left(
-        "models/test_translation.py::test_padding_of_the_source_changes_nothing",
-        "float32",
-        POLICIES,
+        "distributed/test_language_model.py::test_it_learns",
+        "",
+        "models/test_causal_lm.py::test_it_learns_to_count",
     ),
     Left(
-        "models/test_translation.py::test_a_later_token_never_changes_earlier_logits",
-        "float32",
-        POLICIES,
+        "distributed/test_keras_models.py::test_a_table_whose_gradients_are_rows_under_xla",
+        "",
+        "trainers/test_xla.py; test_texts",
     ),
     Left(
-        "models/test_causal_lm.py::test_every_variant_runs_in_every_precision",
-        "float32|untied-mixed_bfloat16|tied-mixed_float16",
-        POLICIES,
+        "distributed/test_host_waits.py::test_ranks_of_a_mesh",
+        "",
+        "test_data_ranks; a mesh of ranks in distributed/test_clusters.py",
     ),
-    Left("models/test_causal_lm.py::test_padding_at_the_end_changes_nothing", "float32", POLICIES),
     Left(
-        "models/test_causal_lm.py::test_a_later_token_never_changes_earlier_logits",
-        "float32",
-        POLICIES,
+        "models/test_lora.py::test_adapters_send_what_the_theory_says",
+        "",
+        "planner/test_formulas.py; parallel/tensor_parallel/test_communication.py",
     ),
+    Left(
+        "runs/test_embedding.py::test_losses_on_a_mesh_are_those_without",
+        "",
+        "runs/test_predict.py::test_vectors_are_pooled_and_normalized_as_in_training",
+    ),
+    Left(
+        "trainers/engines/test_mesh.py::test_micro_batches_on_the_mesh",
+        "",
+        "layouts with micro-batches of distributed/test_parity.py",
+    ),
+    Left(
+        "parallel/tensor_parallel/test_rules.py::test_a_block_and_a_loss_of_the_page_of_patterns",
+        "",
+        "test_a_layer_can_be_sharded_by_rules_of_its_own",
+    ),
+    # Networks.
     Left("models/test_causal_lm.py::test_it_learns_to_count", "float32", POLICIES),
-    Left("models/test_presets.py::test_number_of_parameters", "small|base|7b|xxl", OTHER_CASES),
     Left("models/test_presets.py::test_number_of_parameters_as_printed", "1t|base", OTHER_CASES),
-    Left(
-        "planner/test_plan.py::test_published_models_have_the_parameters_of_their_networks",
-        "small|7b|base",
-        OTHER_CASES,
-    ),
-    Left("layers/test_blocks.py::test_decoder_layer", "shape0|float32", POLICIES),
-    Left("layers/test_blocks.py::test_encoder_layer", "shape0|float32", POLICIES),
-    Left("layers/test_blocks.py::test_transformer", "float32|bfloat16", POLICIES),
-    Left("layers/test_blocks.py::test_decoder", "float32|1-", POLICIES),
-    Left(
-        "layers/test_blocks.py::test_cached_decoding_matches_full_sequence",
-        "float32|post-mixed_bfloat16",
-        POLICIES,
-    ),
-    Left("layers/test_weights.py::test_weight_files_fit_all_layouts", "3-1|3-2", OTHER_CASES),
-    Left(
-        "layers/test_recompute.py::test_selective_recompute_is_bitwise_equal",
-        "attention",
-        OTHER_CASES,
-    ),
-    Left(
-        "parallel/test_shared_blocks.py::test_a_block_that_was_changed_is_no_more_like_the_others",
-        "one_frozen|another_rate",
-        OTHER_CASES,
-    ),
-    Left(
-        "parallel/test_shared_blocks.py::test_results_are_those_of_each_block_by_itself",
-        "True-TransformerEncoder|False-TransformerDecoder",
-        OTHER_CASES,
-    ),
     # Training.
     Left(
         "trainers/engines/test_accumulation.py::test_steps_are_those_of_whole_batches",
@@ -274,46 +229,8 @@ LEFT = [
         "layers/test_recompute.py",
     ),
     Left(
-        "trainers/test_against_keras.py::test_every_precision_compiled_or_not",
-        "float32-True|mixed_bfloat16-False|mixed_float16-False",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_against_keras.py::TestAgainstKeras::test_losses_and_metrics",
-        "name|function",
-        OTHER_CASES,
-    ),
-    Left(
         "trainers/test_by_hand.py::TestTheSameInOtherWays::test_fit",
         "steps_per_execution",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_by_hand.py::TestTheSameInOtherWays::test_mixed_precision",
-        "float16",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_optimizer_update.py::test_weights_are_those_of_keras",
-        "states of other|AdamW-False|all gradients clipped-False|a scalar",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/test_objective.py::test_history_and_weights_are_those_of_keras",
-        "mse-weighted|over weights|a class ignored-weighted|smoothing-weighted",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/checkpoint/test_resume.py::TestResume::test_it_is_the_uninterrupted_run",
-        "6-True|4-False",
-        OTHER_CASES,
-    ),
-    Left(
-        "trainers/checkpoint/test_resume.py::TestResume::test_steps_per_epoch", "True", OTHER_CASES
-    ),
-    Left(
-        "trainers/checkpoint/test_format.py::TestFormat::test_every_optimizers_state_travels",
-        "Muon|Adafactor|SGD",
         OTHER_CASES,
     ),
     Left(
@@ -321,25 +238,21 @@ LEFT = [
         "8-15",
         OTHER_CASES,
     ),
-    # The slowest of what is held twice.
-    Left(
-        "cli/test_generate.py::test_generate_passes_search_options", "", "models/test_generation.py"
-    ),
-    Left(
-        "cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"
-    ),
+    # Slow tests of promises that have two tests.
+    Left("cli/test_generate.py::test_options_go_to_the_search", "", "models/test_generation.py"),
+    Left("cli/test_generate.py::test_a_stream_is_the_same", "", "models/test_continuation.py"),
     Left(
         "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
         "",
         "cli/test_cli.py::test_weights_of_a_checkpoint_are_exported",
     ),
     Left(
-        "runs/test_folder.py::test_files_of_another_run_are_rejected",
+        "runs/test_folder.py::test_what_does_not_belong_together_is_not_used",
         "run.json|weights|tokenizer|flipped|cut|numbers",
         OTHER_CASES,
     ),
     Left(
-        "cli/launching/test_launch.py::test_restarts_a_failed_command",
+        "cli/launching/test_launch.py::test_a_command_that_fails_once_is_started_again",
         "",
         "cli/launching/test_plans.py",
     ),
@@ -366,7 +279,7 @@ LEFT = [
     Left(
         "layers/test_blockwise_attention.py::test_blockwise_matches_reference_in_a_function",
         "",
-        "test_like_with_all_scores",
+        "test_blockwise_matches_reference",
     ),
     Left(
         "layers/test_recompute.py::test_predict_and_evaluate_are_unchanged",
@@ -379,6 +292,23 @@ LEFT = [
         "experts in micro-batches of distributed/test_parity.py",
     ),
 ]
+
+
+def _read_table():
+    """Return the rows of `long_tests.tsv`."""
+    with open(pathlib.Path(__file__).with_suffix(".tsv"), encoding="utf-8") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [
+            Left(
+                row["test"],
+                row["quick_cases"],
+                row["quick_test_of_the_same_promise"] or OTHER_CASES,
+            )
+            for row in rows
+        ]
+
+
+LEFT += _read_table()
 
 
 def is_long(nodeid):

@@ -13,7 +13,7 @@ import zlib
 
 TESTS = pathlib.Path(__file__).parent
 # Seconds on two slow cores. A run that takes longer says so; it does not fail, as machines differ.
-LIMITS = {"check": 60, "test": 15 * 60, "long": 3 * 60 * 60}
+LIMITS = {"check": 60, "test": 10 * 60, "long": 3 * 60 * 60}
 
 # Files and folders whose tests need no TensorFlow, but for those with the mark `tensorflow`.
 CHECK = (

@@ -183,7 +183,10 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
         return [*[None] * len(results), *tf.nest.flatten(gradient(*upstream))]
 
     graph = tf.compat.v1.get_default_graph()
-    of_operation = lambda _, *dys: backward(*dys)
+
+    def of_operation(_, *dys):
+        return backward(*dys)
+
     # A registered gradient would never be freed, and neither would its graph.
     with graph._override_gradient_function({"PartitionedCall": of_operation}):
         with record.stop_recording():
@@ -331,7 +334,10 @@ def forget_context() -> None:
     _first_arguments.cache_clear()
     gc.collect()
     counts = atomic_function.RUNTIME_FUNCTION_REFS
-    never_zero = lambda: 1 << 40
+
+    def never_zero():
+        return 1 << 40
+
     atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
 
 

@@ -192,8 +192,10 @@ class MultiHeadAttention(StreamLayer):
 
     def add_projections(self) -> None:
         """Add the weights of the projections of queries, keys and values."""
-        h, d = self.hidden_size, self.head_dim
-        n, m = self.num_heads, self.num_kv_heads
+        h = self.hidden_size
+        d = self.head_dim
+        n = self.num_heads
+        m = self.num_kv_heads
         scales = {"query": d**-0.5 / self.query_scale} if self.query_scale else {}
         for name, heads in {"query": n, "key": m, "value": m}.items():
             kernel = self.add_weight(
@@ -204,7 +206,8 @@ class MultiHeadAttention(StreamLayer):
                 num_inputs=1,
             )
             setattr(self, f"{name}_kernel", kernel)
-            bias, axes = None, ("heads", "head_dim")
+            bias = None
+            axes = ("heads", "head_dim")
             if self.qkv_bias:
                 bias = self.add_weight((heads, d), "zeros", axes=axes, name=f"{name}_bias")
             setattr(self, f"{name}_bias", bias)
@@ -212,7 +215,9 @@ class MultiHeadAttention(StreamLayer):
     def build(
         self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
     ) -> None:
-        h, n, m = self.hidden_size, self.num_heads, self.num_kv_heads
+        h = self.hidden_size
+        n = self.num_heads
+        m = self.num_kv_heads
         self.add_projections()
         self.output_kernel = self.add_weight(
             (n, self.value_dim, h),

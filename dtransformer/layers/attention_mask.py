@@ -47,11 +47,13 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         keys: Tensor of shape `[..., t]` like `queries`.
     """
     # Indexing with `None` fails in DTensor if the queries are sharded.
-    queries, keys = tf.expand_dims(queries, -1), tf.expand_dims(keys, -2)
+    queries = tf.expand_dims(queries, -1)
+    keys = tf.expand_dims(keys, -2)
     if keys.dtype.is_bool:
         return queries & keys
     if keys.dtype == "int32":
-        queries, keys = tf.cast(queries, INDEX_TYPE), tf.cast(keys, INDEX_TYPE)
+        queries = tf.cast(queries, INDEX_TYPE)
+        keys = tf.cast(keys, INDEX_TYPE)
     return (queries == keys) & (keys != 0)
 
 
@@ -110,8 +112,10 @@ def is_near(
     Returns:
         A bool tensor of shape `[..., s, t]`, or `None` if all keys are in reach.
     """
-    queries, keys = tf.cast(queries, INDEX_TYPE), tf.cast(keys, INDEX_TYPE)
-    queries, keys = tf.expand_dims(queries, -1), keys[None, :]
+    queries = tf.cast(queries, INDEX_TYPE)
+    keys = tf.cast(keys, INDEX_TYPE)
+    queries = tf.expand_dims(queries, -1)
+    keys = keys[None, :]
     near = queries >= keys if causal else None
     if window is not None:
         in_window = queries < keys + window

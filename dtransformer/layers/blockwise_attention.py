@@ -37,7 +37,8 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
 # Maximum numbers of queries and keys per block, if a device has all positions and if it has a
 # shard.
-ALL_POSITIONS, SOME_POSITIONS = (512, 2048), (256, 1024)
+ALL_POSITIONS = (512, 2048)
+SOME_POSITIONS = (256, 1024)
 _AXES = "length_shards", "batch", "heads", None, None
 
 
@@ -67,7 +68,8 @@ def blockwise_attention(
 
     @custom_gradient
     def attend(q, k, v, *rest):
-        sinks, tensors = rest[:num_sinks], rest[num_sinks:]
+        sinks = rest[:num_sinks]
+        tensors = rest[num_sinks:]
         context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
@@ -77,7 +79,9 @@ def blockwise_attention(
         return context, gradient
 
     num_sinks = len(sinks)
-    q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
+    q = exchange.queries(q)
+    k = exchange.memory(k)
+    v = exchange.memory(v)
     return exchange.context(attend(q, k, v, *sinks, *tensors))
 
 
@@ -127,7 +131,8 @@ def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
             for column, block_mask in zip(
                 columns, blocks.kept(block_q, round_id, row), strict=True
             ):
-                start, end = column.start, column.end
+                start = column.start
+                end = column.end
                 (dq, dk, *dtensors), dv = block_gradients(
                     lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
                     lambda p, v, kept=block_mask: blocks.context(p, v, kept),
@@ -233,7 +238,8 @@ class _Blocks:
         scores = self._options.scores(q, k)
         options = self._options
         visible = None
-        rows, size = self.rows[row], column.end - column.start
+        rows = self.rows[row]
+        size = column.end - column.start
         if options.bias is not None:
             scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
         if self._mask is not None:
@@ -247,7 +253,8 @@ class _Blocks:
 
     def _in_reach(self, row: Range, position: int, size: int):
         """Return the keys in reach of a block's queries, bool `[c or 1, 1, 1, s, t]`."""
-        first, num_queries = self.plan.positions(0)[row[0]], row[1] - row[0]
+        first = self.plan.positions(0)[row[0]]
+        num_queries = row[1] - row[0]
         if self.plan.has_all_positions:
             queries = first + tf.reshape(
                 tf.range(num_queries, dtype=INDEX_TYPE), [1, 1, 1, num_queries]

@@ -44,7 +44,8 @@ def insert_position(
     b, _, size, _ = static_or_dynamic_shape(cache["key"])
     if k.shape[2] not in (None, 1):
         raise ValueError(f"A cache accepts one position per call, got {k.shape[2]}.")
-    hypotheses, index = static_or_dynamic_shape(k)[0] // b, cache["index"]
+    hypotheses = static_or_dynamic_shape(k)[0] // b
+    index = cache["index"]
     key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
     new_cache = {**cache, "key": key, "value": value, "index": index + 1}
     entries = [[key], [value]]

@@ -92,7 +92,8 @@ def cudnn_attention(
     Returns:
         A tensor of shape `[b, n, s, d]`.
     """
-    mask, sinks = options.mask, options.sinks
+    mask = options.mask
+    sinks = options.sinks
     if mask is not None:
         mask = tf.nest.map_structure(_widen_index, mask)
     call = _call(q.shape, k.shape, q.dtype.name, options)
@@ -154,8 +155,10 @@ def _compiled(function: Callable) -> Callable:
 
 def _call(queries, keys, dtype, options):
     """Return the `CudnnCall` for queries `[b, n, s, d]` and keys `[b, m, t, d]`."""
-    (b, n, s, d), (_, m, t, _) = queries, keys
-    mask, (causal, window) = options.mask, options.reach
+    (b, n, s, d) = queries
+    (_, m, t, _) = keys
+    mask = options.mask
+    (causal, window) = options.reach
     causal &= s == t
     if mask is not None or not causal:
         window = None

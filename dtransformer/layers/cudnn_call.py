@@ -83,7 +83,8 @@ class CudnnCall:
         Args:
             products: `_FORWARD` or `_BACKWARD`.
         """
-        (b, s, n, _), t = self.queries, self.keys[1]
+        (b, s, n, _) = self.queries
+        t = self.keys[1]
         unknown = {"dim_level_types": [], "dim_unique": [], "dim_ordered": [], "tiles": []}
         unknown |= {f"{name}_primitive_type": "PRIMITIVE_TYPE_INVALID" for name in _POINTERS}
         unknown |= dict.fromkeys(_SIZES, "0")
@@ -164,7 +165,9 @@ class CudnnCall:
 
 def unsupported_reason(call: CudnnCall) -> str | None:
     """Return the reason why cuDNN does not support a call, or `None` if it does."""
-    d, s, t = call.queries[3], call.queries[1], call.keys[1]
+    d = call.queries[3]
+    s = call.queries[1]
+    t = call.keys[1]
     if call.dtype not in _TYPES:
         return f"tensors are {call.dtype}, not {' or '.join(_TYPES)}"
     if d % 8 or d > _MAX_HEAD_DIM:

@@ -41,7 +41,8 @@ class FlattenedInitializer(WrappedInitializer):
         self.scale = scale
 
     def __call__(self, shape, dtype=None):
-        inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
+        inputs = shape[: self.num_inputs]
+        outputs = shape[self.num_inputs :]
         matrix = self.initializer((int(np.prod(inputs)), int(np.prod(outputs))), dtype=dtype)
         matrix = matrix if self.scale == 1 else matrix * tf.cast(self.scale, matrix.dtype)
         return tf.reshape(matrix, shape)

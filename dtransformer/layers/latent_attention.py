@@ -142,13 +142,15 @@ class LatentAttention(MultiHeadAttention):
         if sizes.query_rank:
             kernels.append(self.query_down_kernel)
         latent, *query_latent = column_parallel(x, kernels, (None,))
-        c, rotary = latent[..., : sizes.kv_rank], latent[..., sizes.kv_rank :]
+        c = latent[..., : sizes.kv_rank]
+        rotary = latent[..., sizes.kv_rank :]
         x = self.query_latent_norm(query_latent[0]) if query_latent else x
         kernel = self.query_up_kernel if query_latent else self.query_kernel
         (q,) = project_to_heads(x, [kernel], [None])
         (key_value,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
         size = self.head_dim - sizes.rotary_dim
-        keys, v = key_value[..., :size], key_value[..., size:]
+        keys = key_value[..., :size]
+        v = key_value[..., size:]
         rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(
             key_value[..., :1]
         )  # Repeated for each head.

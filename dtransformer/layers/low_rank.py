@@ -90,7 +90,10 @@ class TakesLowRank(keras.layers.Layer):
             # Other pipeline stages do not have the kernel's value.
             if _compat.makes_values() and not stage_weights.left_weights(self):
                 norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(num_inputs)))
-                magnitudes = lambda shape, dtype: tf.constant(norms, dtype)
+
+                def magnitudes(shape, dtype):
+                    return tf.constant(norms, dtype)
+
             m = add("m", magnitudes, lambda x, _: x[num_inputs:], autocast=False)
         dropout = InputDropout(rate, kernel.path) if rate else None
         kernel.low_rank = LowRank(a, b, adapter["alpha"] / rank, dropout, m)

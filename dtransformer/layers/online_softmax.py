@@ -111,13 +111,12 @@ class OnlineSoftmax:
         if self.context is not None:
             max_scores = tf.maximum(max_scores, self._max)
         exponentials = tf.exp(scores - max_scores)
-        total, context = (
-            tf.reduce_sum(exponentials, -1, keepdims=True),
-            compute_context(exponentials),
-        )
+        total = tf.reduce_sum(exponentials, -1, keepdims=True)
+        context = compute_context(exponentials)
         if self.context is not None:
             decay = tf.exp(self._max - max_scores)
-            total, context = self._sum * decay + total, self.context * decay + context
+            total = self._sum * decay + total
+            context = self.context * decay + context
         self._max = max_scores
         self._sum = total
         self.context = context

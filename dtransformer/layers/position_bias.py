@@ -45,7 +45,8 @@ class PositionBias:
         Returns:
             A tensor of shape `[n, s, t]`.
         """
-        s, t = num_queries, num_keys
+        s = num_queries
+        t = num_keys
         nearest = first_key - first_query - (s - 1)
         values = tf.transpose(self._compute_bias(tensors, nearest + tf.range(s + t - 1)))
         if isinstance(s, int) and s == 1:
@@ -54,7 +55,8 @@ class PositionBias:
         # each row, flattened, and read in rows that are one element shorter, which shifts them
         # without a gather. They are repeated by adding zeros, since DTensor must also know the
         # shapes in the gradient.
-        n, length = values.shape[0], s + t - 1
+        n = values.shape[0]
+        length = s + t - 1
         rows = tf.reshape(values[:, None, :] + tf.zeros([s, 1], values.dtype), [n, s * length])
         rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
         return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
@@ -172,7 +174,8 @@ class RelativePositionTable(Layer):
         self.num_ranges = check_int("num_ranges", num_ranges, least=4)
 
     def build(self, input_shape: tuple | None = None) -> None:
-        shape, axes = (self.num_ranges, self.num_heads), (None, "heads")
+        shape = (self.num_ranges, self.num_heads)
+        axes = (None, "heads")
         self.table = self.add_weight(shape, "normal", axes=axes, name="table", autocast=False)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:

@@ -87,7 +87,8 @@ def rotary_frequencies(
         unscaled = 1 - _interpolation_ramp({**_YARN, **scaling}, base, num_rotated)
     else:
         rotations = scaling[_LENGTH] * frequencies / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
         unscaled = np.clip((rotations - low) / (high - low), 0, 1)
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
@@ -103,10 +104,13 @@ def _interpolation_ramp(scaling, base, num_rotated):
             / (2 * math.log(base))
         )
 
-    low, high = feature(scaling["beta_fast"]), feature(scaling["beta_slow"])
+    low = feature(scaling["beta_fast"])
+    high = feature(scaling["beta_slow"])
     if scaling["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, num_rotated - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, num_rotated - 1)
     high += 0.001 * (low == high)
     return np.clip((np.arange(num_rotated // 2) - low) / (high - low), 0, 1)
 

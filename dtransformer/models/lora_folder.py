@@ -24,7 +24,8 @@ from dtransformer.parallel.collectives.objects import from_all_stages, together
 from dtransformer.parallel.ops.low_rank import KINDS
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _FORMAT = "dtransformer"
 
 

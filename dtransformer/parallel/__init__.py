@@ -1,1 +1,1 @@
-"""Division of work: configs, the grid of devices, the job, meshes, layouts, collectives."""
+"""Parallelism: configs, device topology, runtime, meshes, layouts, schedules and collectives."""

@@ -1,7 +1,7 @@
-"""Joining and leaving the job: Horovod, devices, the watchdog, the mesh, the groups of ranks.
+"""Joining and leaving the job: Horovod, devices, the watchdog, the mesh and the groups of ranks.
 
-`init` joins the job that `horovodrun` started, or runs alone. Horovod is needed
-for several ranks only, DTensor where operations are sharded.
+`init` joins the job that `horovodrun` started, or runs a job of one rank. Horovod is only needed
+for several ranks, and DTensor only if operations are sharded.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from dtransformer.parallel.config.config import (
 )
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import all_devices, device_type, take_devices
+from dtransformer.parallel.runtime.devices import device_type, devices_per_rank, take_devices
 from dtransformer.parallel.runtime.launch import (
     compare_ranks,
-    fitting,
+    fit_to_devices,
     leave_at_exit,
     start_horovod,
     start_mesh,
@@ -34,31 +34,32 @@ from dtransformer.parallel.runtime.launch import (
 )
 from dtransformer.parallel.runtime.process_groups import ProcessGroups, exchange_json
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
-from dtransformer.parallel.watchdog.links import Hub, Member, new_token, own_address, own_host
-from dtransformer.parallel.watchdog.stop_barrier import StopBarrier
+from dtransformer.parallel.watchdog.links import Hub, Member, host_name, listen_address, new_token
+from dtransformer.parallel.watchdog.stop_barrier import StopBarriers
 from dtransformer.parallel.watchdog.thread import Watchdog
 
-STALL_SECONDS = 50.0  # a job ends within a minute of any fault
-_LEAST = 10.0  # beats come every second, and half of it is silence enough
-_FROM_ENVIRONMENT = "DTRANSFORMER_STALL_SECONDS"
+STALL_SECONDS = 50.0  # A job ends within a minute of any fault.
+# Heartbeats arrive every second, and a rank fails after half of this time without one.
+_MIN_STALL_SECONDS = 10.0
+_STALL_VARIABLE = "DTRANSFORMER_STALL_SECONDS"
 _SECONDS_TO_CONNECT = 20.0
 
 
-def stall_seconds_of(value: float | None) -> float:
-    """Return `stall_seconds`, from the argument, the environment, or by default.
+def resolve_stall_seconds(value: float | None) -> float:
+    """Return `stall_seconds` from the argument, the environment or the default, in this order.
 
     Raises:
-        InputError: it is no number that can be one.
+        InputError: If the value is neither 0 nor a finite number of at least 10.
     """
-    value = os.environ.get(_FROM_ENVIRONMENT) or STALL_SECONDS if value is None else value
+    value = os.environ.get(_STALL_VARIABLE) or STALL_SECONDS if value is None else value
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if seconds != 0 and not _LEAST <= seconds < math.inf:
+    if seconds != 0 and not _MIN_STALL_SECONDS <= seconds < math.inf:
         raise InputError(
-            f"stall_seconds, or {_FROM_ENVIRONMENT}, must be 0 for none, or at least {_LEAST}, got "
-            f"{shown(value)}"
+            f"`stall_seconds`, or {_STALL_VARIABLE}, must be 0 to disable the watchdog or at least "
+            f"{_MIN_STALL_SECONDS}, got {shown(value)}."
         )
     return seconds
 
@@ -67,19 +68,23 @@ def start_watchdog(
     hvd,
     stall_seconds: float,
     recorder: ActivityTracker,
-    gates: StopBarrier,
+    gates: StopBarriers,
     running: Watchdog | None,
 ) -> Watchdog | None:
-    """Return the watchdog of this rank; None where there is none. All ranks have to call.
+    """Start the watchdog of this rank and return it, or return `None` if it is disabled.
+
+    All ranks must call this function.
 
     Args:
-        hvd: the module `horovod.tensorflow`, started; None where the process runs alone.
-        stall_seconds: how long a step may take; 0 for no watchdog.
-        recorder, gates: as `Watchdog` takes them.
-        running: the watchdog of a job that is joined anew.
+        hvd: The initialized module `horovod.tensorflow`, or `None` for a single process.
+        stall_seconds: Time limit in seconds of a step. `0` disables the watchdog.
+        recorder: `ActivityTracker` of this rank.
+        gates: `StopBarriers` of this rank.
+        running: `Watchdog` of a previous `init`, or `None`. It is kept if its time limit is the
+            same.
 
     Raises:
-        RuntimeError: rank 0 cannot be reached.
+        RuntimeError: If rank 0 cannot be reached.
     """
     if running is not None and running.stall_seconds == stall_seconds:
         return running
@@ -87,14 +92,19 @@ def start_watchdog(
         running.leave()
     if hvd is None or stall_seconds == 0:
         return None
-    rank, size = hvd.rank(), hvd.size()
-    own, listener = {"host": own_host()}, None
+    rank = hvd.rank()
+    size = hvd.size()
+    contact = {"host": host_name()}
+    listener = None
     if rank == 0:
-        host = own_address(is_local=hvd.local_size() == size)
+        host = listen_address(is_local=hvd.local_size() == size)
         listener = socket.create_server((host, 0), backlog=min(size, 4096))
-        own |= {"address": listener.getsockname()[:2], "token": new_token()}
-    everyone = exchange_json(own, lambda text: hvd.allgather(text, name="dtransformer.watchdog"))
-    address, token = everyone[0]["address"], everyone[0]["token"]
+        contact |= {"address": listener.getsockname()[:2], "token": new_token()}
+    contacts = exchange_json(
+        contact, lambda text: hvd.allgather(text, name="dtransformer.watchdog")
+    )
+    address = contacts[0]["address"]
+    token = contacts[0]["token"]
     if rank == 0:
         link = Hub(listener, token, size)
     else:
@@ -102,11 +112,11 @@ def start_watchdog(
             link = Member(address, token, rank, _SECONDS_TO_CONNECT)
         except OSError as error:
             raise RuntimeError(
-                f"rank {rank} on host {own['host']} cannot reach the watchdog of rank 0 at "
-                f"{address[0]}:{address[1]} ({error}): let the hosts of the job reach each other at "
-                f"any port, or give stall_seconds=0, without a watchdog"
+                f"Rank {rank} on host {contact['host']} cannot reach the watchdog of rank 0 at "
+                f"{address[0]}:{address[1]} ({error}). Allow connections between the hosts of the job "
+                "at any port, or set `stall_seconds=0` to disable the watchdog."
             ) from None
-    hosts = [one["host"] for one in everyone]
+    hosts = [contact_of_rank["host"] for contact_of_rank in contacts]
     return Watchdog(rank, hosts, link, stall_seconds, recorder, gates)
 
 
@@ -118,35 +128,36 @@ def init(
     stall_seconds: float | None = None,
     deterministic: bool = False,
 ) -> Topology:
-    """Join the job and make `config` the global parallel config.
+    """Join the job and set the global parallel config.
 
-    Call it once, before any tensor is made: where operations are sharded, DTensor starts
-    TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
-    `python` the process runs alone. On CPUs the ranks of a host take cores of their own,
-    unless the environment has `DTRANSFORMER_BIND_CORES=0`.
+    Call this once, before any tensor is created. If operations are sharded, DTensor restarts
+    TensorFlow. Under `horovodrun` every process becomes a rank of the job, and under `python` the
+    process is a job of one rank. On CPUs, each rank of a host gets separate cores, unless
+    `DTRANSFORMER_BIND_CORES=0` is set in the environment.
 
     Args:
-        config: a `TransformerOpParallelConfig`; the current global one by default.
-        seed: int, from which initial weights and dropout masks are derived; 0 by
-            default. The same on every rank.
-        local_devices: number of devices that each rank drives: GPUs, or logical CPU
-            devices where there is no GPU. "all" shares all GPUs of a host among its ranks.
-        stall_seconds: how long a step may take until the watchdog ends the job, on every rank
-            and with the name of the one at fault; more where steps are slow, and while
-            functions are compiled, checkpoints saved or data validated. 0 for no watchdog. By
-            default what the environment has as DTRANSFORMER_STALL_SECONDS, or 50.
-        deterministic: whether operations of this process give the same bits each time, for as
-            long as it lasts: on GPUs slower ones; one that has no such form is an error.
+        config: `TransformerOpParallelConfig`. `None` uses the global config. Defaults to `None`.
+        seed: Integer. Seed of initial weights and dropout masks, identical on all ranks. `None`
+            keeps the current seed, which is initially 0. Defaults to `None`.
+        local_devices: Integer or `"all"`. Number of devices per rank: GPUs, or logical CPU devices
+            if there is no GPU. `"all"` divides all GPUs of a host among its ranks. Defaults to `1`.
+        stall_seconds: Float. Time limit of a step in seconds. The watchdog then ends the job
+            on every rank and names the rank at fault. Slow steps, compilation, checkpoints and
+            validation have longer limits. `0` disables the watchdog. `None` uses the environment
+            variable DTRANSFORMER_STALL_SECONDS, or 50 if it is not set. Defaults to `None`.
+        deterministic: Boolean. Whether operations of this process return the same bits every time,
+            until it ends. On GPUs they are slower, and operations without a deterministic form
+            raise an error. Defaults to `False`.
 
     Returns:
         The `Topology` of the job.
 
     Raises:
-        TypeError: the config is none.
-        ValueError: an argument is not allowed, the config's degrees do not multiply to the number
-            of devices, its fields do not work together, or ranks have different configs.
-        RuntimeError: there are several ranks and Horovod is not installed, this host has fewer
-            GPUs than its ranks ask for, or ranks of a mesh were in different ones before.
+        TypeError: If `config` is not a `TransformerOpParallelConfig`.
+        ValueError: If an argument is invalid, the product of the degrees is not the number of
+            devices, fields of the config conflict, or ranks have different configs.
+        RuntimeError: If there are several ranks but Horovod is not installed, the host has fewer
+            GPUs than its ranks need, or ranks of a mesh were in different meshes before.
 
     Example:
 
@@ -160,24 +171,24 @@ def init(
         check_int("seed", seed, least=0)
     if local_devices != "all":
         check_int("local_devices", local_devices)
-    stall_seconds = stall_seconds_of(stall_seconds)
+    stall_seconds = resolve_stall_seconds(stall_seconds)
     before = job.current()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     local_size = hvd.local_size() if hvd else 1
-    local_devices = all_devices(local_size) if local_devices == "all" else local_devices
-    config = fitting(config, size * local_devices)
+    local_devices = devices_per_rank(local_size) if local_devices == "all" else local_devices
+    config = fit_to_devices(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
     _check_meshes(topology)
     _leave_layout()
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
+    has_devices = before.is_joined and before.mesh is None  # Leaving a mesh restarts TensorFlow.
     if has_devices and before.topology.local_devices != local_devices:
         _compat.end_context()
         has_devices = False
-    if not has_devices:  # before the first operation
+    if not has_devices:  # Devices must be set before the first operation.
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = [None]
     if hvd:
@@ -188,49 +199,56 @@ def init(
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd, before.groups)
     seed = before.seed if seed is None else seed
-    own = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
-    kept = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
-    job.become(job.Job(*own, is_joined=True, **kept))
+    arguments = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
+    preserved = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
+    job.become(job.Job(*arguments, is_joined=True, **preserved))
     with job.waiting("dtransformer.init", range(size)):
         _join_layout(topology, rank, addresses)
     return topology
 
 
 def _join_layout(topology, rank, addresses):
-    """Start the mesh, and make the groups of the layout."""
-    groups, config = job.current().groups, get_parallel_config()
-    everyone = range(topology.num_ranks)
+    """Start the mesh and create the groups of the layout."""
+    groups = job.current().groups
+    config = get_parallel_config()
+    all_ranks = range(topology.num_ranks)
     mesh = start_mesh(topology, rank, addresses, device_type())
     ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
     joined = dataclasses.replace(
         job.current(),
         mesh=mesh,
         meshes=job.current().meshes | ranks,
-        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
-        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
-        pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
+        model_parallel_group=groups.create_division(
+            [topology.model_parallel_group(r) for r in all_ranks]
+        ),
+        data_parallel_group=groups.create_division(
+            [topology.data_parallel_group(r) for r in all_ranks]
+        ),
+        pipeline_group=groups.create_division([topology.pipeline_group(r) for r in all_ranks]),
     )
     job.become(joined)
-    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
-        for pair in config.placement.stage_pairs:  # which send to each other
+    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in all_ranks):
+        for pair in config.placement.stage_pairs:  # These stages send to each other.
             job.agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
 
 
 def _check_meshes(topology):
-    """Refuse a mesh whose ranks were in different ones before.
+    """Raise an error if the ranks of a mesh were in different meshes before.
 
-    DTensor numbers collectives by how many a process has compiled: its ranks would wait for ever.
+    DTensor numbers collectives by the count that a process has compiled, so such ranks would
+    deadlock.
     """
-    ranks, before = len(topology.model_parallel_group(0)), job.current().meshes
-    if ranks > 1 and any(number % ranks for number in before):
+    ranks = len(topology.model_parallel_group(0))
+    before = job.current().meshes
+    if ranks > 1 and any(size % ranks for size in before):
         raise RuntimeError(
-            f"this layout has meshes of {ranks} ranks, which were in meshes of {min(before)} before and "
-            f"have compiled other collectives there: start the ranks anew for it"
+            f"This layout has meshes of {ranks} ranks, but the ranks were in meshes of {min(before)} "
+            "before and compiled other collectives there. Start new processes for this layout."
         )
 
 
 def _leave_layout():
-    """Stop the mesh, where there is one, once every rank is done with it."""
+    """Stop the mesh, if any, when every rank has finished with it."""
     if job.mesh() is not None:
         job.barrier()
         stop_mesh()
@@ -238,7 +256,7 @@ def _leave_layout():
 
 
 def shutdown() -> None:
-    """Leave the job, once every rank is here. Without a job, do nothing."""
+    """Leave the job when every rank has called this. Does nothing without a job."""
     with job.doing("saving"):
         for wait in job.waits_before_leaving:
             wait()

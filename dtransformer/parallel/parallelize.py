@@ -1,16 +1,17 @@
-"""In which order techniques apply to a network: all that layers go through, on one screen.
+"""The order of parallelism techniques applied to a network.
 
-1. A weight is made (`variable_factory`): sharded over the mesh by its logical axes (tensor and expert
-   parallel), then over the data-parallel group (zero).
-2. A layer is built: on the pipeline stage that has it; others keep its shapes.
-3. A layer is called: on its stage; others get placeholders, or what they received.
-4. A block is called: its weights are unsharded one block ahead (zero), one of equal blocks is traced
-   (`shared_blocks`), and the backward pass computes it again (recompute).
-5. Within a block, products, attention and experts are those of `tensor_parallel`, `context_parallel`
-   and `expert_parallel`: where there is no mesh, the plain operations.
+1. Create a weight (`variable_factory`): shard it over the mesh by its logical axes (tensor and
+expert
+   parallelism), then over the data-parallel group (zero).
+2. Build a layer: only on its pipeline stage. Other stages keep its shapes.
+3. Call a layer: only on its stage. Other stages get placeholders or received tensors.
+4. Call a block: unshard its weights one block ahead (zero), trace equal blocks once
+   (`shared_blocks`), and run it again in the backward pass (recompute).
+5. Within a block, `tensor_parallel`, `context_parallel` and `expert_parallel` compute products,
+   attention and experts. Without a mesh, these are plain operations.
 
-Keras has no other place for 2 and 3 than the methods that a layer's class has, which
-`dtransformer.layers.base.Layer` therefore hands to `build_method` and `call_method`.
+Keras only allows steps 2 and 3 in methods of a layer's class. Therefore
+`dtransformer.layers.base.Layer` passes these methods to `build_method` and `call_method`.
 """
 
 from collections.abc import Callable
@@ -23,32 +24,40 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_s
 from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
-# What a layer's methods become: its `build`, and its `call` after Keras has built, cast and masked.
-build_method, call_method = built_on_its_stage, dispatched
+# Wrap a layer's `build`, and its `call` after Keras has built, cast and masked.
+build_method = built_on_its_stage
+call_method = dispatched
 
 
 def run_block(
     block, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
 ) -> tf.Tensor:
-    """Return function(*inputs, *masks), as a block of a stack computes it.
+    """Run a block of a stack with unsharding, recomputation and shared traces.
 
     Args:
-        block: the `TransformerBlock`.
-        function: a function of tensors that reads the block's weights.
-        inputs: list of tensors [b, s, h].
-        masks: list of tensors, or None.
-        training: whether dropout applies, and gradients are taken.
+        block: `TransformerBlock`.
+        function: Function of the inputs and masks that reads the block's weights.
+        inputs: List of tensors `[b, s, h]`.
+        masks: List of tensors or `None` values.
+        training: Whether dropout is active and gradients are computed.
+
+    Returns:
+        The result of `function(*inputs, *masks)`.
     """
 
     def compute(*tensors):
-        own, given = tensors[: len(inputs)], tensors[len(inputs) :]
+        block_inputs = tensors[: len(inputs)]
+        mask_tensors = tensors[len(inputs) :]
         if not training:
-            return function(*own, *given)
+            return function(*block_inputs, *mask_tensors)
         if block.recomputes:
-            of_inputs = lambda *own: function(*own, *given)
+
+            def compute_block(*block_inputs):
+                return function(*block_inputs, *mask_tensors)
+
             config = block.recompute_config
-            return recomputed(of_inputs, own, block.variables, config, block.add_loss)
-        return function(*sum_gradients_first(own), *given)
+            return recomputed(compute_block, block_inputs, block.variables, config, block.add_loss)
+        return function(*sum_gradients_first(block_inputs), *mask_tensors)
 
     with unsharding_ahead(inputs) as output:
         if block.shared is None or is_splitting_backward():

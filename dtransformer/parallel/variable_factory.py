@@ -1,7 +1,7 @@
-"""Variable factory: the one place that chooses the class of the Keras variable of a weight.
+"""Variable factory: the only place that selects the Keras variable class of a weight.
 
-A new way to shard weights is a subclass of `ShardedVariable` and a case here; layers do not
-know of it.
+To add a way to shard weights, add a subclass of `ShardedVariable` and a case here. Layers do not
+change.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue, Weight
 from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterShardedVariable
 
-# A weight's path, bounds and type -> that rectangle of its value, padding included.
+# Function of a weight's path, bounds and dtype that returns this part of its padded value.
 ReadStored = Callable[[str, Bounds, str], np.ndarray]
 
 
@@ -33,20 +33,20 @@ _stored_values = Scoped("stored_values")
 
 
 def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
-    """Let weights that are made in the `with` block begin with stored values.
+    """Return a context manager that initializes new weights with stored values.
 
-    Each rank reads what it will hold, and nothing is drawn, which takes longer than to read.
+    Each rank reads only its shards, and no initial values are drawn, which would take longer.
 
     Args:
-        read: a function of a weight's path, bounds in its full value, and the name of its type, that
-            returns this rectangle.
+        read: Function of a weight's path, the bounds within its full value and the name of its
+            dtype. It returns this part of the value as a NumPy array.
     """
     return _stored_values.set(read)
 
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """Inside the `with` block, create weights of one device with shapes and without values."""
+    """Context manager that creates weights without values, in the shapes of a single device."""
     one_device = parallel_config(TransformerOpParallelConfig())
     with job.alone(), one_device, _compat.without_values():
         yield
@@ -64,21 +64,24 @@ def make_variable(
     has_constraint: bool = False,
     **kwargs,
 ) -> keras.Variable:
-    """Make the Keras variable of a weight, stored as the config asks for.
+    """Create the Keras variable of a weight with the storage that the config requests.
 
     Args:
-        initializer: a function of (shape, dtype) that returns the full value.
-        shape: its full shape.
-        axes: the logical name, or None, of every dimension.
-        path: its path in the network.
-        dtype: name of the type that it is stored in.
-        compute_dtype: name of the type that it is computed with.
-        trainable: whether the optimizer updates it.
-        has_constraint: whether Keras projects it after every update.
-        **kwargs: other arguments of `keras.Variable`.
+        initializer: Function of `(shape, dtype)` that returns the full value.
+        shape: Full shape.
+        axes: Tuple with the logical axis of each dimension, or `None`.
+        path: Path in the network.
+        dtype: Name of the storage dtype.
+        compute_dtype: Name of the dtype of computations.
+        trainable: Whether the optimizer updates the weight. Defaults to `True`.
+        has_constraint: Whether Keras applies a constraint after every update. Defaults to `False`.
+        **kwargs: Other arguments of `keras.Variable`.
+
+    Returns:
+        A `keras.Variable`.
 
     Raises:
-        ValueError: the rules do not fit its axes and shape; names the weight.
+        ValueError: If the rules do not match the axes and the shape. The message has the path.
     """
     if _stored_values.get() is not None:
         initializer = StoredValue(functools.partial(_stored_values.get(), path))
@@ -87,7 +90,7 @@ def make_variable(
     why_not = get_parallel_config().why_replicated(
         path, local_shape, tf.as_dtype(dtype).size, has_constraint
     )
-    may_shard = trainable and not why_not  # over the ranks that train it together
+    may_shard = trainable and not why_not  # Shard over the ranks that train the weight together.
     if job.mesh() is not None:
         stored = _stored_specs(specs, shape) if may_shard else specs
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
@@ -97,10 +100,10 @@ def make_variable(
 
 
 def _stored_specs(specs: Specs, shape: tuple[int, ...]) -> Specs:
-    """Return how a weight is stored on the mesh: with `optimizer_shard=3` over all of its axes.
+    """Return the specs of a weight's storage on the mesh.
 
-    Over the data and the context axis each the first dimension is sharded that is replicated and
-    divisible. The sharded variable is unsharded wherever it is used.
+    With `optimizer_shard=3`, the data axis and the context axis each shard the first dimension that
+    is replicated and divisible. The variable is unsharded when it is used.
     """
     if get_parallel_config().optimizer_shard != 3:
         return specs
@@ -112,9 +115,13 @@ def _stored_specs(specs: Specs, shape: tuple[int, ...]) -> Specs:
 
 
 def _flat_class(dtype: str, compute_dtype: str) -> Callable:
-    """Return the class of a weight without a mesh: flat shards over the data-parallel group."""
+    """Return the class of a weight without a mesh.
+
+    Its shards, if any, are flat and divided over the data-parallel group.
+    """
     config = get_parallel_config()
-    level, is_flat = config.optimizer_shard, config.optimizer_shard_partition == "flat"
+    level = config.optimizer_shard
+    is_flat = config.optimizer_shard_partition == "flat"
     if not level or not is_flat or job.data_parallel_group().size == 1:
         return Weight
     if level == 3:

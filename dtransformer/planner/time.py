@@ -49,7 +49,8 @@ def _link(cluster, axis):
         A tuple of four floats: one-way bytes/s of a device inside its node and to other nodes,
         seconds per ring step, and seconds per collective.
     """
-    device, link = cluster.device, cluster.device.links.get(axis)
+    device = cluster.device
+    link = cluster.device.links.get(axis)
     if link is not None:
         rate = link.gb_per_second * 1e9
         return rate, rate, link.latency_us * 1e-6, link.call_us * 1e-6
@@ -69,7 +70,8 @@ def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
         num_bytes: Bytes of the full tensor.
         group: The `Group`.
     """
-    (inside, between, hop, call), node = _link(cluster, group.axis), cluster.devices_per_node
+    (inside, between, hop, call) = _link(cluster, group.axis)
+    node = cluster.devices_per_node
     per_node = np.clip(node // np.maximum(group.stride, 1), 1, group.members)
     crosses = group.members * group.stride > node
     rate = np.where(crosses, np.minimum(inside, between * per_node), inside)

@@ -71,7 +71,8 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         streams = list(network.stream_shapes(shapes).values())
         tokens = sum(rows * length for rows, length, _ in streams)
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
-            (rows, source, _), (_, target, _) = streams[0], streams[-1]
+            (rows, source, _) = streams[0]
+            (_, target, _) = streams[-1]
             rank = int(any(low_rank_of(x) and not x.trainable for x in network.variables))
             changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.

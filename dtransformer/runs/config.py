@@ -140,7 +140,8 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     Raises:
         InputError: If the option is unknown or the value is invalid.
     """
-    known, (outer, _, inner) = config.keys(), key.rpartition(".")
+    known = config.keys()
+    (outer, _, inner) = key.rpartition(".")
     if outer in known and dataclasses.is_dataclass(own := config.option(outer)):
         return set_option(config, outer, {**dataclasses.asdict(own), inner: value}, origin)
     if key not in known:
@@ -172,7 +173,9 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
 
 def _nearest(config, key):
     """Return a hint for an unknown key: a task that has it, a similar key, or all sections."""
-    keys, key, sections = config.keys(), key[:_MAX_KEY], config.sections()
+    keys = config.keys()
+    key = key[:_MAX_KEY]
+    sections = config.sections()
     names = {name.split(".")[-1]: name for name in reversed(keys)}
     others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
     if others and key.split(".")[-1] not in names:

@@ -11,7 +11,9 @@ from dtransformer.planner.report import text_of
 from dtransformer.runs.options import USUAL_VOCABULARY
 from dtransformer.runs.preview import new_config
 
-_TASK, _LENGTH = "causal_lm", 1024  # GPT-2's row length in tokens
+# GPT-2's row length in tokens
+_TASK = "causal_lm"
+_LENGTH = 1024
 
 
 def options_of_depth(depth: int) -> dict[str, dict]:

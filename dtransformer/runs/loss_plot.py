@@ -34,14 +34,19 @@ def write_loss_plot(metrics: pathlib.Path, picture: str | os.PathLike, title: st
     records = list(map(json.loads, metrics.read_text("utf-8").splitlines()))
     curves = {name: _points(records, name) for name in _CURVES}
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
-    low, high = min(losses), max(losses)
-    place = lambda step, loss: (
-        70 + 600 * step / max(steps),
-        350 - 300 * (loss - low) / (high - low or 1),
-    )
+    low = min(losses)
+    high = max(losses)
+
+    def place(step, loss):
+        return (
+            70 + 600 * step / max(steps),
+            350 - 300 * (loss - low) / (high - low or 1),
+        )
+
     lines = [_START, f'<text x="70" y="24" font-weight="bold">{escape(title)}</text>']
     for part in (0, 0.25, 0.5, 0.75, 1):
-        step, loss = part * max(steps), low + part * (high - low)
+        step = part * max(steps)
+        loss = low + part * (high - low)
         x, y = place(step, loss)
         lines.append(_TICK.format(x=x, y=y, step=step, loss=loss))
     for x, (name, (label, color)) in zip((400, 550), _CURVES.items()):

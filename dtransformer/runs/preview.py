@@ -25,7 +25,8 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
     Raises:
         InputError: If the task is unknown.
     """
-    config, lines = RunConfig(task), [f"task: {task}"]
+    config = RunConfig(task)
+    lines = [f"task: {task}"]
     for name, section in config.sections().items():
         if name == "parallel":
             continue

@@ -173,7 +173,8 @@ def layout_plan(config: RunConfig) -> Plan | None:
     Raises:
         InputError: If `parallel` is `auto` and no layout fits in memory.
     """
-    local_devices, per_host = config.training.local_devices, num_ranks(FITS_LAYOUT)
+    local_devices = config.training.local_devices
+    per_host = num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
         return plan_of_run(config)
     num_devices = num_ranks() * local_devices
@@ -197,7 +198,8 @@ def layout_plan(config: RunConfig) -> Plan | None:
 
 def _has_ended(path, config):
     """Return whether the newest checkpoint has reached `training.max_steps`."""
-    last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
+    last = saved_steps(path / CHECKPOINTS)[-1][0]
+    limit = config.training.max_steps
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
@@ -211,7 +213,8 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     Raises:
         InputError: If the options of `training` are invalid.
     """
-    options, trainer = task.config.training, Trainer(task.network)
+    options = task.config.training
+    trainer = Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
     with refusing("training"):
@@ -227,7 +230,8 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
 
 def _prepare(config, folder, resumes):
     """Read the data, create network and trainer, and return (task, trainer, batches by part)."""
-    options, old_run = config.training, folder.path if resumes else None
+    options = config.training
+    old_run = folder.path if resumes else None
     optimizer_class(options.optimizer)  # Report a wrong name before the data is read.
     check_logs(config)
     if old_run is not None:
@@ -293,7 +297,9 @@ def _begin(folder, task, resumes):
 
 
 def _callbacks(task, trainer, folder, run, resumes, batches, profile):
-    options, path, monitor = task.config.training, folder.path, task.monitor
+    options = task.config.training
+    path = folder.path
+    monitor = task.monitor
     callbacks = []
     if resumes:
         callbacks.append(

@@ -88,7 +88,7 @@ def stdin(monkeypatch):
 
 
 def test_generator_rejects_a_string_instead_of_a_list(folder):
-    with pytest.raises(TypeError, match="a list of texts, got the text 'hello'"):
+    with pytest.raises(TypeError, match="a list of strings, got the string 'hello'"):
         generator(folder)("hello")
 
 

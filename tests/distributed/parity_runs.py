@@ -3,18 +3,17 @@
 # Every pair of techniques that can be together is in one of these (test_layout_pairs.py).
 # More layouts: python benchmarks/parity.py, with --layouts '*+shard?', '*pp*', '*cp*' and '*ep*'
 QUICK = """
-    untied/dp2mp2@2x2+rows+sp+shard1 tied.used/mp2m2@2x1+rows+sp+recompute
-    llama_lora/dp2@2x1+shard3+recompute llama/dp2mp2m2@2x2+rows+sp+shard3
-    sgd/dp2mp2@4x1+rows+sp+whole2+recompute deep_tied.used/pp2m2-interleaved2@2x1+recompute
-    bert/mp2pp2m2-gpipe@4x1+rows+sp deep/pp2m2-zb_v2@2x1+recompute+gpu
-    lamb/dp2pp2m2-zb_h1@4x1+whole1 tied/dp2pp2m2-1f1b@4x1+shard1 dropout/pp2m4-1f1b@2x1
-    long/dp2cp2m2@2x2+ulysses+shard1+recompute long_causal/cp2mp2@2x2+rows+ring
-    long_causal/dp2cp2@2x2+all_gather+shard3 long/dp2cp2@2x2+ring+whole1
-    long/cp2pp2m2-1f1b@2x2+ring moe/dp4ep2@2x2+shard2 moe/dp4ep2@2x2+whole1
-    moe/dp2ep2@2x1+shard3+gpu moe/dp2mp2ep2m2@1x4+rows+sp+recompute moe/dp2ep2pp2m2-1f1b@2x2
-    long_moe/dp2cp2ep2-interleaved2@1x4+ring causal/mp2-interleaved2@2x1+rows+sp+gpu
-    adamw/dp2m2-interleaved2@2x1+shard2+recompute adamw/dp2-interleaved2@2x1+whole1
-    gemma/mp2@1x2+rows+sp
+    sgd/dp2mp2-interleaved2@2x2+rows+sp+shard1+recompute
+    causal.used/mp2m2-interleaved2@2x1+rows+sp+recompute
+    deep_causal.used/pp2m2-interleaved2@2x1+recompute
+    deep_causal/pp2m2-zb_v2@2x1+recompute+gpu
+    causal/dp2mp2@4x1+rows+sp+whole2+recompute bert/mp2pp2m2-gpipe@4x1+rows+sp
+    lamb/dp2pp2m2-zb_h1@4x1+whole1 causal/dp2pp2m2-1f1b@4x1+shard1
+    llama_lora/dp2@2x1+shard3+recompute long/dp2cp2m2@2x2+ulysses+shard1+recompute
+    long_causal/cp2mp2@2x2+rows+ring long_causal/dp2cp2@2x2+all_gather+shard3
+    long_causal/cp2pp2m2-1f1b@2x2+ring long_moe/dp2cp2ep2-interleaved2@1x4+ring
+    moe/dp4ep2@2x2+shard2 moe/dp2mp2ep2m2@2x2+rows+sp+shard3+recompute
+    moe/dp2ep2pp2m2-1f1b@2x2
 """.split()
 LONG = """
     moe/dp2ep2@2x1 adamw/dp2m2@2x1+shard2+recompute long.used/dp2cp2@2x2+all_gather
@@ -86,6 +85,16 @@ LONG = """
     gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute
     tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_v2@4x1+shard2+recompute
     bert/mp2pp2m2-1f1b@4x1 lamb/dp2pp2m2-1f1b@4x1+whole2 moe/dp4ep2@4x1+shard2
+    untied/dp2mp2@2x2+rows+sp+shard1 tied.used/mp2m2@2x1+rows+sp+recompute
+    llama/dp2mp2m2@2x2+rows+sp+shard3 sgd/dp2mp2@4x1+rows+sp+whole2+recompute
+    deep_tied.used/pp2m2-interleaved2@2x1+recompute dropout/pp2m4-1f1b@2x1
+    long/dp2cp2@2x2+ring+whole1 long/cp2pp2m2-1f1b@2x2+ring moe/dp2ep2@2x1+shard3+gpu
+    moe/dp2mp2ep2m2@1x4+rows+sp+recompute causal/mp2-interleaved2@2x1+rows+sp+gpu
+    adamw/dp2m2-interleaved2@2x1+shard2+recompute adamw/dp2-interleaved2@2x1+whole1
+    gemma/mp2@1x2+rows+sp moe/dp2ep2@2x1+shard3 causal/mp2-interleaved2@2x1+rows+sp
+    deep/pp2m2-zb_v2@2x1+recompute+gpu deep/pp2m2-zb_v2@2x1+recompute
+    tied.used/mp2m2-interleaved2@2x1+rows+sp+recompute tied/dp2pp2m2-1f1b@4x1+shard1
+    long_causal/dp2cp2-interleaved2@2x2+ring+whole1 moe/dp4ep2@2x2+whole1
 """.split()
 # Steps as on GPUs (harness/gpu_branch.py): some of the quick suite's; in the long one each network and
 # each layout of two ranks once, as layouts do not know networks, and these of four. Those that go so in

@@ -45,7 +45,7 @@ def test_a_checkpoint_of_one_process_goes_on_elsewhere(run, ranks_of):
         np.testing.assert_allclose(rank["restored"], expected["after"], rtol=PARITY_LOSS)
 
 
-@each([ALONE, *LONG], LONG, lambda run: [ALONE])
+@each([ALONE, *LONG], [ALONE, *LONG], lambda run: [ALONE])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(run, ranks_of):
     for rank in ranks_of(run):
         assert rank["resumed"] == rank["after"]
@@ -60,7 +60,7 @@ def test_files_of_adapters_do_not_depend_on_the_layout(run, ranks_of):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=10 * PARITY_WEIGHTS)
 
 
-@each([ALONE, *LONG], LONG, lambda run: [ALONE])
+@each([ALONE, *LONG], [ALONE, *LONG], lambda run: [ALONE])
 def test_merged_kernels_give_what_adapters_gave(run, ranks_of):
     (expected,) = ranks_of(ALONE)
     for rank in ranks_of(run):

@@ -41,9 +41,10 @@ def test_check(num_ranks, name, ranks_of):
 ALONE = f"{TASKS}hybrid_example/alone@1x1"
 
 
-@each(
-    [f"{TASKS}hybrid_example/dp2@2x1", f"{TASKS}hybrid_example/dp4@4x1"], reads=lambda run: [ALONE]
-)
+HYBRID = [f"{TASKS}hybrid_example/dp2@2x1", f"{TASKS}hybrid_example/dp4@4x1"]
+
+
+@each(HYBRID, HYBRID[1:], lambda run: [ALONE])
 def test_hybrid_parallel_has_the_losses_of_one_process(run, ranks_of):
     expected = ranks_of(ALONE)[0]["losses"]
     assert len(expected) == 10 and expected[-1] < expected[0] / 2

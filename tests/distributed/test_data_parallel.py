@@ -40,6 +40,8 @@ LONG = [
     two_ranks(name)
     for name in (
         "tied",
+        "master_weights",
+        "mixed_float16",
         "all_gradients_in_16_bits",
         "level_3_recomputed",
         "level_3_plain_keras_loss",
@@ -88,6 +90,7 @@ def test_losses_fall(run, ranks_of):
     assert np.mean(losses[half:]) < np.mean(losses[:half])
 
 
+@pytest.mark.long
 @pytest.mark.runs(two_ranks("mixed_float16"), two_ranks("master_weights"))
 def test_master_weights_are_sharded_and_losses_stay_those_of_replicated_ones(ranks_of):
     replicated = ranks_of(two_ranks("mixed_float16"))[0]
@@ -103,13 +106,13 @@ def test_master_weights_are_sharded_and_losses_stay_those_of_replicated_ones(ran
         assert sharded["memory"][what][0] < allowed * parameters
 
 
-@each([two_ranks("mixed_float16")], reads=lambda run: [alone(run)])
+@each([two_ranks("mixed_float16")], LONG, lambda run: [alone(run)])
 def test_16_bit_losses_are_those_of_one_process(run, ranks_of):
     (expected,), (found, _) = ranks_of(alone(run)), ranks_of(run)
     np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
 
 
-@each([two_ranks("untied"), two_ranks("mixed_float16")])
+@each([two_ranks("untied"), two_ranks("mixed_float16")], LONG)
 def test_each_gradient_is_sent_once(run, ranks_of):
     for rank in ranks_of(run):
         others = rank["sent"] - rank["parameters"]

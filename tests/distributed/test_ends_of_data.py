@@ -57,5 +57,5 @@ def test_sums_go_on_after_a_layout_that_is_refused():
 
 @on_ranks("dp2mp2@2x2")
 def test_a_mesh_of_ranks_that_were_in_smaller_ones_is_refused():
-    with pytest.raises(RuntimeError, match="meshes of 2 ranks, which were in meshes of 1 before"):
+    with pytest.raises(RuntimeError, match="meshes of 2 ranks, but the ranks were in meshes of 1"):
         dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))

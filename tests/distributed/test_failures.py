@@ -18,12 +18,12 @@ FAILURES = {
     ("midst", "stage"): ["this rank has had enough", ENDED],
     ("save", "data"): ["Process name: 1", "Exit code: 137"],
     # What Horovod and DTensor would wait in for ever.
-    ("freeze", "model"): ["rank 1 on host localhost: not heard of for", "rank 0 on host localhost"],
-    ("unequal", "data"): ["rank 1 on host localhost: held the job for", "rank 0 is in step 6"],
-    ("loop", "stage"): ["rank 1 on host localhost: held the job for", "callbacks after step 5"],
-    ("freeze", "data"): ["rank 1 on host localhost: not heard of for"],
-    ("freeze", "stage"): ["rank 1 on host localhost: not heard of for"],
-    ("unequal", "model"): ["rank 1 on host localhost: held the job for"],
+    ("freeze", "model"): ["rank 1 on host localhost: no heartbeat for", "rank 0 on host localhost"],
+    ("unequal", "data"): ["rank 1 on host localhost: blocked the job for", "rank 0 is in step 6"],
+    ("loop", "stage"): ["rank 1 on host localhost: blocked the job for", "callbacks after step 5"],
+    ("freeze", "data"): ["rank 1 on host localhost: no heartbeat for"],
+    ("freeze", "stage"): ["rank 1 on host localhost: no heartbeat for"],
+    ("unequal", "model"): ["rank 1 on host localhost: blocked the job for"],
     # Horovod tells of these ranks as it does of those above.
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
     ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
@@ -78,4 +78,4 @@ def test_a_rank_whose_data_takes_twice_as_long_is_named():
     arguments = ["-m", "tests.distributed.failing", "straggle", "data", "nowhere"]
     done = launch(2, arguments, timeout=240)
     assert done.returncode == 0, tail(done.stdout, done.stderr)
-    assert done.stderr.count("all wait for rank 1 on host localhost: between two steps") == 1
+    assert done.stderr.count("rank 1 on host localhost slows down the job") == 1

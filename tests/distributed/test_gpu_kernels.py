@@ -19,10 +19,9 @@ from harness.training import _data
 from tests.shared_runs import each
 
 TASK = "tests.distributed.test_gpu_kernels:audit"
-QUICK = (
-    "alone@1x1+bf16 dp2@2x1+shard3 mp2@1x2+rows+sp cp2@1x2+ring dp2ep2@2x1 pp2m4-1f1b@2x1+bf16"
-).split()
+QUICK = "cp2@1x2+ring pp2m4-1f1b@2x1+bf16".split()
 LONG = (
+    "dp2ep2@2x1 alone@1x1+bf16 dp2@2x1+shard3 mp2@1x2+rows+sp "
     "alone@1x1 pp2m4-1f1b@2x1 alone@1x1+fp16 dp2@2x1 dp2@2x1+bf16 dp2@2x1+fp16 "
     "dp2@2x1+shard3+bf16 dp2@2x1+shard3+fp16 "
     "mp2@1x2 mp2@1x2+bf16 mp2@1x2+fp16 mp2@1x2+sp+bf16 cp2@1x2+ring+bf16 cp2@1x2+ulysses "

@@ -11,8 +11,6 @@ QUICK = {
     "keras_fit:a_mask": ("mp2@2x1",),
     "keras_fit:keeps": ("dp2@2x1",),
     "keras_fit:tokens": ("pp2m2-1f1b@2x1",),
-    "keras_fit:callbacks": ("mp2@1x2",),
-    "keras_fit:added": ("dp2@2x1+shard2",),
 }
 IN_TEST_ALL = {
     "keras_options:data": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
@@ -22,13 +20,14 @@ IN_TEST_ALL = {
     ),
     "keras_options:constraint": ("dp2@2x1+shard2", "dp2@2x1+whole2", "dp2mp2@2x2+whole1"),
     "keras_options:a_loss_that_is_nan": ("dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
-    "keras_fit:added": ("dp2@2x1", "mp2@1x2", "mp2@2x1", "dp2mp2@2x2"),
+    "keras_fit:added": ("dp2@2x1+shard2", "dp2@2x1", "mp2@1x2", "mp2@2x1", "dp2mp2@2x2"),
     "keras_fit:first_calls": ("mp2@1x2", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
     "keras_fit:keeps": ("pp2m2-1f1b@2x1",),
     "keras_fit:several_outputs": ("dp2@2x1+shard2", "dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:a_mask": ("dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
     "keras_fit:tokens": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2", "dp2@2x1+shard2"),
     "keras_fit:callbacks": (
+        "mp2@1x2",
         "mp2@2x1",
         "dp2@2x1",
         "dp2@2x1+shard2",

@@ -7,6 +7,8 @@ from harness.runs import Run
 from tests.shared_runs import each
 
 RUNS = """
+    causal.used/mp2m2-interleaved2@2x1+rows+sp+recompute
+    sgd/dp2mp2-interleaved2@2x2+rows+sp+shard1+recompute
     tied.used/mp2m2@2x1+rows+sp+recompute  untied/dp2mp2@2x2+rows+sp+shard1
     sgd/mp4@2x2+rows  tied.used/mp2@2x1+rows+sp  tied/dp2mp2@4x1+rows+sp  untied/mp2@2x1
     untied/dp2mp2@4x1+rows
@@ -30,7 +32,7 @@ def test_a_rank_holds_its_shards_only(run, ranks_of):
     for rank in ranks_of(run):
         sharded, replicated = 0, 0
         for path, weight in weights(rank, "final").items():
-            if SHARDED.search(path) or (layout.rows and path.endswith("_embedding/table")):
+            if SHARDED.search(path) or (layout.rows and path.endswith("embedding/table")):
                 sharded += weight.nbytes
             else:
                 replicated += weight.nbytes

@@ -16,15 +16,14 @@ LAYOUTS = """
     dp2@2x1  mp2@2x1  pp2m2-1f1b@2x1  dp2mp2@2x2  dp2@2x1+shard1  dp2@2x1+shard2  dp2@2x1+shard3
 """.split()
 RUNS = [f"{TASKS}{model}/{layout}" for model in own_models.TASKS for layout in LAYOUTS]
-QUICK = ["plain/pp2m2-1f1b@2x1"]
-LONG = [run for run in RUNS if run.removeprefix(TASKS) not in QUICK]
+PIPELINES = [run for run in RUNS if "pp2" in run]
 
 
 def alone(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, LONG, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [alone(run)])
 def test_numbers_are_those_of_keras(run, ranks_of):
     (expected,) = ranks_of(alone(run))
     assert len(set(expected["losses"])) == STEPS
@@ -37,7 +36,7 @@ def test_numbers_are_those_of_keras(run, ranks_of):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)
 
 
-@each(RUNS, LONG, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [alone(run)])
 def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
     ranks_of(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
@@ -50,7 +49,7 @@ def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
         np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
 
 
-@each(RUNS, LONG, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [alone(run)])
 def test_an_exported_model_is_served(run, ranks_of):
     ranks_of(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
@@ -61,7 +60,7 @@ def test_an_exported_model_is_served(run, ranks_of):
         np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
 
 
-@each([run for run in RUNS if "pp2" in run], LONG, lambda run: [alone(run)])
+@each(PIPELINES, PIPELINES, lambda run: [alone(run)])
 def test_each_stage_has_some_of_the_weights(run, ranks_of):
     (expected,), ranks = ranks_of(alone(run)), ranks_of(run)
     assert sum(rank["num_weights"] for rank in ranks) == expected["num_weights"]

@@ -90,14 +90,14 @@ LOSSES = tuple(
 LOSSES_ALONE = one_process("losses", "alone@1x1")
 
 
-@each(LOSSES, LOSSES[1:], lambda run: [LOSSES_ALONE])
+@each(LOSSES, LOSSES, lambda run: [LOSSES_ALONE])
 def test_losses_of_every_schedule_are_those_of_one_process(run, ranks_of):
     (expected,) = ranks_of(LOSSES_ALONE)
     losses = ranks_of(run)[0]["without_sleeps"]
     assert losses == pytest.approx(expected["without_sleeps"], rel=PARITY_LOSS)
 
 
-@each(LOSSES, LOSSES[1:])
+@each(LOSSES, LOSSES)
 def test_sleeps_before_instructions_change_nothing(run, ranks_of):
     for rank in ranks_of(run):
         losses = rank["without_sleeps"]

@@ -68,9 +68,14 @@ def raises(message, call, *args, **kwargs):
 def test_each_step_of_training_is_compared():
     weight = np.ones(96, "float32")
     raises(DIFFERENT.format(3), fit, dataset(changed(X, 40)))
+    raises(DIFFERENT.format(6), fit, X, Y, sample_weight=changed(weight, 90))
+
+
+@pytest.mark.long
+@on_ranks("dp2@2x1")
+def test_every_kind_of_training_data_is_compared():
     raises(DIFFERENT.format(5), fit, changed(X, 70), Y)
     raises(DIFFERENT.format(1), fit, X, changed(Y, 0))
-    raises(DIFFERENT.format(6), fit, X, Y, sample_weight=changed(weight, 90))
     raises(DIFFERENT.format(2), fit, dataset(X, changed(Y, 17)))
     batches = [(X[:16], Y[:16]), (changed(X, 16)[16:32], Y[16:32])]
     raises(

@@ -1,17 +1,25 @@
 """Promise: data that Keras shuffles have one order for every number of ranks, from the seed."""
 
 import numpy as np
-import pytest
 
 from harness.tolerances import PARITY_LOSS
+from tests.shared_runs import each
 
-ALONE = "tests.distributed.tasks.shuffled:shuffled/alone@1x1"
-RUNS = [f"tests.distributed.tasks.shuffled:shuffled/{layout}" for layout in ("dp2@2x1", "mp2@2x1")]
+TASKS = "tests.distributed.tasks.shuffled:"
+RUNS = [
+    f"{TASKS}{task}/{layout}"
+    for task in ("shuffled", "shuffled_by_options")
+    for layout in ("dp2@2x1", "mp2@2x1")
+]
 
 
-@pytest.mark.parametrize("run", [pytest.param(x, marks=pytest.mark.runs(x, ALONE)) for x in RUNS])
+def alone(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+@each(RUNS, RUNS[1:], lambda run: [alone(run)])
 def test_losses_of_shuffled_data_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(ALONE)
+    (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
         assert rank.keys() == expected.keys()
         for name, losses in rank.items():

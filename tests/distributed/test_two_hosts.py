@@ -64,7 +64,7 @@ def test_a_link_that_fails_ends_both_ranks_within_a_minute(axis, hosts, tmp_path
         process.wait(90)
         assert time.monotonic() - begin < 60
         told = log.read_text()
-        assert "rank 1 on host 10.78.0.2: not heard of for" in told, told[-4000:]
+        assert "rank 1 on host 10.78.0.2: no heartbeat for" in told, told[-4000:]
         assert "rank 0 on host 10.78.0.1 was in" in told
         pattern = f"python.* -m tests.distributed.failing slow {axis} {tmp_path}"
         for _ in range(50):  # the second rank ends by itself

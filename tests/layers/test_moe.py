@@ -217,10 +217,13 @@ def test_moe_config_round_trip():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"num_experts_chosen": 5}, "num_experts_chosen=5 is more than expert_num=4"),
-        ({"routing_groups": 3}, "routing_groups=3 must divide expert_num=4"),
-        ({"routing_groups_chosen": 2}, "routing_groups_chosen=2 is more than routing_groups=1"),
-        ({"routing_groups": 4, "num_experts_chosen": 2}, "num_experts_chosen=2 is more than there"),
+        ({"num_experts_chosen": 5}, "`num_experts_chosen=5` must not exceed `expert_num=4`"),
+        ({"routing_groups": 3}, "`routing_groups=3` must divide `expert_num=4`"),
+        (
+            {"routing_groups_chosen": 2},
+            "`routing_groups_chosen=2` must not exceed `routing_groups=1`",
+        ),
+        ({"routing_groups": 4, "num_experts_chosen": 2}, "`num_experts_chosen=2` must not exceed"),
     ],
 )
 def test_conflicting_fields_raise(fields, words):
@@ -231,8 +234,8 @@ def test_conflicting_fields_raise(fields, words):
 @pytest.mark.parametrize(
     "layout, fields, words",
     [
-        ({"expert_parallel": 3}, {}, "expert_parallel=3 must divide expert_num=4"),
-        ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
+        ({"expert_parallel": 3}, {}, "`expert_parallel=3` must divide `expert_num=4`"),
+        ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*Set `expert_group_size`"),
     ],
 )
 def test_unsupported_layouts_raise(layout, fields, words):

@@ -58,7 +58,7 @@ def cards(monkeypatch):
         return asked
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_cards_of_gpus", {})
+    monkeypatch.setattr(devices, "_devices_by_index", {})
     monkeypatch.setattr(config, "set_visible_devices", lambda own, kind: asked.update(visible=own))
     monkeypatch.setattr(
         config.experimental, "set_memory_growth", lambda card, on: asked["growth"].append(card)
@@ -106,7 +106,7 @@ def test_cards_are_cut(cards, monkeypatch, local_rank, local_devices, visible, l
 
 def test_more_ranks_than_gpus_are_refused(cards):
     cards(2)
-    with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
+    with pytest.raises(RuntimeError, match="has 2 GPUs, but 4 ranks with 1 each.*LOGICAL_GPUS"):
         devices.take_devices(2, 4, 1, is_pipeline=False)
 
 
@@ -120,9 +120,7 @@ def test_more_devices_than_before_are_taken_where_none_has_to_be_another_card(ca
 def test_another_card_than_before_is_refused(cards):
     cards(8)
     devices.take_devices(1, 2, 1, is_pipeline=False)
-    with pytest.raises(
-        RuntimeError, match="GPU:0 of this process is the card GPU:1.*be GPU:4 with"
-    ):
+    with pytest.raises(RuntimeError, match="GPU:0 of this process is GPU:1.*become GPU:4 with"):
         devices.take_devices(1, 2, 4, is_pipeline=False)
 
 
@@ -130,7 +128,7 @@ def test_another_card_than_before_is_refused(cards):
 def test_wrong_numbers_of_logical_gpus(cards, monkeypatch, asked):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", asked)
     cards(1)
-    with pytest.raises(ValueError, match="LOGICAL_GPUS must be a positive integer"):
+    with pytest.raises(ValueError, match="LOGICAL_GPUS` must be a positive integer"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
 
 
@@ -141,7 +139,7 @@ def test_a_tensor_before_init_is_told(cards, monkeypatch):
         raise RuntimeError("Visible devices cannot be modified after being initialized")
 
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
-    with pytest.raises(RuntimeError, match=r"call dtransformer.init\(\) before the first tensor"):
+    with pytest.raises(RuntimeError, match=r"Call `dtransformer.init\(\)` before the first tensor"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
 
 
@@ -155,7 +153,7 @@ def driver(monkeypatch, tmp_path):
 
 def test_a_driver_without_gpus_is_told_once(driver, monkeypatch):
     with pytest.warns(
-        UserWarning, match=r"NVIDIA driver \(580.159.04\), and TensorFlow sees no GPU"
+        UserWarning, match=r"NVIDIA driver \(580.159.04\), but TensorFlow sees no GPU"
     ):
         devices.take_devices(0, 1, 1, is_pipeline=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # asked for
@@ -200,7 +198,7 @@ def test_a_rank_stays_where_it_is(nodes, monkeypatch, tmp_path, variable):
 def test_all_gpus_of_a_host(cards, monkeypatch, gpus, logical, ranks, each):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", str(logical))
     cards(gpus)
-    assert devices.all_devices(ranks) == each
+    assert devices.devices_per_rank(ranks) == each
 
 
 def test_compiled_kernels_are_kept_on_each_host(monkeypatch, tmp_path):
@@ -227,7 +225,7 @@ def test_two_ranks_that_see_one_gpu_are_refused(cards, monkeypatch):
     told = lambda own, gather: [[{}, "a:1", ["one", "0"]], [{}, "b:1", ["one", "0"]]]
     monkeypatch.setattr(launch_module, "exchange_json", told)
     hvd = types.SimpleNamespace(local_size=lambda: 2, size=lambda: 2)
-    with pytest.raises(ValueError, match="ranks 0 and 1 see the same GPUs of one.*DEVICES=0"):
+    with pytest.raises(ValueError, match="Ranks 0 and 1 see the same GPUs of one.*DEVICES=0"):
         launch_module.compare_ranks(hvd, TransformerOpParallelConfig(), 0, 1, 0.0)
 
 
@@ -250,8 +248,8 @@ def test_the_memory_report_has_nccls_buffers(monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     groups = ProcessGroups(1, 4, made)
     groups.whole_job()
-    groups.own([(0, 1), (0, 1), (2, 3), (2, 3)])
-    groups.own([(0, 2), (1, 3), (0, 2), (1, 3)])
+    groups.create_division([(0, 1), (0, 1), (2, 3), (2, 3)])
+    groups.create_division([(0, 2), (1, 3), (0, 2), (1, 3)])
     trainer = dense_trainer()
     trainer.train_on_batch(*points())
     assert len(trainer.memory_report().rows) == 4

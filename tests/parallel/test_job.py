@@ -72,7 +72,7 @@ def test_a_layout_that_is_refused_leaves_the_job_as_it_was():
 
 def test_gradients_that_no_level_shards_are_not_added_up_as_shards():
     config = TransformerOpParallelConfig(gradient_accumulation_shard=True, optimizer_shard=1)
-    with pytest.raises(ValueError, match="does not work with optimizer_shard=1.*=2 or 3"):
+    with pytest.raises(ValueError, match="does not work with `optimizer_shard=1`.*=2` or `3`"):
         validators.check_supported(config)
 
 
@@ -103,14 +103,14 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     for name in ("horovod", "horovod.tensorflow"):
         monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
-    with pytest.raises(ValueError, match="dtransformer launch -np 2 .*doctor --install-horovod"):
+    with pytest.raises(ValueError, match="dtransformer launch -np 2` .*doctor --install-horovod"):
         dtransformer.init(TransformerOpParallelConfig(data_parallel=2))
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*start with dtransformer launch"):
+    with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*Start with `dtransformer launch`"):
         dtransformer.init()
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    with pytest.raises(RuntimeError, match="2 ranks.*run 'dtransformer doctor --install-horovod'"):
+    with pytest.raises(RuntimeError, match="2 ranks.*Run 'dtransformer doctor --install-horovod'"):
         dtransformer.init()
     assert not job.is_initialized()
 
@@ -149,7 +149,9 @@ def test_what_is_carried_out(fields):
 @pytest.mark.parametrize("level", [False, 3])
 def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
     config = TransformerOpParallelConfig(optimizer_shard_partition="whole", optimizer_shard=level)
-    with pytest.raises(ValueError, match=f"'whole'.*={level}, as .*: set optimizer_shard=1 or 2"):
+    with pytest.raises(
+        ValueError, match=f"'whole'.*={level}`, because .*Set `optimizer_shard=1` or `2`"
+    ):
         validators.check_supported(config)
 
 
@@ -160,7 +162,9 @@ def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
 )
 def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     (name, value), *_ = fields.items()
-    with pytest.raises(ValueError, match=f"{name}={value} does not work with pipeline_stage=2: "):
+    with pytest.raises(
+        ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "
+    ):
         validators.check_supported(
             TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
         )
@@ -169,7 +173,7 @@ def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"pipeline_stage": 4, "micro_batch_num": 2}, "micro_batch_num=2 is less than"),
+        ({"pipeline_stage": 4, "micro_batch_num": 2}, "`micro_batch_num=2` is less than"),
         ({"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_chunks": 2}, "'interleaved'"),
         (
             {
@@ -204,7 +208,7 @@ def test_a_sequence_that_would_be_sharded_twice_is_refused():
 
 
 def test_init_refuses_what_is_not_carried_out_and_stays_outside():
-    with pytest.raises(ValueError, match="expert_parallel=2 must divide data_parallel=1"):
+    with pytest.raises(ValueError, match="`expert_parallel=2` must divide `data_parallel=1`"):
         dtransformer.init(TransformerOpParallelConfig(expert_parallel=2))
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config().expert_parallel == 1

@@ -1,4 +1,4 @@
-"""Promise: gradients of kernels that are computed later are those that are computed at once."""
+"""Promise: delayed gradients of kernels equal the gradients of the ordinary backward pass."""
 
 import keras
 import numpy as np

@@ -126,16 +126,16 @@ def test_meshes_data_parallel_groups_and_shares(fields, meshes, data_parallel_gr
 
 @pytest.mark.parametrize("fields", [dict(model=4, local_devices=3), dict(data=3, local_devices=2)])
 def test_devices_of_a_rank_that_make_no_even_part(fields):
-    with pytest.raises(ValueError, match=f"local_devices={fields['local_devices']} must divide"):
+    with pytest.raises(ValueError, match=f"`local_devices={fields['local_devices']}` must divide"):
         Topology(**fields)
 
 
 @pytest.mark.parametrize(
     "fields, words",
     [
-        (dict(data=4, expert=3), "expert_parallel=3 must divide data_parallel=4"),
-        (dict(data=4, expert=2, local_devices=4), "local_devices=4.*set expert_parallel=4 or 1"),
-        (dict(data=4, expert=2, mesh_spans_data=True), "optimizer_shard=3.*or optimizer_shard=2"),
+        (dict(data=4, expert=3), "`expert_parallel=3` must divide `data_parallel=4`"),
+        (dict(data=4, expert=2, local_devices=4), "local_devices=4.*Set `expert_parallel=4` or 1"),
+        (dict(data=4, expert=2, mesh_spans_data=True), "optimizer_shard=3.*or `optimizer_shard=2`"),
         (dict(data=12, expert=6, local_devices=4), "local_devices=4.*meshes of 6 devices"),
     ],
 )

@@ -121,15 +121,23 @@ def test_a_block_that_is_recomputed():
     assert int(block.inner[1].steps) == stateful.ROWS // 8
 
 
-@on_mesh
-def test_a_mesh_and_model_chunks():
-    """What a chunk hands on is the value and the mask that is on it."""
+def check_on_mesh(**fields):
     expected = numbers(everything(), **stateful.masked_metrics(), epochs=1)
-    for fields in ({}, CHUNKS):
-        start(model_parallel=2, **fields)
-        found = numbers(Trainer(everything()), **stateful.masked_metrics(), epochs=1)
-        assert_as_in_keras(found, expected, TRAINING)
-        stop()
+    start(model_parallel=2, **fields)
+    found = numbers(Trainer(everything()), **stateful.masked_metrics(), epochs=1)
+    assert_as_in_keras(found, expected, TRAINING)
+    stop()
+
+
+@on_mesh
+def test_model_chunks_on_a_mesh_pass_values_and_masks():
+    check_on_mesh(**CHUNKS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_layer_states_on_a_mesh():
+    check_on_mesh()
 
 
 def mean(labels, outputs):

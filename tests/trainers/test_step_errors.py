@@ -194,7 +194,7 @@ def test_the_same_on_a_mesh():
     raises(ValueError, words[1:], lambda: lstm(x))
     counts = Trainer(keras.Sequential([keras.Input((6, 4)), Counts(), keras.layers.Dense(4)]))
     counts.compile("sgd", "mse")
-    words = ["Counts.call()", "use add_weight (trainable=False)"]
+    words = ["Counts.call()", "Use `add_weight(trainable=False)`"]
     raises(RuntimeError, words, lambda: fit(counts, x, x))
 
 

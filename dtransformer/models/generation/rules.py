@@ -9,9 +9,13 @@ from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.published_fields import FIELDS
 
 _FIELDS = FIELDS["generation"]
-IGNORED_FIELDS, _IDS, _NUMBERS = set(_FIELDS["ignored"]), _FIELDS["ids"], _FIELDS["numbers"]
+IGNORED_FIELDS = set(_FIELDS["ignored"])
+_IDS = _FIELDS["ids"]
+_NUMBERS = _FIELDS["numbers"]
 SUPPORTED_FIELDS = {*_IDS, *_NUMBERS, *_FIELDS["also_supported"]}
-_SAMPLING, _BEAMS, _NEUTRAL = _FIELDS["sampling"], _FIELDS["beams"], _FIELDS["neutral"]
+_SAMPLING = _FIELDS["sampling"]
+_BEAMS = _FIELDS["beams"]
+_NEUTRAL = _FIELDS["neutral"]
 _OPTIONS = {**_FIELDS["others"], **_SAMPLING, **_BEAMS}
 REPORTED_FIELDS = {*_OPTIONS, *_NEUTRAL}
 

@@ -20,7 +20,9 @@ from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.pretrained.quantized import QuantizedTensor, quantized_tensors
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 
@@ -94,7 +96,8 @@ def _is_name(text):
 
 
 MODULES = "modules.json"
-_POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
+_POOLING = "1_Pooling"
+_NORMALIZE = "2_Normalize"
 _TYPES = "sentence_transformers.models."
 _MODES = {
     "pooling_mode_cls_token": "first",

@@ -19,7 +19,8 @@ _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
 # Factor letters in this library -> names in `peft`. `m` is the magnitude of DoRA.
 _NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
-_FIELDS, _UNSET_VALUES = FIELDS["adapters"], (None, False, {}, [])
+_FIELDS = FIELDS["adapters"]
+_UNSET_VALUES = (None, False, {}, [])
 _REQUIRED_VALUES = {
     **_FIELDS["required_values"],
     **dict.fromkeys(_FIELDS["must_be_unset"], _UNSET_VALUES),

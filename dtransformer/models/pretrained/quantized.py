@@ -18,7 +18,9 @@ from dtransformer.errors import InputError
 # The 16 values of the type E2M1. The highest bit is the sign.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-_NOT_A_NUMBER, _BIAS = 255, 127  # scales have the type E8M0
+# scales have the type E8M0
+_NOT_A_NUMBER = 255
+_BIAS = 127
 _SIZE = 128  # side length of an FP8 block
 
 

@@ -1,36 +1,38 @@
-"""Collectives to call by hand, in models and training loops of one's own. All are differentiable.
+"""Differentiable collectives for custom models and training loops.
 
-A collective's gradient is another collective. It is that of the sum of all ranks' losses.
-What a caller keeps to:
+The gradient of a collective is another collective, namely the gradient of the sum of all
+ranks' losses. Callers follow two rules:
 
-- Every rank of the group makes the same calls in the same order, and so do gradients:
-  every rank's loss depends on the result (add `0 * result` where it does not), and
-  every rank asks for the gradient.
-- `x` is on every rank's `tf.GradientTape` or on none's: `tape.watch` a tensor that only
-  has the right shape, as on the ranks that are not the root of a `broadcast`. Where the
-  tape is around a `tf.function`, give it to the function as an argument.
+- All ranks of the group make the same calls in the same order, and so do the gradients.
+  Every rank's loss must depend on the result (add `0 * result` otherwise), and every rank
+  must compute the gradient.
+- `x` is recorded by the `tf.GradientTape` on all ranks or on none. Call `tape.watch` on a
+  tensor that only supplies the shape, as on the ranks that are not the root of a
+  `broadcast`. If the tape surrounds a `tf.function`, pass the tensor as an argument.
 
-Ranks whose calls, shapes or dtypes differ get a ValueError, every one of them: in eager
-code at each call (for which the ranks first compare a few bytes), in a `tf.function` when
-it is traced. A rank that traces a function anew for a shape that the others do not have
-gets it, too, while the others' function fails with a `FailedPreconditionError` of
-`tf.errors`. So it does on every rank where dimensions differ that are not known when the
-function is traced; where such a dimension is not divisible, it fails with an
-`InvalidArgumentError` on that rank, and the others wait for it. Horovod warns of ranks
-that wait, after 60 seconds.
+If calls, shapes or dtypes differ, every rank raises a ValueError: in eager code at each
+call (the ranks first compare a few bytes), in a `tf.function` during tracing. A rank that
+retraces a function for a shape that the other ranks do not have also raises it. The other
+ranks' function then fails with `tf.errors.FailedPreconditionError`. The same error occurs
+on every rank if dimensions differ that are unknown during tracing. If such a dimension is
+not divisible, that rank fails with an `InvalidArgumentError` while the other ranks wait
+for it. Horovod logs a warning about waiting ranks after 60 seconds.
 
-`group=None` is the whole job; `root`, `to` and `source` are positions in the group, whose
-order is that of concatenations and shards. A group of one rank works without Horovod.
-Tensors may be bool, int8 to int64, uint8, uint16, float16, bfloat16, float32 and float64.
-They travel in their own type, bfloat16 as 16 bits, but for all-reduces of bfloat16 (float32)
-and of bools and integers of fewer than 32 bits (int32). Sums of bfloat16 are computed in
-float32; bools have no sum, and sums of small integers wrap around.
+`group=None` means all ranks of the job. `root`, `to` and `source` are positions in the
+group. The order of the group is the order of concatenations and shards. A group with a
+single rank works without Horovod.
 
-Errors name the function, the shape, the group and what is wrong:
+Tensors may have dtype bool, int8 to int64, uint8, uint16, float16, bfloat16, float32 or
+float64. They are sent in their dtype (bfloat16 as 16 bits), except in an all-reduce:
+bfloat16 is then sent as float32, and bools and integers of fewer than 32 bits as int32.
+Sums of bfloat16 are computed in float32. Bools cannot be summed, and sums of small integers
+wrap around.
 
-    ValueError: an axis outside of the tensor's rank, a dimension that the group's size
-        does not divide, a root outside of the group, a dtype that is not carried, a
-        rank that is not in the group, or ranks that make different calls.
+Errors contain the function, the shape, the group and the cause:
+
+    ValueError: If an axis is out of range, the group size does not divide a dimension, the
+        root is outside the group, the dtype is not supported, the rank is not in the group,
+        or the ranks make different calls.
 
 Example:
 
@@ -40,7 +42,7 @@ Example:
 [1.0, 2.0]
 """
 
-import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+import dtransformer.start  # noqa: F401 (imported first to silence TensorFlow's startup logs)
 from dtransformer.parallel.collectives.differentiable import (
     all_gather,
     all_reduce_max,

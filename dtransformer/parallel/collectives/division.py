@@ -1,4 +1,4 @@
-"""Division of the elements of a flattened tensor over the ranks of a group, and of items: pure data."""
+"""Division of flattened tensors over the ranks of a group, and packing of items into lists."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The ranges that the ranks of a group have of a flattened tensor, one after the other.
+    """Consecutive ranges of a flattened tensor, one for each rank of a group.
 
     Args:
-        sizes: for each position of the group the number of elements of its range. The last
-            ones may lie beyond the tensor's end, which is padded with zeros.
+        sizes: Tuple of integers. Number of elements of each position's range. The last ranges
+            may extend past the end of the tensor, which is then padded with zeros.
     """
 
     sizes: tuple[int, ...]
 
     @classmethod
     def even(cls, num_elements: int, num_shards: int) -> "Division":
-        """Return that into shards of one size.
+        """Return a division into shards of equal size.
 
         Example:
 
@@ -28,7 +28,7 @@ class Division:
 
     @classmethod
     def whole(cls, num_elements: int, num_shards: int, owner: int) -> "Division":
-        """Return that in which one position has all elements.
+        """Return a division that assigns every element to one position.
 
         Example:
 
@@ -38,24 +38,30 @@ class Division:
         return cls(tuple(num_elements * (index == owner) for index in range(num_shards)))
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """Return (start, stop) of what a position has in the flattened, padded tensor."""
+        """Return the `(start, stop)` range of a position in the flattened, padded tensor."""
         start = sum(self.sizes[:index])
         return start, start + self.sizes[index]
 
 
 def filled(sizes: Iterable[int], most: int) -> list[list[int]]:
-    """Return lists of the positions of items, each filled before the next one is begun.
+    """Pack items into consecutive lists and return the positions of the items in each list.
+
+    A list is closed when the next item would exceed the limit.
 
     Args:
-        sizes: of the items.
-        most: how much a list may have; an item that is larger has one of its own.
+        sizes: Iterable of numbers. Sizes of the items.
+        most: Maximum total size of a list. A larger item gets a separate list.
+
+    Returns:
+        A list of lists of item positions.
 
     Example:
 
     >>> filled([4, 3, 2, 9, 1], 7)
     [[0, 1], [2], [3], [4]]
     """
-    lists, total = [], 0
+    lists = []
+    total = 0
     for position, size in enumerate(sizes):
         if not lists or total + size > most:
             lists.append([])

@@ -1,8 +1,8 @@
-"""Tensors as flat shards over a group of ranks, one shard a rank.
+"""Flat shards of tensors over a group of ranks, one shard per rank.
 
-A tensor of n elements is flattened, padded with zeros and divided into d shards of ⌈n/d⌉
-elements, or as a `Division` says; shard i is that of the rank at position i. Several tensors
-travel in one collective. Unlike the public collectives, these do not compare the ranks' calls:
+A tensor of `n` elements is flattened, padded with zeros and divided into `d` shards of ⌈n/d⌉
+elements, or by a `Division`. The rank at position i has shard i. One collective carries several
+tensors. Unlike the public collectives, these functions do not compare the ranks' calls, because
 ranks may trace their steps at different times, for batches of different shapes.
 """
 
@@ -17,7 +17,7 @@ from dtransformer.parallel.runtime.process_groups import Group
 
 
 def to_shards(x: tf.Tensor, num_shards: int) -> tf.Tensor:
-    """Return the shards of a tensor of known shape, [d, ⌈n/d⌉]."""
+    """Return the shards `[d, ⌈n/d⌉]` of a tensor with a static shape."""
     size = Division.even(math.prod(x.shape), num_shards).sizes[0]
     padding = size * num_shards - math.prod(x.shape)
     flat = tf.reshape(x, [-1])
@@ -25,14 +25,23 @@ def to_shards(x: tf.Tensor, num_shards: int) -> tf.Tensor:
 
 
 def from_shards(shards: tf.Tensor, shape: tuple) -> tf.Tensor:
-    """Return the tensor of a shape that shards [d, ⌈n/d⌉] were made of."""
+    """Return the tensor of the given shape from its shards `[d, ⌈n/d⌉]`."""
     flat = tf.reshape(shards, [-1])
     num_elements = math.prod(shape)
     return tf.reshape(flat if flat.shape[0] == num_elements else flat[:num_elements], shape)
 
 
 def own_shard(x: tf.Tensor, group: Group, division: Division | None = None) -> tf.Tensor:
-    """Return this rank's shard of a tensor of known shape, flat; by default [⌈n/d⌉]."""
+    """Return this rank's flat shard of a tensor with a static shape.
+
+    Args:
+        x: Tensor of `n` elements with a static shape.
+        group: `Group` of `d` ranks.
+        division: `Division` of the elements. `None` divides evenly, into shards of ⌈n/d⌉.
+
+    Returns:
+        A tensor of one dimension, padded with zeros.
+    """
     division = division or Division.even(math.prod(x.shape), group.size)
     start, stop = division.range_of(group.index)
     shard = tf.reshape(x, [-1])[start:stop]
@@ -47,61 +56,67 @@ def reduce_scatter(
     dtype: str | None = None,
     divisions: Sequence[Division] | None = None,
 ) -> list:
-    """Return this rank's shards of the tensors' sums over the group, by one collective.
+    """Return this rank's shards of the tensors' sums over the group, with one collective.
 
     Args:
-        tensors: list of float tensors of known shapes, of one type.
-        group: a `Group`.
-        name: name of the collective, the same on every rank.
-        dtype: name of the type that travels, by default the tensors' own. Sums of
-            bfloat16 are computed in float32.
-        divisions: for each tensor its `Division`; None where all are even.
+        tensors: List of float tensors with static shapes and the same dtype.
+        group: `Group`.
+        name: Name of the collective, identical on all ranks.
+        dtype: Name of the dtype to send. Defaults to the dtype of the tensors. Sums of bfloat16
+            are computed in float32.
+        divisions: Sequence with the `Division` of each tensor. `None` divides evenly.
 
     Returns:
-        A list of flat tensors, by default [⌈n/d⌉], of the tensors' type.
+        A list of flat tensors in the dtype of `tensors`, of ⌈n/d⌉ elements if divided evenly.
     """
-    sent, own_dtype = [tf.cast(x, dtype or x.dtype) for x in tensors], tensors[0].dtype
+    sent = [tf.cast(x, dtype or x.dtype) for x in tensors]
+    result_dtype = tensors[0].dtype
     if _are_even(divisions):
         shards = [to_shards(x, group.size) for x in sent]
         sizes = [shard.shape[1] for shard in shards]
-        total = transport.reduce_scatter(_concat(shards, 1), group, name, own_dtype)
+        total = transport.reduce_scatter(_concat(shards, 1), group, name, result_dtype)
     else:
         sizes = [division.sizes[group.index] for division in divisions]
         sections = [
             _concat([tf.reshape(x, [-1])[slice(*d.range_of(i))] for x, d in zip(sent, divisions)])
             for i in range(group.size)
         ]
-        total = transport.reduce_scatter_sections(sections, group, name, own_dtype)
+        total = transport.reduce_scatter_sections(sections, group, name, result_dtype)
     return tf.split(total, sizes) if len(sizes) > 1 else [total]
 
 
 def all_gather(
     shards: list, shapes: list, group: Group, name: str, divisions: Sequence[Division] | None = None
 ) -> list:
-    """Return the tensors that the ranks hold shards of, by one collective.
+    """Return full tensors from the ranks' shards, with one collective.
 
     Args:
-        shards: list of flat tensors, by default [⌈n/d⌉], of one type.
-        shapes: list of the tensors' shapes.
-        group: a `Group`.
-        name: name of the collective, the same on every rank.
-        divisions: as of `reduce_scatter`.
+        shards: List of this rank's flat shards, all of the same dtype.
+        shapes: List of the shapes of the full tensors.
+        group: `Group`.
+        name: Name of the collective, identical on all ranks.
+        divisions: Sequence with the `Division` of each tensor. `None` divides evenly.
     """
     if _are_even(divisions):
         sizes = [shard.shape[0] for shard in shards]
         packed = transport.all_gather(_concat(shards), group, name)
-        everyone = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
-        return [from_shards(shards, shape) for shards, shape in zip(everyone, shapes)]
-    of_each = list(zip(*[division.sizes for division in divisions]))  # position -> sizes
+        rows = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
+        return [from_shards(shards, shape) for shards, shape in zip(rows, shapes)]
+    sizes_by_rank = list(
+        zip(*[division.sizes for division in divisions])
+    )  # Sizes of the shards of each position.
     sections = transport.all_gather_sections(
-        _concat(shards), [sum(sizes) for sizes in of_each], group, name
+        _concat(shards), [sum(sizes) for sizes in sizes_by_rank], group, name
     )
-    everyone = [tf.split(section, sizes) for section, sizes in zip(sections, of_each)]
-    return [from_shards(tf.concat(parts, 0), shape) for parts, shape in zip(zip(*everyone), shapes)]
+    rows = [tf.split(section, sizes) for section, sizes in zip(sections, sizes_by_rank)]
+    return [from_shards(tf.concat(parts, 0), shape) for parts, shape in zip(zip(*rows), shapes)]
 
 
 def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None) -> list:
-    """Return the tensors' sums over the group; arguments as of `reduce_scatter`."""
+    """Return the tensors' sums over the group. See `reduce_scatter` for the arguments.
+
+    If `dtype` differs from the tensors' dtype, the sum is a reduce-scatter and an all-gather.
+    """
     if dtype is None or dtype == tensors[0].dtype:
         return transport.all_reduce_together(tensors, group, name)
     sums = reduce_scatter(tensors, group, f"{name}_to_shards", dtype)
@@ -111,7 +126,7 @@ def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None)
 
 
 def _are_even(divisions):
-    return divisions is None or all(len(set(one.sizes)) == 1 for one in divisions)
+    return divisions is None or all(len(set(division.sizes)) == 1 for division in divisions)
 
 
 def _concat(tensors, axis=0):

@@ -1,4 +1,4 @@
-"""Exchange of small values as JSON between ranks, from any thread."""
+"""Exchange of small JSON values and arrays between ranks, from any thread."""
 
 import functools
 from collections.abc import Callable
@@ -14,118 +14,130 @@ from dtransformer.parallel.runtime.process_groups import Group, exchange_json
 
 
 def all_gather_json(value, name: str) -> list:
-    """Return what every rank gives, in the order of ranks.
+    """Return the values of all ranks, ordered by rank.
 
-    Other threads may send and receive meanwhile: Horovod takes an operation's name from its
-    graph, and eager ones of a kind have the same.
+    Other threads may communicate at the same time. The exchange runs in a compiled function,
+    because Horovod takes an operation's name from its graph, and all eager operations of a kind
+    share a name.
 
     Args:
-        value: what JSON can say; tuples come back as lists.
-        name: str, the same on every rank, and no other value's that is under way.
+        value: JSON value. Tuples come back as lists.
+        name: String, identical on all ranks and different from the names of pending exchanges.
     """
     if job.size() == 1:
-        return exchange_json(value, lambda own: own)
-    with job.waiting(f"what ranks tell each other ({name})", range(job.size())):
+        return exchange_json(value, lambda data: data)
+    with job.waiting(f"an exchange between ranks ({name})", range(job.size())):
         return exchange_json(value, _all_gather_named(name, job.current().groups))
 
 
 @functools.lru_cache(maxsize=256)
 def _all_gather_named(name, groups):
-    """Return the compiled all-gather of a name, until the job is joined anew."""
+    """Return a compiled all-gather with this name. `groups` is a cache key of the current job."""
     function = tf.function(
-        lambda own: transport.concatenate(own, job.whole_job(), name),
+        lambda data: transport.concatenate(data, job.whole_job(), name),
         input_signature=[tf.TensorSpec([None], "uint8")],
         autograph=False,
     )
-    return _compat.expect_many_traces(function)  # each name has its own
+    return _compat.expect_many_traces(function)  # Each name has a separate function.
 
 
 def broadcast_arrays(
     arrays: dict[str, np.ndarray], root: int, group: Group, name: str
 ) -> dict[str, np.ndarray]:
-    """Return on every rank of a group the arrays that one of them has, of any types.
+    """Return the root's arrays on every rank of a group.
 
     Args:
-        arrays: dict of names and NumPy arrays; not read elsewhere than on the root.
-        root: number of the rank that has them.
-        group: a `Group`.
-        name: str, the same on every rank.
+        arrays: Dict of NumPy arrays of any dtype, by name. Ignored on the other ranks.
+        root: Integer. Rank in the job that has the arrays.
+        group: `Group`.
+        name: String, identical on all ranks.
     """
     is_root = job.rank() == root
-    own = {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
-    everyone = exchange_json(own, lambda x: transport.concatenate(x, group, f"{name}/shapes"))
-    (described,) = [one for one in everyone if one is not None]
-    found = {}
-    for key, (shape, dtype) in described.items():
-        # As bytes: Horovod does not have every type of NumPy's.
+    local_specs = (
+        {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
+    )
+    gathered = exchange_json(
+        local_specs, lambda x: transport.concatenate(x, group, f"{name}/shapes")
+    )
+    (root_specs,) = [specs for specs in gathered if specs is not None]
+    results = {}
+    for key, (shape, dtype) in root_specs.items():
+        # Horovod does not support every NumPy dtype, so send bytes.
         num_bytes = int(np.prod(shape)) * tf.as_dtype(dtype).size
         data = np.zeros(num_bytes, "uint8")
         if is_root:
             data = np.frombuffer(np.ascontiguousarray(arrays[key]).tobytes(), "uint8")
         position = group.ranks.index(root)
         data = transport.broadcast(tf.constant(data), position, group, f"{name}/{key}").numpy()
-        found[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
-    return found
+        results[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(
+            shape
+        )
+    return results
 
 
 def from_all_stages(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """Return on every stage of a pipeline the arrays that the stages have, of different names.
+    """Return the arrays of all pipeline stages on every stage.
 
     Args:
-        arrays: dict of names and NumPy arrays, of this rank's stage.
-        name: str, the same on every rank.
+        arrays: Dict of NumPy arrays of this rank's stage. The stages' keys must differ.
+        name: String, identical on all ranks.
     """
-    group, found = job.pipeline_group(), {}
+    group = job.pipeline_group()
+    results = {}
     if group.size == 1:
         return arrays
     for root in group.ranks:
-        found |= broadcast_arrays(arrays, root, group, f"{name}/{root}")
-    return found
+        results |= broadcast_arrays(arrays, root, group, f"{name}/{root}")
+    return results
 
 
 def from_chief(action: Callable, name: str):
-    """Return on every rank what an action returns on rank 0, the only one that does it.
+    """Run an action on rank 0 only and return its result on every rank.
 
     Args:
-        action: a function without arguments that returns what JSON can say.
-        name: as of `all_gather_json`.
+        action: Function without arguments that returns a JSON value.
+        name: See `all_gather_json`.
 
     Raises:
-        InputError: on every rank, where rank 0 raised one, or an OSError.
-        Exception: rank 0's; on the others it is a ValueError or a RuntimeError of its text.
+        InputError: If the action raised an `InputError` or an `OSError`, on every rank.
+        Exception: If the action raised another error. The other ranks raise a ValueError or a
+            RuntimeError with the same text.
     """
-    own = error = None
+    answer = error = None
     if job.is_chief():
-        own, error = _done(lambda: _without_os_errors(action))
-    first, *_ = all_gather_json(own, name)
+        answer, error = _run_action(lambda: _without_os_errors(action))
+    first, *_ = all_gather_json(answer, name)
     if error is not None:
         raise error
-    return _value(0, first)
+    return _get_value(0, first)
 
 
 def on_all(action: Callable, name: str) -> list:
-    """Return what an action returns on each rank, in the order of ranks.
+    """Run an action on every rank and return the results, ordered by rank.
 
     Args:
-        action: a function without arguments that returns what JSON can say.
-        name: as of `all_gather_json`.
+        action: Function without arguments that returns a JSON value.
+        name: See `all_gather_json`.
 
     Raises:
-        InputError, ValueError: the first rank's error, on every rank, is one.
-        RuntimeError: it is another one.
+        InputError: If the first error is an `InputError`, on every rank.
+        ValueError: If the first error is a ValueError, on every rank.
+        RuntimeError: If the first error is another one, on every rank.
     """
-    own, error = _done(action)
-    return [_value(rank, one, error) for rank, one in enumerate(all_gather_json(own, name))]
+    answer, error = _run_action(action)
+    return [
+        _get_value(rank, reply, error) for rank, reply in enumerate(all_gather_json(answer, name))
+    ]
 
 
 def together(action: Callable, name: str):
-    """Return what an action returns on this rank, anything, once it is done on every rank.
+    """Run an action on every rank and return this rank's result when all ranks are done.
 
-    Arguments and errors are those of `on_all`.
+    The result may be of any type. See `on_all` for the arguments and errors.
     """
-    own = []
-    on_all(lambda: own.append(action()), name)
-    return own[0]
+    results = []
+    on_all(lambda: results.append(action()), name)
+    return results[0]
 
 
 def _without_os_errors(action):
@@ -135,8 +147,8 @@ def _without_os_errors(action):
         raise InputError(str(error)) from error
 
 
-def _done(action):
-    """Return a dict with an action's value, or with its error; and the error."""
+def _run_action(action):
+    """Return an `(answer, error)` tuple. The answer is a dict with the value or the error."""
     try:
         return {"value": action()}, None
     except Exception as error:
@@ -144,12 +156,12 @@ def _done(action):
         return {"error": [kind, str(error)]}, error
 
 
-def _value(rank, answer, own_error=None):
-    """Return the value that a rank has told, or raise its error."""
+def _get_value(rank, answer, local_error=None):
+    """Return the value in a rank's answer, or raise its error."""
     if "value" in answer:
         return answer["value"]
     kind, text = answer["error"]
     kinds = {"InputError": InputError, "ValueError": ValueError}
     if kind not in kinds:
         text = f"rank {rank}: {kind}: {text}" if job.size() > 1 else f"{kind}: {text}"
-    raise kinds.get(kind, RuntimeError)(text) from own_error
+    raise kinds.get(kind, RuntimeError)(text) from local_error

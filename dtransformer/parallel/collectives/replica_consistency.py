@@ -12,7 +12,7 @@ EVERY = 100  # The host waits for each comparison.
 
 
 class ReplicaConsistency:
-    """Comparison of the batches of a mesh and of a pipeline: batches 1, 2 and every 100th."""
+    """Comparison of batches within a mesh and a pipeline: the first two and every 100th batch."""
 
     def __init__(self):
         self._counts = collections.Counter()
@@ -51,18 +51,18 @@ def check_replica_consistency(batch, group: Group, name: str) -> None:
         for x in tf.nest.flatten(batch, expand_composites=True)
         if x is not None
     )
-    everyone = exchange_json(
+    gathered = exchange_json(
         [shapes, int(fingerprint(batch))],
         lambda text: transport.concatenate(text, group, "same_batch"),
     )
-    if all(other == everyone[0] for other in everyone):
+    if all(entry == gathered[0] for entry in gathered):
         return
     listing = ", ".join(
-        f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), everyone)
+        f"rank {rank} has {text}" for rank, (text, _) in zip(sorted(group.ranks), gathered)
     )
     raise ValueError(
-        f"the ranks of {name} have different batches: {listing}. Give them the same rows in the "
-        "same order, see dtransformer.data_shard()"
+        f"The ranks of {name} have different batches: {listing}. Give them the same rows in the "
+        "same order, see `dtransformer.data_shard()`."
     )
 
 

@@ -1,1 +1,1 @@
-"""The config, its validation, ranks and their coordinates: pure."""
+"""Parallel configs, their validation, and the coordinates of ranks, without side effects."""

@@ -221,7 +221,8 @@ class TransformerOpParallelConfig(validators.Checked):
     parallel_rules: dict[str, validators.MeshAxis | None] | None = None
 
     def __setattr__(self, name, value):
-        if name == "recompute" and value and isinstance(value, dict):  # from YAML or JSON
+        # YAML and JSON files have a dict.
+        if name == "recompute" and value and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
         super().__setattr__(name, value)
 
@@ -250,16 +251,16 @@ class TransformerOpParallelConfig(validators.Checked):
         """
         from dtransformer.planner.automatic import automatic_plan, summary  # imports this module
 
-        found = automatic_plan(model, global_batch, **options)
+        plan = automatic_plan(model, global_batch, **options)
         if os.environ.get("HOROVOD_RANK", "0") == "0":
-            print(summary(found))
-        return found.best.config
+            print(summary(plan))
+        return plan.best.config
 
     def _known_data_parallel(self):
         if self.data_parallel is None:
             raise ValueError(
-                "data_parallel is None (what the ranks leave) and the number of ranks is not known "
-                "yet: call dtransformer.init(config) first, or set data_parallel"
+                "`data_parallel` is None and depends on the number of ranks, which is unknown before "
+                "`init`. Call `dtransformer.init(config)` first, or set `data_parallel`."
             )
         return self.data_parallel
 
@@ -303,7 +304,7 @@ class TransformerOpParallelConfig(validators.Checked):
             has_constraint: Whether Keras applies a constraint after every update.
         """
         if has_constraint and self.optimizer_shard_partition == "flat":
-            return "its constraint needs the whole"
+            return "its constraint needs the full weight"
         if math.prod(shape) * item_bytes < self.parallel_optimizer_threshold * 1024:
             return f"less than {self.parallel_optimizer_threshold} KB"
         if any(re.search(pattern, path) for pattern in self.parallel_optimizer_exclude):
@@ -324,20 +325,19 @@ class TransformerOpParallelConfig(validators.Checked):
         num_devices = num_ranks * local_devices
         data = self.data_parallel if self.data_parallel is not None else num_devices // others
         if data * others != num_devices:
-            asked = "what is left" if self.data_parallel is None else self.data_parallel
-            context = f"context_parallel={self.context_parallel} · " * (self.context_parallel > 1)
             needed = others if self.data_parallel is None else data * others
             multiple = "a multiple of " if self.data_parallel is None else ""
-            devices = f" of {local_devices} local devices each" * (local_devices > 1)
+            devices = f" of {local_devices} local devices each" if local_devices > 1 else ""
             kind = "devices" if local_devices > 1 else "ranks"
             ranks = -(-needed // local_devices)
             can_start = ranks == 1 or importlib.util.find_spec("horovod") is not None
             first = "" if can_start else " (run 'dtransformer doctor --install-horovod' first)"
             raise ValueError(
-                f"data_parallel={asked} · model_parallel={self.model_parallel} · {context}"
+                f"data_parallel={self.data_parallel} · model_parallel={self.model_parallel} · "
+                f"context_parallel={self.context_parallel} · "
                 f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the "
-                f"job has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with "
-                f"dtransformer launch -np {ranks}{first}, or change the config"
+                f"job has {num_ranks} ranks{devices}. Start it with `dtransformer launch -np {ranks}`"
+                f"{first}, or change the config."
             )
         return dataclasses.replace(self, data_parallel=data)
 
@@ -373,7 +373,7 @@ def set_parallel_config(config: TransformerOpParallelConfig) -> None:
 def check_config(config: object) -> None:
     """Raise a `TypeError` if `config` is not a `TransformerOpParallelConfig`."""
     if not isinstance(config, TransformerOpParallelConfig):
-        raise TypeError(f"config must be a TransformerOpParallelConfig, got {config!r}")
+        raise TypeError(f"`config` must be a `TransformerOpParallelConfig`, got {config!r}.")
 
 
 @contextlib.contextmanager

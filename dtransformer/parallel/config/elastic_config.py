@@ -1,4 +1,4 @@
-"""Another layout for as many devices as are left: the global batch and the network stay the same."""
+"""Adapt a layout to the remaining devices without changing the global batch and the network."""
 
 import dataclasses
 import itertools
@@ -7,24 +7,27 @@ import math
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 
-# Environment variables that `dtransformer launch` sets: the number of ranks of a host at most, if
-# ranks may come and go; and the launcher's own part of the command.
+# Environment variables set by `dtransformer launch`: the maximum number of ranks per host of an
+# elastic job, and the launcher's part of the command.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 LAUNCHER = "DTRANSFORMER_LAUNCHER"
 
 
 def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
-    """Return a config for a number of devices, as near to a given one as that allows.
+    """Return a config for a number of devices that is as close as possible to a given one.
 
-    The other degrees stay where they divide the number, and `data_parallel` takes what they leave.
-    Elsewhere they become smaller: of those that divide the given ones, the largest, with
-    `model_parallel` kept before `context_parallel` and `pipeline_stage`. `expert_parallel` becomes
-    what of it divides the data shards that are left. What a batch is divided
-    into by `fit` follows the layout, so that a step computes the same. Any checkpoint fits.
+    If the other degrees divide `num_devices`, they are kept, and `data_parallel` takes the rest.
+    Otherwise they shrink to divisors of their values. The largest product wins, and ties keep
+    `model_parallel` before `context_parallel` before `pipeline_stage`. `expert_parallel` becomes
+    its greatest common divisor with the data shards. `fit` divides batches according to the layout,
+    so a step computes the same result. Every checkpoint can be loaded.
 
     Args:
-        config: what was asked for.
-        num_devices: how many there are.
+        config: Requested `TransformerOpParallelConfig`.
+        num_devices: Integer. Number of available devices.
+
+    Returns:
+        A `TransformerOpParallelConfig`.
 
     Example:
 
@@ -33,10 +36,10 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     >>> [(c.data_parallel, c.model_parallel, c.pipeline_stage) for c in found]
     [(2, 2, 2), (1, 2, 2), (3, 1, 1), (1, 2, 1)]
     """
-    given = config.model_parallel, config.context_parallel, config.pipeline_stage
+    degrees_before = config.model_parallel, config.context_parallel, config.pipeline_stage
     fitting = [
         degrees
-        for degrees in itertools.product(*map(divisors, given))
+        for degrees in itertools.product(*map(divisors, degrees_before))
         if num_devices % math.prod(degrees) == 0
     ]
     model, context, stages = max(fitting, key=lambda degrees: (math.prod(degrees), degrees))
@@ -45,7 +48,8 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     if config.data_parallel is not None:
         changes["data_parallel"] = data
     experts = math.gcd(config.expert_parallel, data)
-    all_or_none = config.optimizer_shard == 3 and experts != data  # meshes span all data shards
+    # Meshes span all data shards under ZeRO level 3, so experts use all of them or none.
+    all_or_none = config.optimizer_shard == 3 and experts != data
     changes["expert_parallel"] = 1 if all_or_none else experts
     if stages == 1 and config.pipeline_stage > 1:
         changes |= {"pipeline_schedule": "1f1b", "pipeline_chunks": 1}

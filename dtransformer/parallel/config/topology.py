@@ -1,33 +1,38 @@
-"""Devices, their coordinates and their groups: pure functions of the degrees.
+"""Devices, their coordinates and their groups, computed from the degrees of parallelism.
 
-Devices are numbered with the model axis fastest, then context, then data, and the
-pipeline stage outermost: of 8 devices with model=4 and data=2, devices 0 and 4 hold
-the same shards of the weights. A rank drives one or more devices that follow each
-other. A mesh has the devices that compute one pipeline stage of one replica of the network
-together; its ranks are a model-parallel group.
+The model axis varies fastest, then context, then data. The pipeline stage is outermost: of 8
+devices with model=4 and data=2, devices 0 and 4 have the same weight shards. A rank controls one or
+more consecutive devices. The devices of a mesh compute one pipeline stage of one replica together.
+The ranks of a mesh form a model-parallel group.
 """
 
 import dataclasses
 import math
 
-AXES = ("stage", "data", "context", "model")  # outermost first
+AXES = ("stage", "data", "context", "model")  # Outermost first.
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The grid of a job's devices, one or more a rank.
+    """Grid of the devices of a job, one or more per rank.
 
-    With one device a rank, devices and ranks have the same numbers.
+    With one device per rank, device indices equal ranks.
 
     Args:
-        stage, data, context, model: size of the grid along each axis.
-        local_devices: number of devices of each rank.
-        mesh_spans_data: whether a mesh has all devices of a stage: the data axis, too.
-        expert: number of data shards of a mesh, over which experts are sharded; 1 for none.
+        stage: Integer. Number of pipeline stages.
+        data: Integer. Number of data shards.
+        context: Integer. Number of sequence shards.
+        model: Integer. Number of weight shards.
+        local_devices: Integer. Number of devices per rank.
+        mesh_spans_data: Whether a mesh includes all devices of a stage, along the data axis as
+            well.
+        expert: Integer. Number of data shards of a mesh that experts are sharded over. `1` disables
+            expert parallelism.
 
     Raises:
-        ValueError: the devices of a rank are neither an even share of a stage's replica, nor
-            several replicas; or experts cannot be sharded over the data shards of a mesh.
+        ValueError: If the devices of a rank are neither an equal part of a stage's replica nor
+            several full replicas, or if the experts cannot be sharded over the data shards of a
+            mesh.
 
     Example:
 
@@ -45,37 +50,40 @@ class Topology:
     expert: int = 1
 
     def __post_init__(self):
-        replica, local = self.model * self.context, self.local_devices
+        replica = self.model * self.context
+        local = self.local_devices
         if replica % local and (local % replica or self.data % (local // replica)):
             raise ValueError(
-                f"local_devices={local} must divide model_parallel={self.model}"
-                f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple "
-                f"of it that divides it times data_parallel={self.data}"
+                f"`local_devices={local}` must divide model_parallel={self.model}"
+                f"{f' · context_parallel={self.context}' if self.context > 1 else ''}, or be a multiple "
+                f"of it that divides its product with data_parallel={self.data}."
             )
         if self.data % self.expert:
             raise ValueError(
-                f"expert_parallel={self.expert} must divide data_parallel={self.data}: experts are "
-                "sharded over ranks that share the batch"
+                f"`expert_parallel={self.expert}` must divide `data_parallel={self.data}`, because "
+                "experts are sharded over ranks that share the batch."
             )
         if self.mesh_data * replica % local:
             raise ValueError(
-                f"expert_parallel={self.expert} does not work with local_devices={local} of each rank: "
-                f"meshes of {self.mesh_data * replica} devices would have parts of ranks"
+                f"`expert_parallel={self.expert}` does not work with `local_devices={local}` per "
+                f"rank, because meshes of {self.mesh_data * replica} devices would divide ranks."
             )
         if self.expert > 1 and self.mesh_data != self.expert:
-            cause = f"local_devices={local} of each rank" if local > 1 else "optimizer_shard=3"
-            fewer = " or optimizer_shard=2" if self.mesh_spans_data else " or fewer local devices"
+            cause = f"`local_devices={local}` per rank" if local > 1 else "`optimizer_shard=3`"
+            fewer = (
+                ", or `optimizer_shard=2`" if self.mesh_spans_data else ", or fewer local devices"
+            )
             raise ValueError(
-                f"expert_parallel={self.expert} does not work with {cause}, whose mesh has "
-                f"{self.mesh_data} data shards: set expert_parallel={self.mesh_data} or 1,{fewer}"
+                f"`expert_parallel={self.expert}` does not work with {cause}, whose mesh has "
+                f"{self.mesh_data} data shards. Set `expert_parallel={self.mesh_data}` or 1{fewer}."
             )
 
     @classmethod
     def from_config(cls, config, num_ranks: int, local_devices: int = 1) -> "Topology":
-        """Return the grid of a job under a `TransformerOpParallelConfig`.
+        """Return the topology of a job with a `TransformerOpParallelConfig`.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of devices.
+            ValueError: If the product of the degrees is not the number of devices.
         """
         config = config.resolve(num_ranks, local_devices)
         return cls(
@@ -84,7 +92,7 @@ class Topology:
             context=config.context_parallel,
             model=config.model_parallel,
             local_devices=local_devices,
-            # Weights that are sharded over both axes are all-gathered inside of the computation.
+            # Weights sharded over both axes are all-gathered inside the computation.
             mesh_spans_data=config.optimizer_shard == 3
             and config.model_parallel * config.context_parallel * config.expert_parallel > 1,
             expert=config.expert_parallel,
@@ -92,22 +100,22 @@ class Topology:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, outermost first."""
+        """Sizes of the axes, outermost first."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return math.prod(self.shape)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.size // self.local_devices
 
     @property
     def mesh_data(self) -> int:
-        """The size of a mesh along the data axis: the number of shards of the batch on it."""
+        """Size of a mesh along the data axis, which is the number of batch shards on it."""
         if self.mesh_spans_data:
             return self.data
         return max(self.local_devices // (self.model * self.context), self.expert)
@@ -117,17 +125,17 @@ class Topology:
         return max(self.mesh_data * self.model * self.context // self.local_devices, 1)
 
     def model_parallel_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that compute together with `rank`, on one mesh."""
+        """Return the ranks of `rank`'s mesh."""
         first = rank - rank % self._ranks_per_mesh
         return tuple(range(first, first + self._ranks_per_mesh))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
-        """Return (index, count): the share of every global batch that `rank`'s mesh takes."""
+        """Return the `(index, count)` of the shard of a global batch for `rank`'s mesh."""
         count = self.data // self.mesh_data
         return rank // self._ranks_per_mesh % count, count
 
     def data_parallel_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the stage that hold the same shards of the weights as `rank`."""
+        """Return the ranks of the stage that have the same weight shards as `rank`."""
         index, count = self.data_shard(rank)
         first = rank - index * self._ranks_per_mesh
         return tuple(first + i * self._ranks_per_mesh for i in range(count))
@@ -137,11 +145,11 @@ class Topology:
         return self.num_ranks // self.stage
 
     def stage_of(self, rank: int) -> int:
-        """Return the pipeline stage that a rank belongs to."""
+        """Return the pipeline stage of a rank."""
         return rank // self._ranks_per_stage
 
     def pipeline_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with `rank`'s position in every stage, from the first stage on."""
+        """Return the ranks at `rank`'s position in every stage, first stage first."""
         first = rank % self._ranks_per_stage
         return tuple(range(first, self.num_ranks, self._ranks_per_stage))
 
@@ -153,7 +161,7 @@ class Topology:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order.
+    """Return the divisors of a number, in ascending order.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Validation of configs: what fields may hold, and which of them work together."""
+"""Validation of config fields and of their combinations."""
 
 import functools
 import re
@@ -19,11 +19,11 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Level = Annotated[int, Field(ge=0, le=3)]
 MeshAxis = Literal["data", "context", "model"]
-# What dimensions are sharded over; the first one is outermost.
+# Mesh axes, outermost first.
 MESH_AXES = typing.get_args(MeshAxis)
 
 
-# These check; what they return is not kept, see `checked_value`.
+# These functions only check. `checked_value` ignores their results.
 
 
 def _schedule(name):
@@ -44,10 +44,10 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 @functools.cache
-def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
-    """Return the checks of a dataclass' fields, which their annotations say.
+def field_validators(kind: type) -> dict[str, pydantic.TypeAdapter]:
+    """Return a validator for each field of a dataclass, built from its annotations.
 
-    Nothing is converted: 1.0 is no int, 1 is no bool.
+    Validation is strict: 1.0 is not an int, and 1 is not a bool.
     """
     config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -55,77 +55,83 @@ def checks_of(kind: type) -> dict[str, pydantic.TypeAdapter]:
 
 
 def checked_value(kind: type, name: str, value):
-    """Return what a field of a dataclass keeps of a value: a tuple of a list, of a dict a copy.
+    """Validate a value for a field and return the value to store.
+
+    Lists and ranges become tuples, dicts are copied, and NumPy scalars become Python scalars.
 
     Raises:
-        ValueError: it is not allowed; names the field, what is allowed, and what came.
+        ValueError: If the value is invalid. The message has the field, the allowed values and the
+            value.
     """
     value = value.item() if isinstance(value, np.generic) else value
-    kept = tuple(value) if isinstance(value, (list, range)) else value
-    kept = dict(kept) if isinstance(kept, dict) else kept
+    stored = tuple(value) if isinstance(value, (list, range)) else value
+    stored = dict(stored) if isinstance(stored, dict) else stored
     try:
-        checks_of(kind)[name].validate_python(kept)
+        field_validators(kind)[name].validate_python(stored)
     except pydantic.ValidationError as error:
-        told = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
-        raise ValueError(f"{name} {' or '.join(told)}, got {value!r}") from None
-    return kept
+        messages = [re.sub("^(Input|Value error,) ", "", x["msg"]) for x in error.errors()]
+        raise ValueError(f"{name} {' or '.join(messages)}, got {value!r}") from None
+    return stored
 
 
 class Checked:
-    """A dataclass whose fields are checked on every assignment."""
+    """Base class for dataclasses that validate every assignment to a field."""
 
     def __setattr__(self, name, value):
-        known = checks_of(type(self))
-        if name not in known:
-            hint = nearest(name, known)
+        checks = field_validators(type(self))
+        if name not in checks:
+            hint = nearest(name, checks)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
         object.__setattr__(self, name, checked_value(type(self), name, value))
 
 
-# What each stage of a pipeline would have to do once for every micro-batch.
-_NOT_WITH_A_PIPELINE = {
-    "optimizer_shard": "every weight would be gathered twice for each micro-batch. Use level 2, which "
-    "shards gradients and optimizer states",
-    "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
+# Fields whose work each pipeline stage would repeat for every micro-batch.
+_PIPELINE_CONFLICTS = {
+    "optimizer_shard": "Every weight would be gathered twice for each micro-batch. Use level 2, which "
+    "shards gradients and optimizer states.",
+    "gradient_accumulation_shard": "Gradients would be sent for each micro-batch. Leave it False.",
 }
 
 
 def check_supported(config, local_devices: int = 1) -> None:
-    """Refuse a config that this version cannot carry out, instead of ignoring it.
+    """Check that the fields of a config work together.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
-        local_devices: number of devices that each rank drives.
+        config: `TransformerOpParallelConfig`.
+        local_devices: Integer. Number of devices per rank. Defaults to `1`.
 
     Raises:
-        ValueError: fields do not work together; says why.
+        ValueError: If fields conflict. The message has the reason.
     """
     if config.optimizer_shard_partition == "whole" and int(config.optimizer_shard) not in (1, 2):
         why = (
-            "level 3 shards the weights themselves" if config.optimizer_shard else "none is sharded"
+            "level 3 shards the weights themselves"
+            if config.optimizer_shard
+            else "nothing is sharded"
         )
         raise ValueError(
-            f"optimizer_shard_partition='whole' does not work with "
-            f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
-            "optimizer_shard_partition='flat'"
+            f"`optimizer_shard_partition='whole'` does not work with "
+            f"`optimizer_shard={config.optimizer_shard}`, because {why}. Set `optimizer_shard=1` or "
+            "`2`, or `optimizer_shard_partition='flat'`."
         )
     if config.gradient_accumulation_shard and config.optimizer_shard < 2:
         raise ValueError(
-            "gradient_accumulation_shard=True does not work with optimizer_shard="
-            f"{config.optimizer_shard}, where gradients are not sharded: set optimizer_shard=2 or 3"
+            "`gradient_accumulation_shard=True` does not work with `optimizer_shard="
+            f"{config.optimizer_shard}`, which does not shard gradients. Set `optimizer_shard=2` or "
+            "`3`."
         )
     if config.sequence_parallel and config.context_parallel > 1 and config.model_parallel > 1:
         raise ValueError(
-            f"sequence_parallel=True does not work with context_parallel={config.context_parallel}: "
-            "both split the sequence. Set sequence_parallel=False, and increase context_parallel to "
-            "save more memory"
+            "`sequence_parallel=True` does not work with "
+            f"`context_parallel={config.context_parallel}`, because both shard the sequence. Set "
+            "`sequence_parallel=False`, and increase `context_parallel` to save more memory."
         )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
         for name, value in settings_without_chunks(config).items():
             raise ValueError(
-                f"{name}={value} does not work with {degree}={getattr(config, degree)}: "
-                f"{_NOT_WITH_A_PIPELINE[name]}"
+                f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
+                f"{_PIPELINE_CONFLICTS[name]}"
             )
         schedules.check(
             config.pipeline_schedule,
@@ -137,41 +143,40 @@ def check_supported(config, local_devices: int = 1) -> None:
         degrees = config.model_parallel * config.context_parallel * config.expert_parallel
         if divides and degrees * local_devices > 1:
             raise ValueError(
-                f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
-                "a mesh the gradients of weights are not computed apart; got "
+                f"`pipeline_schedule={config.pipeline_schedule!r}` needs stages of one device, "
+                "because a mesh cannot compute weight gradients separately, but got "
                 f"model_parallel={config.model_parallel}, expert_parallel={config.expert_parallel}, "
-                f"context_parallel={config.context_parallel} and local_devices={local_devices}: set "
-                "pipeline_schedule='1f1b' or 'interleaved'"
+                f"context_parallel={config.context_parallel} and local_devices={local_devices}. Set "
+                "`pipeline_schedule` to '1f1b' or 'interleaved'."
             )
 
 
 def settings_without_chunks(config) -> dict:
-    """Return the fields and values of a config that work in no pipeline, of one stage or more."""
+    """Return a dict of the config's settings that no pipeline supports, even with one stage."""
     refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
-    return {x: refused[x] for x in _NOT_WITH_A_PIPELINE if getattr(config, x) == refused[x]}
+    return {x: refused[x] for x in _PIPELINE_CONFLICTS if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:
-    """Check that a job was joined with a config.
+    """Check that the config matches the layout that `init` created.
 
     Args:
-        config: a `TransformerOpParallelConfig`.
-        topology: the job's `Topology`.
-        placement: the job's `Placement`.
+        config: `TransformerOpParallelConfig`.
+        topology: `Topology` of the job.
+        placement: `Placement` of the job.
 
     Raises:
-        RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
-            joined the job without.
+        RuntimeError: If a degree of parallelism or the placement differs from the job.
     """
-    for name, asked, joined in (
+    for name, requested, joined in (
         ("model_parallel=", config.model_parallel, topology.model),
         ("context_parallel=", config.context_parallel, topology.context),
         ("expert_parallel=", config.expert_parallel, topology.expert),
         ("pipeline_stage=", config.pipeline_stage, topology.stage),
         ("model chunks on stages ", config.placement.stage_of_chunk, placement.stage_of_chunk),
     ):
-        if asked != joined:
+        if requested != joined:
             raise RuntimeError(
-                f"the config has {name}{asked}, and the job was joined with {joined}: call "
-                "dtransformer.init(config) before the network is made"
+                f"The config has {name}{requested}, but the job was started with {joined}. Call "
+                "`dtransformer.init(config)` before you create the network."
             )

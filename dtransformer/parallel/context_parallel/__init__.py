@@ -1,1 +1,1 @@
-"""Attention of sequences that are sharded over the context axis: what is sent, and in which order."""
+"""Context parallelism: attention over sequences that are sharded over the context axis."""

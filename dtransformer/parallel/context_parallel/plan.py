@@ -1,9 +1,9 @@
-"""Plan of attention of sharded sequences, computed without devices.
+"""Plan of attention over sharded sequences, computed without devices.
 
-Between attentions shard r of c has positions r·s/c to (r + 1)·s/c - 1. In attention its queries are
-these, or every c-th position from r on, so that all shards have as much to do under a causal mask
-(Brandon et al., 2023, "Striped attention", arXiv 2311.09431, §3); or, with `"ulysses"`, all
-positions of 1/c of the heads (Jacobs et al., 2023, arXiv 2309.14509, §3).
+Between attention layers, shard r of c has positions r·s/c to (r + 1)·s/c - 1. In attention, its
+queries are these positions, or every c-th position from r on, which balances the work under a
+causal mask (Brandon et al., 2023, "Striped attention", arXiv 2311.09431, §3). With `"ulysses"`, a
+shard has all positions of 1/c of the heads (Jacobs et al., 2023, arXiv 2309.14509, §3).
 """
 
 import dataclasses
@@ -11,18 +11,18 @@ import math
 
 Range = tuple[int, int]
 
-# From so many bytes of gathered keys and values on, "auto" has them come in rounds.
-_MANY_BYTES = 64 * 2**20
+# Size of the gathered keys and values above which "auto" receives them in rounds.
+_MIN_RING_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Keys of a round whose positions follow each other.
+    """Keys of a round with consecutive positions.
 
     Args:
-        start: the place of the first in the round.
-        position: the position of the first.
-        size: how many there are.
+        start: Integer. Index of the first key in the round.
+        position: Integer. Position of the first key in the sequence.
+        size: Integer. Number of keys.
     """
 
     start: int
@@ -32,11 +32,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Keys that scores are computed of together.
+    """Keys whose scores are computed together.
 
     Args:
-        start, end: their places in a round.
-        position: the position of the first, where positions follow each other; else None.
+        start: Integer. Index of the first key in the round.
+        end: Integer. Index after the last key in the round.
+        position: Integer. Position of the first key if positions are consecutive, and otherwise
+            `None`.
     """
 
     start: int
@@ -46,16 +48,17 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class ContextPlan:
-    """How attention is divided over the shards of a sequence.
+    """Division of attention over the shards of a sequence.
 
     Args:
         mode: `"ulysses"`, `"all_gather"` or `"ring"`.
-        shards: number c of shards.
-        num_queries, num_keys: numbers s and t of positions.
-        is_striped: whether shard r has the queries r, r + c, r + 2·c, …
+        shards: Integer. Number c of shards.
+        num_queries: Integer. Number s of query positions.
+        num_keys: Integer. Number t of key positions.
+        is_striped: Whether shard r has the queries r, r + c, r + 2·c, … Defaults to `False`.
 
     Raises:
-        ValueError: c does not divide a sequence.
+        ValueError: If c does not divide the number of positions.
 
     Example:
 
@@ -77,18 +80,18 @@ class ContextPlan:
             if length % self.shards:
                 longer = math.ceil(length / self.shards) * self.shards
                 raise ValueError(
-                    f"context_parallel={self.shards} must divide the positions of a sequence, got "
-                    f"{length}: pad batches to a multiple of it, here {longer}"
+                    f"`context_parallel={self.shards}` must divide the positions of a sequence, got "
+                    f"{length}. Pad batches to a multiple of it, here {longer}."
                 )
 
     @property
     def has_all_positions(self) -> bool:
-        """Whether each shard has the queries and keys of all positions, of some heads."""
+        """True if each shard has the queries and keys of all positions, for some heads."""
         return self.mode == "ulysses"
 
     @property
     def num_own_queries(self) -> int:
-        """The number of queries that a shard has, of each of its heads."""
+        """Number of queries of a shard for each of its heads."""
         return self.num_queries if self.has_all_positions else self.num_queries // self.shards
 
     def positions(self, shard: int) -> range:
@@ -101,34 +104,34 @@ class ContextPlan:
 
     @property
     def round_parts(self) -> list[Range]:
-        """Which of its keys each shard gives in each round, by their places in the shard."""
-        own = self.num_keys // self.shards
+        """Index ranges of the keys that each shard sends in each round."""
+        num_keys = self.num_keys // self.shards
         if self.mode != "ring":
-            return [(0, own)]
-        number = min(self.shards, own)
-        ends = [own * (i + 1) // number for i in range(number)]
+            return [(0, num_keys)]
+        num_rounds = min(self.shards, num_keys)
+        ends = [num_keys * (i + 1) // num_rounds for i in range(num_rounds)]
         return list(zip([0, *ends[:-1]], ends))
 
     @property
     def rounds(self) -> list[list[Segment]]:
-        """The keys of each round: those of the first shard, then those of the second, …"""
-        own = self.num_keys // self.shards
+        """Segments of the keys of each round, ordered by shard."""
+        num_keys = self.num_keys // self.shards
         rounds = []
         for first, last in self.round_parts:
             size = last - first
-            segments = [Segment(r * size, r * own + first, size) for r in range(self.shards)]
-            if size == own:  # the whole sequence
+            segments = [Segment(r * size, r * num_keys + first, size) for r in range(self.shards)]
+            if size == num_keys:  # The round has the full sequence.
                 segments = [Segment(0, 0, self.num_keys)]
             rounds.append(segments)
         return rounds
 
     def rows(self, size: int) -> list[Range]:
-        """Return a shard's queries in blocks of at most `size`, by their places."""
+        """Return the index ranges of a shard's queries in blocks of at most `size`."""
         total = self.num_own_queries
         return [(first, min(first + size, total)) for first in range(0, total, size)]
 
     def bounds(self, row: Range) -> Range:
-        """Return the lowest and the highest position of a block of queries, over all shards."""
+        """Return the minimum and maximum position of a block of queries, over all shards."""
         shards = [self.positions(shard) for shard in (0, self.shards - 1)]
         return shards[0][row[0]], shards[1][row[1] - 1]
 
@@ -141,14 +144,17 @@ class ContextPlan:
         size: int,
         by_position: bool = True,
     ) -> list[Columns]:
-        """Return the keys of a round of which a block of queries may see something.
+        """Return the keys of a round that a block of queries may see.
 
         Args:
-            row: the block, by places.
-            segments: the round's.
-            causal, window: see `is_near`.
-            size: of how many keys scores are computed together at most.
-            by_position: whether each has to have positions that follow each other.
+            row: Index range of the block.
+            segments: List of the segments of the round.
+            causal: Whether queries see no later positions.
+            window: Integer. Queries only see positions at a distance below `window`. `None` means
+                no limit.
+            size: Integer. Maximum number of keys whose scores are computed together.
+            by_position: Whether the positions of each result must be consecutive. Defaults to
+                `True`.
         """
         if not (causal or window or by_position):
             total = sum(segment.size for segment in segments)
@@ -158,42 +164,45 @@ class ContextPlan:
         last = math.inf if window is None else highest + window - 1
         if causal:
             last = min(last, highest)
-        found = []
+        columns = []
         for segment in segments:
             start = max(segment.position, first)
             end = min(segment.position + segment.size, last + 1)
             for position in range(start, end, size) if start < end else ():
                 place = segment.start + position - segment.position
-                found.append(Columns(place, place + min(size, end - position), position))
-        return found
+                columns.append(Columns(place, place + min(size, end - position), position))
+        return columns
 
     def seen(
         self, causal: bool, window: int | None, sizes: tuple[int, int], by_position: bool = True
     ) -> list[list[list[Columns]]]:
-        """Return of each round, and block of queries, the keys of which something may be seen.
+        """Return the visible keys for each round and each block of queries.
 
-        A block that sees nothing has one key, so that it has a context of zeros.
+        A block that sees no keys gets one key, so that its context becomes zeros.
 
         Args:
-            causal, window, by_position: as of `columns`.
-            sizes: most queries and keys of a block.
+            causal: See `columns`.
+            window: See `columns`.
+            sizes: `(queries, keys)` tuple. Maximum size of a block.
+            by_position: See `columns`.
         """
         rows = self.rows(sizes[0])
-        found = [
+        visible = [
             [self.columns(row, x, causal, window, sizes[1], by_position) for row in rows]
             for x in self.rounds
         ]
-        for number in range(len(rows)):
-            if not any(of_round[number] for of_round in found):
-                found[0][number] = [Columns(0, 1, self.rounds[0][0].position)]
-        return found
+        for i in range(len(rows)):
+            if not any(columns[i] for columns in visible):
+                visible[0][i] = [Columns(0, 1, self.rounds[0][0].position)]
+        return visible
 
     def are_all_near(self, row: Range, columns: Columns, causal: bool, window: int | None) -> bool:
-        """Return whether all queries of a block may see all of some keys, by their positions."""
+        """Return whether all queries of a block may see all keys of `columns`."""
         if columns.position is None:
             return True
         lowest, highest = self.bounds(row)
-        first, last = columns.position, columns.position + columns.end - columns.start - 1
+        first = columns.position
+        last = columns.position + columns.end - columns.start - 1
         if causal and last > lowest:
             return False
         return window is None or (highest - first < window and (causal or last - lowest < window))
@@ -208,25 +217,25 @@ def make_plan(
     has_bias: bool,
     item_bytes: int = 4,
 ) -> ContextPlan:
-    """Return the plan of an attention.
+    """Return the plan of an attention layer.
 
     Args:
-        mode: the config's `context_parallel_mode`.
-        shards: number c of shards.
-        queries: shape [b, n, s, d] of the queries, with the heads that a device has.
-        keys: shape [b, m, t, d] of the keys, likewise.
-        causal: whether a query may attend to no later position.
-        has_bias: whether scores have a bias by positions, which stripes do not have.
-        item_bytes: bytes of an element.
+        mode: `context_parallel_mode` of the config.
+        shards: Integer. Number c of shards.
+        queries: Shape `[b, n, s, d]` of the queries, with the heads of one device.
+        keys: Shape `[b, m, t, d]` of the keys, with the heads of one device.
+        causal: Whether queries see no later positions.
+        has_bias: Whether scores have a bias by position, which striped queries do not support.
+        item_bytes: Integer. Bytes per element. Defaults to `4`.
 
     Raises:
-        ValueError: c does not divide a sequence, or the heads under `"ulysses"`.
+        ValueError: If c does not divide a sequence, or the heads with `"ulysses"`.
     """
     b, n, s, _ = queries
     m, t, d = keys[1:]
     if mode == "auto":
         bytes_of_keys = 2 * b * m * t * d * item_bytes
-        mode = "ring" if bytes_of_keys >= _MANY_BYTES else "all_gather"
+        mode = "ring" if bytes_of_keys >= _MIN_RING_BYTES else "all_gather"
         mode = "ulysses" if n % shards == m % shards == 0 else mode
     if mode == "ulysses":
         check_heads(n, m, shards)
@@ -238,15 +247,16 @@ def check_heads(n: int, m: int, shards: int) -> None:
     """Check that heads can be divided over the shards of a sequence.
 
     Args:
-        n, m: heads of queries, and of keys, on a device.
-        shards: number c of shards.
+        n: Integer. Number of query heads of a device.
+        m: Integer. Number of key heads of a device.
+        shards: Integer. Number c of shards.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: If they cannot be divided.
     """
     if n % shards or (m % shards and shards % m):
         raise ValueError(
-            f"context_parallel_mode='ulysses' divides heads over context_parallel={shards}, and a "
-            f"device has {n} heads of queries and {m} of keys and values: set "
-            "context_parallel_mode='all_gather', 'ring' or 'auto', which do not divide heads"
+            f"`context_parallel_mode='ulysses'` divides heads over `context_parallel={shards}`, but "
+            f"a device has {n} heads of queries and {m} of keys and values. Set "
+            "`context_parallel_mode` to 'all_gather', 'ring' or 'auto'."
         )

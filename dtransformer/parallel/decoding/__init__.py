@@ -1,1 +1,1 @@
-"""Decoding token by token, and what attention keeps meanwhile."""
+"""Token-by-token decoding and its cache of keys and values."""

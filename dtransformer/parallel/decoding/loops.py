@@ -1,7 +1,7 @@
-"""Decoding one token after the other, wherever the network lies.
+"""Token-by-token decoding on one device, on a mesh and in a pipeline.
 
-On one device and on a mesh all of it is compiled into one function. In a pipeline the last
-stage searches, and tells the others what it chose.
+On one device and on a mesh, the loop is compiled into one function. In a pipeline, the last stage
+searches and sends its choices to the other stages.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.axis_rules import override_rules, relayout, rules_of_decoding
+from dtransformer.parallel.mesh.axis_rules import decoding_rules, override_rules, relayout
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last
@@ -25,16 +25,16 @@ from dtransformer.parallel.zero.gather import unsharding
 
 
 class Search(typing.Protocol):
-    """Chooses the next token of every hypothesis; there are r = b·k of b sources.
+    """Algorithm that chooses the next token of each of r = b·k hypotheses of b sources.
 
-    Its state is a dict of tensors: `"last"` int32 [r], the last tokens; `"position"`, an int32
-    scalar, their position; `"beams"` int32 [r], the rows of the cache that the hypotheses
-    continue; and what it keeps besides.
+    Its state is a dict of tensors. `"last"`, int32 `[r]`, has the last tokens. `"position"`, an
+    int32 scalar, has their position. `"beams"`, int32 `[r]`, has the rows of the cache that the
+    hypotheses continue. A search may add other entries.
 
     Attributes:
-        num_beams: number k of hypotheses of each source.
-        num_results: number n of results of each source.
-        max_length: most tokens of a result, an int or an int scalar.
+        num_beams: Integer. Number k of hypotheses per source.
+        num_results: Integer. Number n of results per source.
+        max_length: Integer or integer scalar tensor. Maximum number of tokens of a result.
     """
 
     num_beams: int
@@ -42,48 +42,49 @@ class Search(typing.Protocol):
     max_length: int | tf.Tensor
 
     def start(self, texts: tf.Tensor) -> dict:
-        """Return the state at first; see `Decoding.texts`."""
+        """Return the initial state. See `Decoding.texts` for the argument."""
 
     def ended(self, state: dict) -> tf.Tensor:
-        """Return which sources want no other token, bool [b]."""
+        """Return a bool tensor `[b]` that is True for finished sources."""
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
-        """Return the next state, from the logits [r, V] of the tokens after the last ones."""
+        """Return the next state from the logits `[r, V]` of the tokens after the last ones."""
 
     def result(self, state: dict) -> tf.Tensor:
-        """Return the ids that were found, an int32 tensor [b, n, max_length]."""
+        """Return the resulting ids, an int32 tensor `[b, n, max_length]`."""
 
 
 class Decoding(typing.Protocol):
-    """What is computed for a `search`: in a pipeline each stage computes its layers of it."""
+    """Computations of a network for a `search`. In a pipeline, each stage computes its layers."""
 
     search: Search
 
     def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what results come after: int32 [b, t], -1 before what is shorter."""
+        """Return the prompts, int32 `[b, t]`, with -1 as padding on the left."""
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor):
-        """Return the cache of source ids [b, s], nested tensors, with room for some tokens."""
+        """Return the nested cache of source ids `[b, s]`, with room for `capacity` tokens."""
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what hypotheses may attend to of the source ids [b, s]: bool [b, s]."""
+        """Return a bool tensor `[b, s]`, True where hypotheses may attend to the source."""
 
     def next_logits(self, state: dict, cache, memory_mask: tf.Tensor) -> tuple:
-        """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
+        """Return the logits `[r, V]` of the tokens after the last ones, and the next cache."""
 
 
 def decode(decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = None) -> tf.Tensor:
-    """Decode with TensorFlow's operations; the cache has room for all tokens from the first on.
+    """Decode in a TensorFlow loop, with a cache that has room for all tokens from the start.
 
     Args:
-        decoding: a `Decoding`.
-        source: int32 tensor [b, s].
-        on_tokens: see `compiled`.
+        decoding: `Decoding`.
+        source: int32 tensor `[b, s]`.
+        on_tokens: See `compiled`.
 
     Returns:
-        What its search's `result` is.
+        The `result` of the search.
     """
-    search, mask = decoding.search, decoding.memory_mask(source)
+    search = decoding.search
+    mask = decoding.memory_mask(source)
 
     def step(state, cache):
         """Decode a token of every hypothesis."""
@@ -95,12 +96,12 @@ def decode(decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = N
 
     cache = decoding.encode(source, search.max_length)
     state = search.start(decoding.texts(source))
-    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
+    state, _ = tf.while_loop(lambda state, _: needs_token(search, state), step, (state, cache))
     return search.result(state)
 
 
-def goes_on(search: Search, state: dict) -> tf.Tensor:
-    """Return whether another token is wanted, a bool scalar."""
+def needs_token(search: Search, state: dict) -> tf.Tensor:
+    """Return a bool scalar tensor that is True if another token is needed."""
     return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
 
 
@@ -110,20 +111,23 @@ def compiled(
     loops_on_mesh: bool = True,
     on_tokens: Callable | None = None,
 ) -> Callable:
-    """Compile decoding for where this rank computes; every rank decodes all rows.
+    """Compile decoding for this rank's device, mesh or pipeline. Every rank decodes all rows.
 
     Args:
-        network: a `keras.Model`, built.
-        make: a function of max_length, an int or an int32 scalar, and a seed, int32 [2], that
-            returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
-        loops_on_mesh: whether all tokens are one function on a mesh; else each is a call, which
-            takes five times as long. DTensor compiles few loops.
-        on_tokens: called after each token as `on_tokens(tokens)`, with the last ones of all sources,
-            an int32 array [b].
+        network: Built `keras.Model`.
+        make: Function of `(max_length, seed)` that returns a `Decoding`. `max_length` is an integer
+            or an int32 scalar, and `seed` an int32 tensor `[2]`. In a pipeline the seed is `None`
+            in computations that choose no tokens.
+        loops_on_mesh: Whether a mesh compiles the loop into one function. Otherwise each token is a
+            call, which takes five times as long. DTensor cannot compile every loop. Defaults to
+            `True`.
+        on_tokens: Function that is called after each token with the last tokens of all sources, an
+            int32 array `[b]`. Defaults to `None`.
 
     Returns:
-        A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
-        result of the search. Every rank of the job calls it.
+        A function of `(source, max_length, seed)` that returns the result of the search. `source`
+        is an int32 tensor `[b, s]`, and the others are integers. Every rank of the job must call
+        it.
     """
     loops_on_mesh = loops_on_mesh and on_tokens is None
     if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
@@ -135,7 +139,7 @@ def compiled(
 
 @contextlib.contextmanager
 def _hoisting(variables) -> Iterator[None]:
-    """Read variables once, before the loop in the `with` block; sharded ones are left as they are."""
+    """Read variables once, before the loop in the `with` block. Sharded variables are not read."""
     plain = [v for v in variables if not isinstance(v, ShardedVariable)]
     values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
     with trace.decoding_loop(), keras.StatelessScope(state_mapping=values):
@@ -143,7 +147,7 @@ def _hoisting(variables) -> Iterator[None]:
 
 
 def _on_one_device(network, make, on_tokens):
-    """One function for all batch sizes and lengths."""
+    """Compile one function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
         with unsharding("generate", keeps=True) as weights:
@@ -162,12 +166,12 @@ def _on_one_device(network, make, on_tokens):
 
 
 def _on_mesh(network, make):
-    """A mesh knows static shapes only: a function for each; and all rows on every device."""
+    """Return a function that compiles decoding for each length, with all rows on every device."""
     functions = {}
 
     def run(source, max_length, seed):
         def on_mesh(source, seed):
-            with override_rules(rules_of_decoding()):
+            with override_rules(decoding_rules()):
                 ids = decode(make(max_length, seed), source)
             return relayout(ids, (None, None, None))
 
@@ -180,16 +184,17 @@ def _on_mesh(network, make):
 
 
 def _in_stages(network, make, on_tokens):
-    """Every token goes through all stages; the loop is Python."""
+    """Return a function that decodes in a Python loop over all stages."""
     of = functools.cache(functools.partial(_StagedDecoding, network, make, on_tokens))
     return lambda source, max_length, seed: of(tuple(source.shape), max_length)(source, seed)
 
 
 class _StagedDecoding:
-    """Decoding in a pipeline, for sources of one shape."""
+    """Decoding in a pipeline, for sources of a fixed shape."""
 
     def __init__(self, network, make, on_tokens, source_shape, max_length):
-        self._shape, self._on_tokens = source_shape, on_tokens
+        self._shape = source_shape
+        self._on_tokens = on_tokens
         self._make = lambda seed=None: make(max_length, seed)
         self._encode = ForwardPass(network, self._compute_cache, "encode")
         self._step = ForwardPass(network, self._compute_logits, "decode")
@@ -202,12 +207,13 @@ class _StagedDecoding:
         return [], decoding.encode(source, decoding.search.max_length)
 
     def _compute_logits(self, inputs, cache):
-        decoding, numbers = self._make(), self._devices.numbers
+        decoding = self._make()
+        unpack = self._devices.numbers
         rows = [self._shape[0] * decoding.search.num_beams]
         shapes = {"last": rows, "beams": rows, "position": []}
-        state = {name: numbers(inputs[name], shape) for name, shape in shapes.items()}
-        mask = decoding.memory_mask(numbers(inputs["source"], self._shape))
-        if cache is None:  # what passes between the stages is found out: it is no cache
+        state = {name: unpack(inputs[name], shape) for name, shape in shapes.items()}
+        mask = decoding.memory_mask(unpack(inputs["source"], self._shape))
+        if cache is None:  # The cache is None while the dataflow between the stages is traced.
             cache = self._encode.empty_state
         return decoding.next_logits(state, cache, mask)
 
@@ -215,25 +221,26 @@ class _StagedDecoding:
         return self._make(seed).search.update(state, logits)
 
     def __call__(self, source, seed):
-        with override_rules(rules_of_decoding()):
+        with override_rules(decoding_rules()):
             return self._run(source, tf.constant([seed, 0]))
 
     def _run(self, source, seed):
         put = self._devices.put_numbers
         decoding = self._make(seed)
         search = decoding.search
-        state, source = search.start(decoding.texts(source)), put(source)
+        state = search.start(decoding.texts(source))
+        source = put(source)
         _, caches = self._encode(source)
-        more = True
-        while more:
+        has_next = True
+        while has_next:
             inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
             logits, caches = self._step({"source": source, **inputs}, caches)
             if has_outputs():
                 state = self._update(state, logits, seed)
-            numbers = [state["position"], tf.cast(goes_on(search, state), "int32")]
-            chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
+            scalars = [state["position"], tf.cast(needs_token(search, state), "int32")]
+            chosen = from_last(tf.concat([state["last"], state["beams"], scalars], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
-            state["position"], more = chosen[-2], bool(chosen[-1])
+            state["position"], has_next = chosen[-2], bool(chosen[-1])
             if self._on_tokens is not None:
                 self._on_tokens(state["last"].numpy())
         return from_last(search.result(state), "ids")

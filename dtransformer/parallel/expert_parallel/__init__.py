@@ -1,7 +1,6 @@
-"""Tokens are sent to experts, each of which is a feed-forward layer of its own.
+"""Expert parallelism: dispatch of tokens to experts, which are separate feed-forward layers.
 
-What is routed where is a plan, computed from the router's choice alone (`places`). On one device
-tokens are sorted by their experts (`dispatch`); on a mesh, or under XLA, each expert has a
-buffer of as many tokens as it takes (`buffers`), which on a mesh an all-to-all sends to the devices
-that hold it.
+`places` plans the dispatch from the router's choices. On one device, tokens are sorted by expert
+(`dispatch`). On a mesh or with XLA, each expert has a buffer with the size of its capacity
+(`buffers`). On a mesh, an all-to-all sends the buffers to the devices of the experts.
 """

@@ -1,8 +1,8 @@
-"""Balance losses of the router: shares of the global batch's, so that layouts agree.
+"""Balance losses of the router, normalized over the global batch so that all layouts agree.
 
-A trainer takes the mean over sequences of what layers add (see `ForwardStep.added`). So each of
-these is the mean over the groups of tokens that are here, or, where they are parts of one group,
-that many times this part's summands.
+A trainer averages the losses of layers over sequences (see `ForwardStep.added`). Each loss is
+therefore the mean over the local groups. If the local tokens are part of one group, it is this
+part's summand times the number of parts.
 """
 
 import tensorflow as tf
@@ -12,45 +12,55 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 def load_balancing(probabilities: tf.Tensor, totals: Totals) -> tf.Tensor:
-    """Return E · Σᵢ fᵢ · Pᵢ, which is 1 where the load is even.
+    """Return E · Σᵢ fᵢ · Pᵢ, which is 1 for an even load.
 
-    fᵢ is the share of choices that are of expert i, which is a constant to gradients, and Pᵢ the
-    mean of its probability (Fedus et al., 2021, Switch Transformers, arXiv 2101.03961, §2.2).
+    fᵢ is the fraction of choices of expert i, a constant for gradients, and Pᵢ the mean of its
+    probability.
+
+    Reference:
+        Fedus et al., 2021, Switch Transformers, arXiv 2101.03961, §2.2.
 
     Args:
-        probabilities: float32 [g, n, E], 0 where there is padding.
-        totals: the groups' `Totals`.
+        probabilities: float32 tensor `[g, n, E]`. 0 for padding.
+        totals: `Totals` of the groups.
     """
-    share = tf.math.divide_no_nan(totals.load, tf.reduce_sum(totals.load, axis=-1, keepdims=True))
+    fraction = tf.math.divide_no_nan(
+        totals.load, tf.reduce_sum(totals.load, axis=-1, keepdims=True)
+    )
     mean = tf.math.divide_no_nan(tf.reduce_sum(probabilities, axis=-2), totals.tokens[..., None])
     num_experts = probabilities.shape[-1]
-    each = tf.reduce_sum(tf.stop_gradient(share) * mean, axis=-1)
-    return num_experts * tf.reduce_mean(each) * totals.parts
+    group_losses = tf.reduce_sum(tf.stop_gradient(fraction) * mean, axis=-1)
+    return num_experts * tf.reduce_mean(group_losses) * totals.parts
 
 
 def z_loss(logits: tf.Tensor, is_token: tf.Tensor, totals: Totals) -> tf.Tensor:
-    """Return the mean of logsumexp² (Zoph et al., 2022, ST-MoE, arXiv 2202.08906, §3.3).
+    """Return the mean of logsumexp² over tokens.
+
+    Reference:
+        Zoph et al., 2022, ST-MoE, arXiv 2202.08906, §3.3.
 
     Args:
-        logits: float32 [g, n, E].
-        is_token: int64 [g, n], 0 where there is padding.
-        totals: the groups' `Totals`.
+        logits: float32 tensor `[g, n, E]`.
+        is_token: int64 tensor `[g, n]`. 0 for padding.
+        totals: `Totals` of the groups.
     """
     square = tf.square(tf.reduce_logsumexp(logits, axis=-1)) * tf.cast(is_token, "float32")
-    each = tf.math.divide_no_nan(tf.reduce_sum(square, axis=-1), totals.tokens)
-    return tf.reduce_mean(each) * totals.parts
+    group_losses = tf.math.divide_no_nan(tf.reduce_sum(square, axis=-1), totals.tokens)
+    return tf.reduce_mean(group_losses) * totals.parts
 
 
 def excess_load(bias: tf.Tensor, totals: Totals) -> tf.Tensor:
-    """Return 0, whose gradient of the experts' bias is how far their load is above the mean.
+    """Return 0, with the experts' load above the mean as gradient of the bias.
 
-    An optimizer that goes against it makes busy experts less likely to be chosen, without a
-    loss that would disturb the others (Wang et al., 2024, arXiv 2408.15664, §3.1, whose step is
-    the sign of the same number).
+    An optimizer step against it makes busy experts less likely without a loss that disturbs other
+    weights.
+
+    Reference:
+        Wang et al., 2024, arXiv 2408.15664, §3.1. Their step is the sign of this gradient.
 
     Args:
-        bias: float32 [E].
-        totals: the groups' `Totals`.
+        bias: float32 tensor `[E]`.
+        totals: `Totals` of the groups.
     """
     all_choices = tf.reduce_sum(totals.load, axis=-1, keepdims=True)
     excess = tf.math.divide_no_nan(totals.load, all_choices) - 1 / bias.shape[0]

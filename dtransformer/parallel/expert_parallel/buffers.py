@@ -1,12 +1,12 @@
-"""Experts on a mesh, or under XLA: each has a buffer of as many tokens as it takes of a group.
+"""Buffers of experts on a mesh or with XLA, each with the size of the expert's capacity per group.
 
-The buffers [g, E, c, h] lie where the groups are. Where experts are sharded, an all-to-all
-sends each expert's to the devices that hold it, and another one takes the outputs back
-(Lepikhin et al., 2020, GShard, arXiv 2006.16668, §3). Each way is a look-up by a plan of
-numbers, and so are their gradients: nothing is scattered, which DTensor has no rule for.
+The buffers `[g, E, c, h]` are on the devices of the groups. If experts are sharded, one all-to-all
+sends each buffer to the devices of its expert, and another returns the outputs (Lepikhin et al.,
+2020, GShard, arXiv 2006.16668, §3). Both directions and their gradients are lookups by planned
+indices. Nothing is scattered, because DTensor has no rule for scatter.
 
-Shapes: g groups of n tokens of h features; k choices of each; E experts; c places of an expert
-for tokens of a group; f features inside of experts. g may be two dimensions: see `TokenGroups`.
+Shapes: g groups of n tokens of h features; k choices per token; E experts; c slots of an expert for
+tokens of a group; f inner features of experts. g may stand for two dimensions: see `TokenGroups`.
 """
 
 import tensorflow as tf
@@ -21,131 +21,147 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Buffers:
-    """Sends tokens to experts and takes their outputs back.
+    """Dispatch of tokens to experts with buffers, and combination of the experts' outputs.
 
     Args:
-        taken: the `Places` of the tokens.
-        choices: int64 [g, n, k], the experts chosen for each token.
-        groups: the `TokenGroups`.
-        most: number of tokens that an expert takes of a group; None for all.
+        taken: `Places` of the tokens.
+        choices: int64 tensor `[g, n, k]`. Experts chosen for each token.
+        groups: `TokenGroups`.
+        most: Capacity of an expert per group. `None` means unlimited.
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
-        self._groups, self._of_groups = groups, groups.relayout
-        *of_groups, size, self._num_choices = static_or_dynamic_shape(choices)
+        self._groups = groups
+        self._relayout = groups.relayout
+        *group_shape, size, self._num_choices = static_or_dynamic_shape(choices)
         num_experts = taken.taken.shape[-1]
-        is_known = isinstance(most, int) and isinstance(size, int)
-        places = size if most is None else (min if is_known else tf.minimum)(most, size)
-        self._shape = [*of_groups, num_experts, places]
-        self._experts, self._model = mesh_axis("expert"), mesh_axis("mlp")
-        # Of one mesh axis: the buffers are sharded by groups, and those of experts by experts.
-        # It moves from the first dimension: DTensor's all-to-all between others gives wrong numbers.
+        is_static = isinstance(most, int) and isinstance(size, int)
+        num_slots = size if most is None else (min if is_static else tf.minimum)(most, size)
+        self._shape = [*group_shape, num_experts, num_slots]
+        self._expert_axis = mesh_axis("expert")
+        self._model_axis = mesh_axis("mlp")
+        # Buffers are sharded by group, and the buffers of experts by expert, over the same mesh
+        # axis. The axis moves from the first dimension, because DTensor's all-to-all between others
+        # is wrong.
         axis, *context = groups.axes
-        self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
-        all_places, all_choices = num_experts * places, size * self._num_choices
-        place = _index(places) * _index(tf.range(num_experts)) + taken.position
-        # Of those that are dropped: the last.
-        place = tf.where(taken.taken > 0, place, _index(all_places))
+        self._expert_axes = (
+            None if self._expert_axis else axis,
+            *context,
+            self._expert_axis,
+            None,
+            None,
+        )
+        total_slots = num_experts * num_slots
+        total_choices = size * self._num_choices
+        slot = _index(num_slots) * _index(tf.range(num_experts)) + taken.position
+        # Dropped tokens get the index after the last slot.
+        slot = tf.where(taken.taken > 0, slot, _index(total_slots))
         is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
-        # Place of each choice [g, n·k], and the other way around: choice of each place [g, E·c].
-        place = tf.reduce_sum(is_choice * place[..., None, :], axis=-1)
-        self._places = self._of_groups(tf.reshape(place, [*of_groups, all_choices]))
-        # The first tokens have the greatest numbers, and what is not taken has 0.
-        which = _index(tf.range(self._num_choices))[:, None]
-        which = tf.reduce_sum(is_choice * which, axis=-2)  # [g, n, E]
-        first = _index(tf.range(size))[:, None] * self._num_choices
-        number = _index(all_choices) - (first + which)
-        number = self._of_groups(tf.linalg.matrix_transpose(number * taken.taken))
-        number = tf.reshape(tf.math.top_k(number, places).values, [*of_groups, all_places])
-        self._choices = self._of_groups(_index(all_choices) - number)
+        # Slot of each choice [g, n·k], and conversely the choice of each slot [g, E·c].
+        slot = tf.reduce_sum(is_choice * slot[..., None, :], axis=-1)
+        self._places = self._relayout(tf.reshape(slot, [*group_shape, total_choices]))
+        # The first tokens get the greatest numbers, and tokens that are not accepted get 0.
+        choice_index = _index(tf.range(self._num_choices))[:, None]
+        choice_index = tf.reduce_sum(is_choice * choice_index, axis=-2)  # [g, n, E]
+        first_choice = _index(tf.range(size))[:, None] * self._num_choices
+        priority = _index(total_choices) - (first_choice + choice_index)
+        priority = self._relayout(tf.linalg.matrix_transpose(priority * taken.taken))
+        priority = tf.reshape(
+            tf.math.top_k(priority, num_slots).values, [*group_shape, total_slots]
+        )
+        self._choices = self._relayout(_index(total_choices) - priority)
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
-        """Return the buffers of all experts, from the tokens [g, n, h], as a list of one tensor."""
+        """Return a list of one tensor, the buffers of all experts, from the tokens `[g, n, h]`."""
         shape = static_or_dynamic_shape(x)
 
         @custom_gradient
         def send(x):
-            tokens = self._choices // self._num_choices  # n where there is none
+            tokens = self._choices // self._num_choices  # Empty slots have the index n.
             sent = self._look_up(x, tokens)
 
             def gradient(dy):
-                back = self._look_up(self._flat(self._of_groups(dy)), self._places)
-                back = tf.reshape(back, [*shape[:-1], self._num_choices, shape[-1]])
-                return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=-2))
+                gradients = self._look_up(self._flat(self._relayout(dy)), self._places)
+                gradients = tf.reshape(gradients, [*shape[:-1], self._num_choices, shape[-1]])
+                return self._relayout(tf.reduce_sum(self._relayout(gradients), axis=-2))
 
-            sent = self._of_groups(tf.reshape(sent, [*self._shape, shape[-1]]))
-            return shard_first(sent, self._of_experts), gradient
+            sent = self._relayout(tf.reshape(sent, [*self._shape, shape[-1]]))
+            return shard_first(sent, self._expert_axes), gradient
 
-        return [send(self._of_groups(x))]
+        return [send(self._relayout(x))]
 
     def take_back(self, outputs: list[tf.Tensor], gates: tf.Tensor) -> tf.Tensor:
-        """Return Σ gate · output of each token, [g, n, h].
+        """Return Σ gate · output of each token, `[g, n, h]`.
 
         Args:
-            outputs: list of the buffers of all experts, one tensor.
-            gates: [g, n, k].
+            outputs: List of one tensor, the buffers of all experts.
+            gates: Tensor `[g, n, k]`.
         """
 
         @custom_gradient
-        def of_choices(y):
-            y = self._of_groups(y)
+        def gather_choices(y):
+            y = self._relayout(y)
 
             def gradient(dy):
-                dy = self._flat(self._of_groups(dy))
+                dy = self._flat(self._relayout(dy))
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
-                return shard_first(self._of_groups(dy), self._of_experts)
+                return shard_first(self._relayout(dy), self._expert_axes)
 
-            found = self._look_up(self._flat(y), self._places)
-            found = tf.reshape(found, [*static_or_dynamic_shape(gates), y.shape[-1]])
-            return self._of_groups(found), gradient
+            gathered = self._look_up(self._flat(y), self._places)
+            gathered = tf.reshape(gathered, [*static_or_dynamic_shape(gates), y.shape[-1]])
+            return self._relayout(gathered), gradient
 
-        y = of_choices(outputs[0])
-        gates = self._of_groups(tf.cast(gates, y.dtype))
-        return self._of_groups(tf.reduce_sum(gates[..., None] * y, axis=-2))
+        y = gather_choices(outputs[0])
+        gates = self._relayout(tf.cast(gates, y.dtype))
+        return self._relayout(tf.reduce_sum(gates[..., None] * y, axis=-2))
 
     def _flat(self, buffers):
-        """[g, E, c, h] -> [g, E·c, h]"""
-        return self._of_groups(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
+        """Reshape `[g, E, c, h]` to `[g, E·c, h]`."""
+        return self._relayout(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
 
-    def _look_up(self, rows, numbers):
-        """Return rows [g, r, h] by their numbers [g, m]; 0 for that of r: [g, m, h]."""
+    def _look_up(self, rows, indices):
+        """Gather rows of `[g, r, h]` by indices `[g, m]`, with zeros for index r."""
         rank = len(self._groups.axes)
-        rows = self._of_groups(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
-        return self._of_groups(tf.gather(rows, numbers, axis=rank, batch_dims=rank))
+        rows = self._relayout(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
+        return self._relayout(tf.gather(rows, indices, axis=rank, batch_dims=rank))
 
     def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
-        """Multiply buffers [g, E, c, h] with kernels [E, h, f], sharded along f."""
-        inner = (*self._of_experts[:-1], self._model)
-        return [self._product(xs[0], kernel, inner, (self._experts, None, self._model))]
+        """Multiply buffers `[g, E, c, h]` with kernels `[E, h, f]`, sharded along f."""
+        inner = (*self._expert_axes[:-1], self._model_axis)
+        return [self._product(xs[0], kernel, inner, (self._expert_axis, None, self._model_axis))]
 
     def row_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
-        """Multiply buffers [g, E, c, f] with kernels [E, f, h], sharded along f."""
-        of_kernel = (self._experts, self._model, None)
-        product = lambda: self._product(xs[0], kernel, self._of_experts, of_kernel)
+        """Multiply buffers `[g, E, c, f]` with kernels `[E, f, h]`, sharded along f."""
+        kernel_axes = (self._expert_axis, self._model_axis, None)
+
+        def product():
+            return self._product(xs[0], kernel, self._expert_axes, kernel_axes)
+
         return [keep_for_recompute(product)]
 
-    def _product(self, x, kernel, of_result, of_kernel):
-        of_inputs = (*self._of_experts[:-1], of_kernel[1])
+    def _product(self, x, kernel, result_axes, kernel_axes):
+        input_axes = (*self._expert_axes[:-1], kernel_axes[1])
         g = "gs"[: len(self._groups.axes)]
 
         @custom_gradient
         def product(x, kernel):
-            x, kernel = shard_first(x, of_inputs), shard_first(kernel, of_kernel)
+            x = shard_first(x, input_axes)
+            kernel = shard_first(kernel, kernel_axes)
 
             def gradient(dy):
-                dy = shard_first(dy, of_result)
+                dy = shard_first(dy, result_axes)
                 dx = tf.einsum(f"{g}ecf,ehf->{g}ech", dy, kernel)
                 dk = tf.einsum(f"{g}ech,{g}ecf->ehf", x, dy)
-                return shard_first(dx, of_inputs), shard_first(dk, of_kernel)
+                return shard_first(dx, input_axes), shard_first(dk, kernel_axes)
 
-            return shard_first(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
+            return shard_first(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), result_axes), gradient
 
         return product(x, tf.cast(kernel, x.dtype))
 
     def add_bias(self, xs: list, bias: tf.Tensor) -> list[tf.Tensor]:
-        """Add the bias of each expert, of all [E, f]."""
+        """Add each expert's part of the bias `[E, f]`."""
         return [xs[0] + tf.cast(bias, xs[0].dtype)[:, None, :]]
 
 
-def _index(numbers):
-    return tf.cast(numbers, INDEX_TYPE)
+def _index(values):
+    return tf.cast(values, INDEX_TYPE)

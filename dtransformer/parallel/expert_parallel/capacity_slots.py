@@ -1,10 +1,11 @@
-"""Capacity slots: the plan of a dispatch, of the router's choice alone.
+"""Capacity slots: plan of the dispatch from the router's choices.
 
-An expert takes so many tokens of a group, in the order of their positions in the global batch: the
-same ones are dropped whatever the layout (Lepikhin et al., 2020, GShard, arXiv 2006.16668, §2.2).
+An expert accepts a limited number of tokens of a group, in the order of their positions in the
+global batch. Therefore every layout drops the same tokens (Lepikhin et al., 2020, GShard, arXiv
+2006.16668, §2.2).
 
-Shapes: g groups of tokens, or parts of one, that are here; n tokens of each; E experts; k of them
-are chosen for each token.
+Shapes: g local groups of tokens, or parts of one; n tokens per group; E experts; k choices per
+token.
 """
 
 import math
@@ -14,17 +15,17 @@ import tensorflow as tf
 
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
-# Of a quotient that is a whole number, but for rounding.
+# Tolerance for rounding errors of a quotient that is an integer.
 _ROUNDING = 1e-6
 
 
 class Places(typing.NamedTuple):
-    """Who takes which tokens.
+    """Tokens accepted by each expert.
 
     Args:
-        taken: int64 [g, n, E], 1 where the expert takes the token.
-        position: int64 [g, n, E], the token's number among those that the expert takes of the
-            group here, where it takes it.
+        taken: int64 tensor `[g, n, E]`. 1 if the expert accepts the token.
+        position: int64 tensor `[g, n, E]`. Index of the token among the tokens that chose the
+            expert in the local part of the group.
     """
 
     taken: tf.Tensor
@@ -32,11 +33,11 @@ class Places(typing.NamedTuple):
 
 
 def capacity(num_tokens: int | tf.Tensor, moe_config) -> int | tf.Tensor | None:
-    """Return how many tokens of a group an expert takes: ⌈k · n · factor / E⌉; None for all.
+    """Return the capacity ⌈k · n · factor / E⌉ of an expert per group, or `None` if unlimited.
 
     Args:
-        num_tokens: n, padding included.
-        moe_config: a `MoEConfig`.
+        num_tokens: Integer or scalar tensor. Number n of tokens of a group with padding.
+        moe_config: `MoEConfig`.
 
     Example:
 
@@ -45,23 +46,26 @@ def capacity(num_tokens: int | tf.Tensor, moe_config) -> int | tf.Tensor | None:
     """
     if moe_config.dropless:
         return None
-    each = moe_config.num_experts_chosen * moe_config.capacity_factor / moe_config.expert_num
+    per_token = moe_config.num_experts_chosen * moe_config.capacity_factor / moe_config.expert_num
     if isinstance(num_tokens, int):
-        return max(1, math.ceil(num_tokens * each - _ROUNDING))
-    exact = tf.cast(num_tokens, "float64") * each - _ROUNDING
+        return max(1, math.ceil(num_tokens * per_token - _ROUNDING))
+    exact = tf.cast(num_tokens, "float64") * per_token - _ROUNDING
     return tf.maximum(1, tf.cast(tf.math.ceil(exact), "int32"))
 
 
 def places(
     chosen: tf.Tensor, most: int | tf.Tensor | None, before: tf.Tensor | None = None
 ) -> Places:
-    """Return which experts take which tokens.
+    """Return the tokens that each expert accepts.
 
     Args:
-        chosen: int64 [g, n, E], 1 where the token is to be sent to the expert.
-        most: number of tokens that an expert takes of a group; None for all.
-        before: int64 [g, E], the number of tokens of the same group, held elsewhere, that come
-            first and are to be sent to the expert; None for none.
+        chosen: int64 tensor `[g, n, E]`. 1 if the token chose the expert.
+        most: Capacity of an expert per group. `None` means unlimited.
+        before: int64 tensor `[g, E]`. Number of earlier tokens of the same group, on other devices,
+            that chose the expert. `None` means 0.
+
+    Returns:
+        `Places`.
 
     Example:
 

@@ -1,7 +1,7 @@
-"""Tokens to experts and back, as the layout asks for; on one device sorted, and none is padded.
+"""Dispatch of tokens to experts. On one device, tokens are sorted by expert without padding.
 
-Shapes: N tokens of h features; k choices of each; M choices that experts take, of which
-expert i takes mᵢ; E experts.
+Shapes: N tokens of h features; k choices per token; M choices accepted by experts, of which mᵢ
+belong to expert i; E experts.
 """
 
 import contextlib
@@ -18,39 +18,44 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tracing import trace
 
 
-def _outside_of_clusters():
-    """Let no cluster of XLA's take what the `with` block makes, whose shapes depend on values."""
+def _no_xla_clusters():
+    """Exclude operations in the `with` block from XLA clusters.
+
+    Their shapes depend on values.
+    """
     if tf.executing_eagerly():
         return contextlib.nullcontext()
     return tf.xla.experimental.jit_scope(compile_ops=False)
 
 
 class SortedTokens:
-    """Sends tokens to experts and takes their outputs back.
+    """Dispatch of tokens to experts by sorting, and combination of the experts' outputs.
 
     Args:
-        taken: the `Places` of the tokens.
-        choices: int64 [g, n, k], the experts chosen for each token.
+        taken: `Places` of the tokens.
+        choices: int64 tensor `[g, n, k]`. Experts chosen for each token.
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor):
-        num_experts, self._num_choices = taken.taken.shape[-1], choices.shape[-1]
+        num_experts = taken.taken.shape[-1]
+        self._num_choices = choices.shape[-1]
         is_taken = tf.reshape(taken.taken, [-1, num_experts])  # [N, E]
         self._sizes = tf.reduce_sum(is_taken, axis=0)
         total = tf.reduce_sum(self._sizes)
         first = tf.cumsum(self._sizes, exclusive=True)
         row = first + tf.cumsum(is_taken, axis=0, exclusive=True)
-        row = tf.where(is_taken > 0, row, total)  # of those that are dropped: after the last
+        # Dropped choices point to the row after the last one.
+        row = tf.where(is_taken > 0, row, total)
         choices = tf.reshape(choices, [-1, self._num_choices])
-        # Row of each choice [N, k], and the other way around: choice of each row [M].
+        # Row of each choice [N, k], and conversely the choice of each row [M].
         self._rows = tf.gather(row, choices, batch_dims=1)
         flat = tf.reshape(self._rows, [-1, 1])
-        numbers = tf.range(tf.shape(flat, INDEX_TYPE)[0])
-        with _outside_of_clusters():
-            self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
+        indices = tf.range(tf.shape(flat, INDEX_TYPE)[0])
+        with _no_xla_clusters():
+            self._choices = tf.scatter_nd(flat, indices, [total + 1])[:total]
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
-        """Return the tokens [mᵢ, h] of each expert, from those of all [g, n, h]."""
+        """Return the tokens `[mᵢ, h]` of each expert from all tokens `[g, n, h]`."""
         shape = tf.shape(x)
         num_experts = self._sizes.shape[0]
 
@@ -59,49 +64,49 @@ class SortedTokens:
             tokens = tf.reshape(x, [-1, x.shape[-1]])
             sent = tf.gather(tokens, self._choices // self._num_choices)
 
-            def gradient(*of_experts):
-                back = self._of_choices(tf.concat(of_experts, 0))
-                return tf.reshape(tf.reduce_sum(back, axis=1), shape)
+            def gradient(*expert_gradients):
+                gradients = self._gather_choices(tf.concat(expert_gradients, 0))
+                return tf.reshape(tf.reduce_sum(gradients, axis=1), shape)
 
-            with _outside_of_clusters():
+            with _no_xla_clusters():
                 return tf.split(sent, self._sizes, num=num_experts), gradient
 
         return send(x)
 
     def take_back(self, outputs: list[tf.Tensor], gates: tf.Tensor) -> tf.Tensor:
-        """Return Σ gate · output of each token, [g, n, h].
+        """Return Σ gate · output of each token, `[g, n, h]`.
 
         Args:
-            outputs: list of tensors [mᵢ, h], of each expert.
-            gates: [g, n, k].
+            outputs: List of the outputs `[mᵢ, h]` of each expert.
+            gates: Tensor `[g, n, k]`.
         """
 
         @custom_gradient
-        def of_choices(y):
+        def gather_choices(y):
             def gradient(dy):
                 return tf.gather(tf.reshape(dy, [-1, dy.shape[-1]]), self._choices)
 
-            return self._of_choices(y), gradient
+            return self._gather_choices(y), gradient
 
         shape = tf.shape(gates)
-        y = of_choices(tf.concat(outputs, 0))
+        y = gather_choices(tf.concat(outputs, 0))
         gates = tf.cast(tf.reshape(gates, [-1, 1, self._num_choices]), y.dtype)
         return tf.reshape(tf.matmul(gates, y), [shape[0], shape[1], y.shape[-1]])
 
-    def _of_choices(self, rows):
-        """[M, h] -> [N, k, h]; 0 for what was dropped"""
+    def _gather_choices(self, rows):
+        """Reorder rows `[M, h]` to choices `[N, k, h]`, with 0 for dropped choices."""
         return tf.gather(tf.pad(rows, [[0, 1], [0, 0]]), self._rows)
 
     def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
-        """Multiply the tokens [mᵢ, h] of each expert with its kernel, of all [E, h, f]."""
+        """Multiply the tokens `[mᵢ, h]` of each expert with its part of the kernel `[E, h, f]`."""
         kernels = tf.unstack(tf.cast(kernel, xs[0].dtype))
         return [tf.matmul(x, kernel) for x, kernel in zip(xs, kernels)]
 
-    # Nothing is sharded.
+    # Nothing is sharded on one device.
     row_parallel = column_parallel
 
     def add_bias(self, xs: list, bias: tf.Tensor) -> list[tf.Tensor]:
-        """Add the bias of each expert, of all [E, f]."""
+        """Add each expert's part of the bias `[E, f]`."""
         biases = tf.unstack(tf.cast(bias, xs[0].dtype))
         return [tf.nn.bias_add(x, bias) for x, bias in zip(xs, biases)]
 
@@ -118,20 +123,21 @@ def apply_experts(
     """Return Σ gate · expert(x) of each token.
 
     Args:
-        feed_forward: a function of (products, list of tokens) that returns a list alike: `products`
-            has `column_parallel`, `row_parallel` and `add_bias`, which compute for each expert.
-        x: tensor [g, n, h].
-        taken: the `Places` of the tokens.
-        choices: int64 [g, n, k].
-        gates: float32 [g, n, k].
-        groups: the `TokenGroups`.
-        most: number of tokens that an expert takes of a group; None for all.
+        feed_forward: Function of `(products, tokens)`, where `tokens` is a list of tensors. It
+            returns a list of the same form. The methods `column_parallel`, `row_parallel` and
+            `add_bias` of `products` compute for each expert.
+        x: Tensor `[g, n, h]`.
+        taken: `Places` of the tokens.
+        choices: int64 tensor `[g, n, k]`.
+        gates: float32 tensor `[g, n, k]`.
+        groups: `TokenGroups`.
+        most: Capacity of an expert per group. `None` means unlimited.
 
     Returns:
-        A tensor [g, n, h].
+        A tensor `[g, n, h]`.
     """
-    # Where XLA compiles, shapes have to be known. Its clusters can leave out what depends on values,
-    # which costs less than to pad each expert that has no bound to all tokens.
+    # XLA needs static shapes. With unlimited capacity, excluding operations from its clusters is
+    # cheaper than padding every expert to all tokens.
     in_clusters = most is not None and tf.config.optimizer.get_jit()
     if trace.is_on_mesh() or _compat.is_compiled_by_xla() or in_clusters:
         experts = Buffers(taken, choices, groups, most)

@@ -1,11 +1,10 @@
-"""The tokens that share the places of the experts, and what is known of those held elsewhere.
+"""Groups of tokens that share the capacity of the experts, and counts from other devices and ranks.
 
-A group is a few tokens of one sequence, which no layout divides. Or it is all tokens of the
-global batch: then devices of a mesh, or ranks, tell each other how many tokens each sends to
-which expert.
+A group is either a few tokens of one sequence, which no layout divides, or all tokens of the global
+batch. In the second case, devices of a mesh or ranks exchange the number of tokens for each expert.
 
-Shapes: b sequences of s tokens; g groups, or parts of one, of n tokens; E experts. Where sequences
-are sharded and shards have full groups, g is two dimensions: b, and the groups of a sequence.
+Shapes: b sequences of s tokens; g groups, or parts of one, of n tokens; E experts. If sequences are
+sharded into full groups, g stands for two dimensions: b, and the groups of a sequence.
 """
 
 import dataclasses
@@ -20,9 +19,9 @@ from dtransformer.parallel.expert_parallel.checks import needs_the_batch
 from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
     axis_size,
-    laid_out,
     mesh_axis,
     relayout,
+    relayout_with_gradient,
 )
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
@@ -31,14 +30,14 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What is known of whole groups.
+    """Counts over full groups.
 
     Args:
-        load: float32 [g, E] or [1, E], the number of tokens that each expert was chosen for.
-        tokens: float32 [g] or [1], the number of tokens, padding not counted.
-        positions: the number n of tokens of a group, padding counted: an int or a scalar tensor.
-        before: as that of `places`.
-        parts: a number: of how many parts like those here the groups are.
+        load: float32 tensor `[g, E]` or `[1, E]`. Number of tokens that chose each expert.
+        tokens: float32 tensor `[g]` or `[1]`. Number of tokens without padding.
+        positions: Integer or scalar tensor. Number n of tokens of a group with padding.
+        before: See `places`.
+        parts: Float or scalar tensor. Size of the group relative to the local part.
     """
 
     load: tf.Tensor
@@ -49,14 +48,14 @@ class Totals:
 
 
 def axis_of_groups(length: int, size: int | None) -> str | None:
-    """Return the mesh axis that shards the groups of a sequence.
+    """Return the mesh axis that shards the groups of a sequence, or `None`.
 
-    None where sequences are not sharded, or groups have tokens of several shards: then every shard
-    computes the experts of all tokens of its sequences.
+    It is `None` if sequences are not sharded, or if groups have tokens from several shards. In that
+    case every shard computes the experts of all tokens of its sequences.
 
     Args:
-        length: the number of positions of a sequence.
-        size: of a group at most; None where one group has all tokens.
+        length: Integer. Number of positions of a sequence.
+        size: Integer. Maximum size of a group. `None` means one group of all tokens.
     """
     axis = mesh_axis("inner_length")
     fits = axis and size and length % (min(size, length) * axis_size(axis)) == 0
@@ -64,28 +63,30 @@ def axis_of_groups(length: int, size: int | None) -> str | None:
 
 
 class TokenGroups:
-    """How the tokens of activations [b, s, ...] lie in groups [g, n, ...].
+    """Mapping between activations `[b, s, ...]` and groups of tokens `[g, n, ...]`.
 
     Args:
-        x: tensor [b, s, ...].
-        moe_config: a `MoEConfig`; its `expert_group_size` is that of groups.
+        x: Tensor `[b, s, ...]`.
+        moe_config: `MoEConfig`, whose `expert_group_size` is the maximum size of a group.
 
     Attributes:
-        axes: the mesh axes, or None, that shard the dimensions g.
+        axes: Tuple with the mesh axis of each dimension of g, or `None`.
     """
 
     def __init__(self, x: tf.Tensor, moe_config: MoEConfig):
         size = moe_config.expert_group_size
-        self._asks_others = needs_the_batch(moe_config)
+        self._exchanges_counts = needs_the_batch(moe_config)
         self._shape = static_or_dynamic_shape(x)[:2]
         axis = context = None
         if trace.is_on_mesh():
             axis = activation_specs(("batch",), x.shape[:1])[0]
             context = axis_of_groups(self._shape[1], size)
         batch, length = self._shape
-        self._is_global, self._padding = size is None, 0
+        self._is_global = size is None
+        self._padding = 0
         if self._is_global:
-            self._groups, self.size = [axis_size(axis)], None
+            self._groups = [axis_size(axis)]
+            self.size = None
         else:
             is_longer = isinstance(length, int) and length <= size
             self.size = length if is_longer else size
@@ -93,61 +94,65 @@ class TokenGroups:
             self._groups = [batch, in_sequence] if context else [batch * in_sequence]
             self._padding = in_sequence * self.size - length
         self.axes = (axis, context)[: len(self._groups)]
-        self._of_sequences = axis, context
+        self._sequence_axes = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
-        """[b, s, ...] as `of_sequences` -> [g, n, ...], padded with zeros to full groups"""
+        """Convert `[b, s, ...]` to groups `[g, n, ...]`, padded with zeros.
+
+        The input must have the layout of `of_sequences`.
+        """
         x = self.of_activations(x)
         if not (isinstance(self._padding, int) and self._padding == 0):
-            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
-            x = self.of_activations(tf.pad(x, more))
+            paddings = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
+            x = self.of_activations(tf.pad(x, paddings))
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
-        """[g, n, ...] -> [b, s, ...]"""
+        """Convert `[g, n, ...]` to `[b, s, ...]` without padding."""
         batch, length = self._shape
         x = self.relayout(x)
         x = tf.reshape(x, [batch, length + self._padding, *x.shape[len(self.axes) + 1 :]])
         return self.of_sequences(self.of_sequences(x)[:, :length])
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor of all groups [g, ...] out as these are."""
+        """Lay out a tensor of all groups `[g, ...]` over the mesh axes of the groups."""
         return shard_first(x, self.axes)
 
     def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
-        return shard_first(x, self._of_sequences)
+        """Lay out a tensor `[b, s, ...]` so that `split` needs no communication."""
+        return shard_first(x, self._sequence_axes)
 
     def of_activations(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor [b, s, ...] and its gradient out as `of_sequences`.
+        """Lay out a tensor `[b, s, ...]` and its gradient as `of_sequences` does.
 
         DTensor cannot add several gradients of a tensor if their layout is not specified.
         """
         if not trace.is_on_mesh():
             return x
-        return laid_out(x, (*self._of_sequences, *[None] * (len(x.shape) - 2)))
+        return relayout_with_gradient(x, (*self._sequence_axes, *[None] * (len(x.shape) - 2)))
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
-        """Return what is known of the groups, once every rank that shares them is asked.
+        """Return the counts over the groups, exchanged with all ranks that share them.
 
         Args:
-            chosen: int64 [g, n, E], 1 where the token is to be sent to the expert.
-            is_token: int64 [g, n], 0 where there is padding.
-            name: of the layer.
+            chosen: int64 tensor `[g, n, E]`. 1 if the token chose the expert.
+            is_token: int64 tensor `[g, n]`. 0 for padding.
+            name: Name of the layer.
         """
         load = tf.reduce_sum(chosen, axis=-2)
         tokens = tf.reduce_sum(is_token, axis=-1)
         size = static_or_dynamic_shape(chosen)[-2]
-        if not self._asks_others:
+        if not self._exchanges_counts:
             return Totals(tf.cast(load, "float32"), tf.cast(tokens, "float32"), size)
         if trace.is_on_mesh():
-            return self._of_mesh(load, tokens, size)
+            return self._mesh_totals(load, tokens, size)
         if job.data_parallel_group().size == 1:
             return Totals(tf.cast(load, "float32"), tf.cast(tokens, "float32"), size)
-        return self._of_ranks(load, tokens, size, name)
+        return self._rank_totals(load, tokens, size, name)
 
-    def _of_mesh(self, load, tokens, size):
-        load, tokens = relayout(load, (None, None)), relayout(tokens, (None,))
+    def _mesh_totals(self, load, tokens, size):
+        load = relayout(load, (None, None))
+        tokens = relayout(tokens, (None,))
         before = self.relayout(tf.cumsum(load, axis=0, exclusive=True))
         load = tf.reduce_sum(load, axis=0, keepdims=True)
         tokens = tf.reduce_sum(tokens, axis=0, keepdims=True)
@@ -156,12 +161,13 @@ class TokenGroups:
             *(tf.cast(x, "float32") for x in (load, tokens)), size * parts, before, float(parts)
         )
 
-    def _of_ranks(self, load, tokens, size, name):
-        """All-gather the counts of every replica; each has one part of the group."""
-        group, rows = job.data_parallel_group(), self._shape[0]
-        own = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
-        everyone = transport.all_gather(never_constant(own), group, f"{name}/counts")
-        *load, tokens, size, all_rows = tf.unstack(everyone, axis=1)
+    def _rank_totals(self, load, tokens, size, name):
+        """All-gather the counts of all replicas. Each replica has one part of the group."""
+        group = job.data_parallel_group()
+        rows = self._shape[0]
+        counts = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
+        gathered = transport.all_gather(never_constant(counts), group, f"{name}/counts")
+        *load, tokens, size, all_rows = tf.unstack(gathered, axis=1)
         load = tf.stack(load, axis=1)  # [ranks, E]
         before = tf.reduce_sum(load[: group.index], axis=0, keepdims=True)
         return Totals(
@@ -174,10 +180,10 @@ class TokenGroups:
 
 
 def shard_first(x: tf.Tensor, axes: Sequence[str | None]) -> tf.Tensor:
-    """Shard the first dimensions of a tensor over mesh axes, where there is one; None is replicated.
+    """Shard the first dimensions of a tensor over mesh axes. Does nothing without a mesh.
 
     Args:
-        x: a tensor.
-        axes: of its first dimensions.
+        x: Tensor.
+        axes: Sequence with the mesh axis of each first dimension, or `None`.
     """
     return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x

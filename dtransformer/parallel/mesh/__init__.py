@@ -1,1 +1,1 @@
-"""The DTensor mesh: its cluster, layouts, variables, batches and compiled functions."""
+"""DTensor mesh: layouts, variables, batches and compiled functions."""

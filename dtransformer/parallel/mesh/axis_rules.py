@@ -1,9 +1,8 @@
-"""Logical names of dimensions, and the table that shards them over the mesh.
+"""Logical names of dimensions, and the rules that shard them over the mesh.
 
-A weight says `axes=("embed", "mlp")`, an activation is laid out with
-`constrain(x, ("batch", "length", "mlp"))`. One table, `LOGICAL_AXES`, maps each logical
-name to the mesh axis that shards it. Where there is no mesh both do nothing, and a layer
-is an ordinary Keras layer.
+A weight declares `axes=("embed", "mlp")`, and an activation is laid out with
+`constrain(x, ("batch", "length", "mlp"))`. The table `LOGICAL_AXES` maps each logical axis to the
+mesh axis that shards it. Without a mesh, both do nothing and a layer is an ordinary Keras layer.
 """
 
 import contextlib
@@ -25,28 +24,30 @@ from dtransformer.parallel.tracing.scoped import Scoped
 
 
 def axis_size(axis: str | None) -> int:
-    """Return the number of shards along a mesh axis; 1 for None."""
+    """Return the number of shards along a mesh axis, or 1 for `None`."""
     return 1 if axis is None else job.mesh().dim_size(axis)
 
 
 def make_layout(specs: Sequence[str | None]) -> dtensor.Layout:
-    """Return the DTensor layout with a mesh axis, or None, for every dimension."""
+    """Return the DTensor layout with the given mesh axis, or `None`, for each dimension."""
     return dtensor.Layout([spec or dtensor.UNSHARDED for spec in specs], job.mesh())
 
 
 def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
-    """Change a tensor's layout on the mesh to a mesh axis, or None, for every dimension.
+    """Change a tensor's layout to the given mesh axis, or `None`, for each dimension.
 
-    Where an axis moves from one dimension to another, one of them has to be the first one if there
-    are four or more: DTensor's all-to-all gives wrong numbers between the others.
+    If an axis moves between dimensions of a tensor with four or more dimensions, one of the two
+    must be the first dimension. Otherwise DTensor's all-to-all returns wrong numbers.
     """
     return dtensor.relayout(x, make_layout(specs))
 
 
-def laid_out(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
-    """As `relayout`, of a tensor that as a rule is laid out so already: its gradient is, too.
+def relayout_with_gradient(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
+    """Change the layout of a tensor and of its gradient.
 
-    `relayout` lays the gradient out like the tensor, which functions keep for it.
+    Unlike `relayout`, the gradient also gets the layout `specs`. `relayout` would give it the
+    layout of the input, which functions keep in memory for this purpose. Most inputs already have
+    the layout.
     """
 
     @custom_gradient
@@ -57,24 +58,24 @@ def laid_out(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
 
 
 def replicate(tensors):
-    """Let every device have all of nested tensors; None stays None."""
+    """Replicate nested tensors on every device. `None` values are kept."""
     return tf.nest.map_structure(
         lambda x: None if x is None else relayout(x, (None,) * len(x.shape)), tensors
     )
 
 
-# A mesh axis, or None where it is replicated, for every dimension of a tensor.
+# The mesh axis of each dimension of a tensor, or None if it is replicated.
 Specs = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LogicalAxis:
-    """A row of the table.
+    """Entry of `LOGICAL_AXES`.
 
     Args:
-        counts: what the dimension counts.
-        sharded_over: a function of the config that returns the mesh axis, or None.
-        of_weights: whether weights have it, or activations alone.
+        counts: String. Description of the dimension.
+        sharded_over: Function of the config that returns the mesh axis or `None`.
+        of_weights: Whether weights may have this axis. Otherwise only activations have it.
     """
 
     counts: str
@@ -94,9 +95,9 @@ def _context(config):
     return "context" if config.context_parallel > 1 else None
 
 
-# A new logical axis is one row here, or one of a config's `parallel_rules`.
 _overrides = Scoped("axis_rules", types.MappingProxyType({}), changes_code=True)
 
+# A new logical axis needs an entry here or in a config's `parallel_rules`.
 LOGICAL_AXES = {
     "batch": LogicalAxis("sentences", _data, of_weights=False),
     "length": LogicalAxis(
@@ -124,10 +125,10 @@ LOGICAL_AXES = {
 
 
 def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | None]:
-    """Return the rules: logical name -> mesh axis, None for a dimension that is replicated.
+    """Return the rules, a dict that maps logical axes to mesh axes or `None` (replicated).
 
     Args:
-        config: a `TransformerOpParallelConfig`; the current global one by default.
+        config: `TransformerOpParallelConfig`. Defaults to the global config.
 
     Example:
 
@@ -140,18 +141,18 @@ def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | 
 
 
 def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContextManager:
-    """Replace rows of the rules inside the `with` block."""
+    """Return a context manager that replaces entries of the rules."""
     return _overrides.set(types.MappingProxyType({**_overrides.get(), **rows}))
 
 
-def rules_of_decoding() -> dict[str, None]:
-    """Return the rows of the rules for decoding: all rows and positions are on every device."""
+def decoding_rules() -> dict[str, None]:
+    """Return the rules to override for decoding, which replicates all rows and positions."""
     sharded = [name for name in LOGICAL_AXES if mesh_axis(name) == "context"]
     return dict.fromkeys(["batch", *sharded])
 
 
 def mesh_axis(name: str | None) -> str | None:
-    """Return the mesh axis that shards a logical dimension here, or None."""
+    """Return the mesh axis that shards a logical axis, or `None`."""
     if job.mesh() is None or name is None:
         return None
     axis = {**rules(), **_overrides.get()}.get(name)
@@ -159,11 +160,11 @@ def mesh_axis(name: str | None) -> str | None:
 
 
 def weight_specs(axes: tuple, shape: tuple[int, ...], path: str) -> Specs:
-    """Return the mesh axis, or None, that shards each dimension of a weight.
+    """Return the mesh axis, or `None`, that shards each dimension of a weight.
 
     Raises:
-        ValueError: a dimension is not divisible, or two are sharded over one mesh axis;
-            names the weight.
+        ValueError: If a dimension is not divisible, or if two dimensions are sharded over the same
+            mesh axis. The message has the path of the weight.
     """
     specs = tuple(mesh_axis(name) for name in axes)
     for size, name, spec in zip(shape, axes, specs):
@@ -171,92 +172,94 @@ def weight_specs(axes: tuple, shape: tuple[int, ...], path: str) -> Specs:
             continue
         if size % axis_size(spec):
             raise ValueError(
-                f"the weight {path} of shape {tuple(shape)} cannot be sharded: its dimension "
-                f"{name!r} has {size} elements, and the mesh axis {spec!r} has {axis_size(spec)} "
-                f"shards; change the size, or set parallel_rules={{{name!r}: None}}"
+                f"The weight {path} of shape {tuple(shape)} cannot be sharded: dimension {name!r} "
+                f"has {size} elements, but the mesh axis {spec!r} has {axis_size(spec)} shards. "
+                f"Change the size, or set `parallel_rules={{{name!r}: None}}`."
             )
         if specs.count(spec) > 1:
             raise ValueError(
-                f"the weight {path} with the logical axes {axes} would be sharded twice over the "
-                f"mesh axis {spec!r}: set parallel_rules={{{name!r}: None}}"
+                f"The weight {path} with the logical axes {axes} would be sharded twice over the "
+                f"mesh axis {spec!r}. Set `parallel_rules={{{name!r}: None}}`."
             )
     return specs
 
 
 def check_axes(axes: tuple, rank: int, what: str):
-    """Check logical names against a number of dimensions.
+    """Check logical axes against the rules and the number of dimensions.
 
     Args:
-        axes: a tuple with a name of `LOGICAL_AXES` or of the config's
-            `parallel_rules`, or None for a dimension that is never sharded, for every
-            dimension.
-        rank: the number of dimensions.
-        what: what is described, for the error.
+        axes: Tuple with a name from `LOGICAL_AXES` or the config's `parallel_rules` for each
+            dimension, or `None` for a dimension that is never sharded.
+        rank: Integer. Number of dimensions.
+        what: String. Description of the tensor for the error message.
 
     Raises:
-        ValueError: a name is unknown, or there is not one for every dimension.
+        ValueError: If a name is unknown or the number of names differs from `rank`.
     """
     if len(axes) != rank:
-        raise ValueError(f"{what} has {rank} dimensions, but its logical axes are {axes}")
-    known = rules()
+        raise ValueError(f"The logical axes {axes} of {what} do not match its {rank} dimensions.")
+    known_axes = rules()
     for axis in axes:
-        if axis is not None and axis not in known:
+        if axis is not None and axis not in known_axes:
             raise ValueError(
-                f"{what} has the logical axis {axis!r}; known are {', '.join(known)}; "
-                f"parallel_rules={{{axis!r}: None}} adds one"
+                f"The logical axis {axis!r} of {what} is unknown. Choose one of "
+                f"{', '.join(known_axes)}, or add it with `parallel_rules={{{axis!r}: None}}`."
             )
 
 
 def axes_of(variables: Iterable[keras.Variable]) -> set[str | None]:
-    """Return the names of the dimensions of variables; those of our layers have them."""
+    """Return the set of logical axes of variables. Variables without logical axes are skipped."""
     return {name for v in variables for name in getattr(v, "logical_axes", ())}
 
 
 def check_rules(used: set[str | None]):
-    """Check that every row of the config's `parallel_rules` is about some weight.
+    """Check that every entry of the config's `parallel_rules` matches a weight or an activation.
 
     Args:
-        used: the logical names of all weights' dimensions.
+        used: Set of the logical axes of all weights.
 
     Raises:
-        ValueError: a row matches nothing.
+        ValueError: If an entry matches nothing.
     """
-    of_activations = {name for name, axis in LOGICAL_AXES.items() if not axis.of_weights}
+    activation_axes = {name for name, axis in LOGICAL_AXES.items() if not axis.of_weights}
     for name in get_parallel_config().parallel_rules or {}:
-        if name not in used | of_activations:
+        if name not in used | activation_axes:
             names = sorted(filter(None, used))
             raise ValueError(
-                f"parallel_rules has a row for {name!r}, which no weight of the network has; its "
-                f"weights have {', '.join(names) or 'no logical axes'}"
+                f"`parallel_rules` has an entry for {name!r}, but no weight of the network has this "
+                f"axis. Its weights have {', '.join(names) or 'no logical axes'}."
             )
 
 
 def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
-    """Lay a tensor out as the rules say of its logical axes.
+    """Lay out a tensor according to its logical axes.
 
     Args:
-        x: a tensor.
-        axes: a tuple with the logical name, or None, of every dimension.
+        x: Tensor.
+        axes: Tuple with the logical axis of each dimension, or `None`.
 
     Returns:
-        The same values, laid out as the rules say; `x` itself where there is no
-        mesh. A dimension that the mesh axis does not divide is replicated.
+        A tensor of the same values. Without a mesh it is `x` itself. A dimension that the mesh axis
+        does not divide is replicated.
     """
-    return _constrained(x, axes, relayout)
+    return _apply_layout(x, axes, relayout)
 
 
 def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
-    """As `constrain`, for a tensor and for its gradient; see `laid_out`."""
-    return _constrained(x, axes, laid_out)
+    """Lay out a tensor and its gradient according to its logical axes. See `constrain`."""
+    return _apply_layout(x, axes, relayout_with_gradient)
 
 
-def _constrained(x, axes, put):
+def _apply_layout(x, axes, put):
     check_axes(axes, len(x.shape), "an activation")
     return put(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 
 
 def activation_specs(axes: tuple, shape: Iterable[int | None]) -> Specs:
-    """Return the mesh axis, or None, that shards each dimension of an activation."""
+    """Return the mesh axis, or `None`, that shards each dimension of an activation.
+
+    Dimensions that are unknown or that the mesh axis does not divide are replicated.
+    """
     specs = [mesh_axis(name) for name in axes]
     return tuple(
         spec if size is not None and size % axis_size(spec) == 0 else None

@@ -1,4 +1,4 @@
-"""Batches and numbers are put on the mesh, and results taken back."""
+"""Transfer of batches and numbers to the mesh, and of results back."""
 
 import numpy as np
 import tensorflow as tf
@@ -10,13 +10,13 @@ from dtransformer.parallel.runtime import job
 
 
 def put_sharded(batch):
-    """Put a batch on the mesh, its rows sharded over the mesh's data axis.
+    """Put a batch on the mesh and shard its rows over the data axis.
 
     Args:
-        batch: nested tensors [b, ...], the same on every rank of the mesh.
+        batch: Nested tensors `[b, ...]`, identical on every rank of the mesh.
 
     Returns:
-        Nested DTensors [b', ...]: rows of zeros follow, as many as `rows_added`.
+        Nested DTensors `[b', ...]`, with `rows_added(b)` rows of zeros appended.
     """
     axis = mesh_axis("batch")
 
@@ -26,71 +26,80 @@ def put_sharded(batch):
         x = np.asarray(x)
         x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
-        of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
-        return _pack([x[bounds.slices] for bounds in of_devices], specs)
+        device_bounds = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        return _pack([x[bounds.slices] for bounds in device_bounds], specs)
 
     return tf.nest.map_structure(put, batch)
 
 
 def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
-    """Put a batch on the mesh; rows that are added get sample weights of 0.
+    """Put a batch on the mesh. Added rows get sample weights of 0.
 
     Args:
-        inputs, labels: nested tensors [b, ...].
-        sample_weight: tensor [b] or [b, t], or None.
+        inputs: Nested tensors `[b, ...]`.
+        labels: Nested tensors `[b, ...]`.
+        sample_weight: Tensor `[b]` or `[b, t]`, or `None`.
+
+    Returns:
+        An `(inputs, labels, sample_weight)` tuple of nested DTensors.
     """
-    number = num_rows((inputs, labels))
-    if rows_added(number):
-        ones = np.ones([number], "float32")
+    rows = num_rows((inputs, labels))
+    if rows_added(rows):
+        ones = np.ones([rows], "float32")
         sample_weight = tf.nest.map_structure(lambda x: ones if x is None else x, sample_weight)
     return put_sharded((inputs, labels, sample_weight))
 
 
 def rows_added(number: int) -> int:
-    """Return how many rows of zeros follow a number of rows: of them no device may have none."""
+    """Return the number of zero rows to append so that every device gets the same number of rows.
+
+    An empty batch gets one row per shard, because every device needs a row.
+    """
     axis = axis_size(mesh_axis("batch"))
     return -number % axis if number else axis
 
 
 def num_rows(batch) -> int:
-    """Return the number b of rows of nested tensors [b, ...].
+    """Return the number b of rows of nested tensors `[b, ...]`.
 
     Raises:
-        ValueError: they have different numbers of rows, or one is ragged or sparse.
+        ValueError: If the tensors have different numbers of rows, or if one is ragged or sparse.
     """
     flat = [x for x in tf.nest.flatten(batch) if x is not None]
     for x in flat:
         if not hasattr(x, "__len__"):
             raise ValueError(
-                f"a mesh and a pipeline take dense tensors, and a batch has a {type(x).__name__}: "
-                "make it one in the dataset, such as by .map(lambda x, y: (x.to_tensor(), y))"
+                f"A mesh or a pipeline needs dense tensors, but the batch has a {type(x).__name__}. "
+                "Convert it in the dataset, for example with "
+                "`.map(lambda x, y: (x.to_tensor(), y))`."
             )
-    numbers = {len(x) for x in flat}
-    if len(numbers) != 1:
+    counts = {len(x) for x in flat}
+    if len(counts) != 1:
         raise ValueError(
-            f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
+            f"The tensors of a batch must have the same number of rows, got {sorted(counts)}."
         )
-    return numbers.pop()
+    return counts.pop()
 
 
 def put_numbers(numbers) -> tf.Tensor:
-    """Put numbers that differ from step to step on the mesh, replicated.
+    """Put numbers that change between steps on the mesh, replicated and flattened.
 
-    DTensor takes tensors of less than 256 elements for constants, and compiles the function
-    again when they change. They are copied from device to device: the host reads none.
+    DTensor treats tensors of fewer than 256 elements as constants and compiles the function again
+    when they change, so the result is padded. The numbers are copied between devices and the host
+    reads none.
     """
     numbers = tf.reshape(numbers, [-1])
     return put_replicated(tf.pad(numbers, [[0, max(0, 256 - numbers.shape[0])]]))
 
 
 def put_replicated(value) -> tf.Tensor:
-    """Put a tensor on every device of the mesh."""
+    """Put a copy of a tensor on every device of the mesh."""
     value = tf.convert_to_tensor(value)
     return _pack([value] * job.mesh().num_local_devices(), (None,) * value.shape.rank)
 
 
 def _pack(shards, specs):
-    """Return a DTensor of arrays or tensors, one for each local device."""
+    """Return a DTensor made of one array or tensor per local device."""
     tensors = []
     for device, shard in zip(job.mesh().local_devices(), shards):
         with tf.device(device):
@@ -99,5 +108,5 @@ def _pack(shards, specs):
 
 
 def local_value(value: tf.Tensor) -> tf.Tensor:
-    """Return a replicated DTensor as a tensor of this rank."""
+    """Return the local tensor of a replicated DTensor."""
     return dtensor.unpack(value)[0]

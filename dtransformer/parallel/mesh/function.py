@@ -1,4 +1,4 @@
-"""Functions on the mesh: values are put there, computed with, and taken back."""
+"""Functions compiled for the mesh."""
 
 import contextlib
 import re
@@ -17,70 +17,75 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.shared_blocks import recording_block_calls
 from dtransformer.parallel.weights.sharded_variable import own_shards
 
-_OPERATION = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
-_BY_THE_COMPILER = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
+_OPERATION_PATTERN = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
+_COMPILER_PHRASES = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
 
 
 class MeshFunction:
-    """A function of a network's variables, compiled to run on the mesh.
+    """Function of a network's variables, compiled to run on the mesh.
 
     Args:
-        function: a function of nested DTensors that returns nested DTensors. Inside of
-            it the variables' values are DTensors.
-        network_variables: list of the Keras variables that it reads. What it assigns
-            to them is written back afterwards.
-        gradients: whether it computes gradients.
+        function: Function of nested DTensors that returns nested DTensors. Inside of it, the values
+            of the variables are DTensors.
+        network_variables: List of the Keras variables that the function reads. Values that it
+            assigns to them are written back after each call.
+        gradients: Whether the function computes gradients. Defaults to `False`.
 
     Call arguments:
-        *args: nested DTensors, as `batch` puts them on the mesh.
+        *args: Nested DTensors. See `mesh.batch`.
     """
 
     def __init__(
         self, function: Callable, network_variables: list[keras.Variable], gradients: bool = False
     ):
-        self._function, self._gradients = function, gradients
+        self._function = function
+        self._gradients = gradients
         self._variables = network_variables
-        # Each shape of a batch is compiled: DTensor has to know it.
+        # DTensor needs static shapes, so each shape of a batch is compiled.
         self._traced = _compat.called_by_shapes(tf.function(self._trace, autograph=False))
-        self._is_new, self._graph = False, None
-        self._constants = {}  # tensors that layers keep, by their ids: each, and as a DTensor
-        self.compiled = []  # names of functions, of the last compilation
-        self.calls = {}  # of the last compilation, see `recording_block_calls`
-        self.adds_losses = False  # whether layers did, in the last compilation
+        self._is_new = False
+        self._graph = None
+        self._constants = {}  # Maps the id of a captured tensor to the tensor and its DTensor.
+        self.compiled = []  # Names of TensorFlow's functions from the last compilation.
+        self.calls = {}  # See `recording_block_calls`. From the last compilation.
+        self.adds_losses = False  # Whether layers added losses in the last compilation.
 
     def _trace(self, weights, args):
-        self._is_new, self.calls = True, {}
+        self._is_new = True
+        self.calls = {}
         self._graph = tf.compat.v1.get_default_graph()
         mapping = list(zip(self._variables, weights))
         ranks = job.model_parallel_group().ranks
-        waiting = job.waiting("a computation on the mesh", ranks)  # which its functions may do
-        kept = _compat.captures_replaced(self._on_every_device)
+        # Functions in the computation may wait for other ranks.
+        waiting = job.waiting("a computation on the mesh", ranks)
+        captures = _compat.captures_replaced(self._replicate_captured)
         scope = keras.StatelessScope(mapping, collect_losses=True)
-        with scope, self._on_mesh(), waiting, kept:
+        with scope, self._on_mesh(), waiting, captures:
             results = self._function(*args)
         self.adds_losses = bool(scope.losses)
         updates = {}
-        for number, variable in enumerate(self._variables):
-            new = scope.get_current_value(variable)
-            if new is not None and new is not weights[number]:
-                updates[str(number)] = relayout(new, sharding_specs(variable))
+        for i, variable in enumerate(self._variables):
+            value = scope.get_current_value(variable)
+            if value is not None and value is not weights[i]:
+                updates[str(i)] = relayout(value, sharding_specs(variable))
         return results, updates
 
-    def _on_every_device(self, tensor):
-        """Return a tensor that a layer keeps as a DTensor; scalars DTensor takes as they are.
+    def _replicate_captured(self, tensor):
+        """Replicate a tensor captured by a layer. Scalars and strings stay as they are.
 
         Raises:
-            RuntimeError: it is a `tf.Variable`, a generator or a table of look-ups.
+            RuntimeError: If the tensor is the handle of a `tf.Variable`, a generator or a lookup
+                table.
         """
         if id(tensor) in self._constants:
             return self._constants[id(tensor)][1]
-        if _compat.in_symbolic_scope():  # shapes alone are asked for
+        if _compat.in_symbolic_scope():  # Keras only asks for shapes here.
             return tensor
         if tensor.dtype == "resource":
-            raise RuntimeError(  # of a ValueError TensorFlow would make another one
-                "a layer reads a tf.Variable, a tf.random.Generator or a table, and devices of a mesh "
-                "would each have their own: use add_weight (trainable=False), keras.Variable or "
-                "keras.random, or one device a rank"
+            raise RuntimeError(  # TensorFlow would replace a ValueError with another error.
+                "A layer reads a `tf.Variable`, a `tf.random.Generator` or a lookup table, and each "
+                "device of a mesh would have a separate one. Use `add_weight(trainable=False)`, "
+                "`keras.Variable` or `keras.random`, or use one device per rank."
             )
         if not tensor.shape.rank or tensor.dtype == "string":
             return tensor
@@ -96,7 +101,7 @@ class MeshFunction:
             yield
 
     def __call__(self, *args):
-        """Return what the function returns; every device is done with it."""
+        """Run the function and return its results once every device has finished."""
         return self.run(self.packed(), *args)
 
     def packed(self) -> list[tf.Tensor]:
@@ -104,74 +109,80 @@ class MeshFunction:
         return [packed(variable) for variable in self._variables]
 
     def run(self, weights: list[tf.Tensor], *args, variables: list[keras.Variable] | None = None):
-        """As a call, with the variables that `packed` has returned.
+        """Run the function with the values of its variables.
 
         Args:
-            weights: list of DTensors.
-            *args: as a call's.
-            variables: what they are the values of, and what it assigns is written to: variables
-                like those of the function, which they are by default.
+            weights: List of DTensors from `packed`.
+            *args: See Call arguments.
+            variables: List of the Keras variables that assigned values are written to. They must
+                match the function's variables, which are the default.
+
+        Returns:
+            The results of the function.
 
         Raises:
-            ValueError: DTensor cannot compute an operation; says which, and where.
+            ValueError: If DTensor cannot compute an operation. The message has the operation and
+                its name.
         """
         variables = self._variables if variables is None else variables
         try:
             results, updates = self._traced(weights, args)
         except tf.errors.OpError as error:
-            message = _refused(error.message, self._graph)
+            message = _unsupported_message(error.message, self._graph)
             if message is None:
                 raise
             raise ValueError(message) from None
-        del weights  # or an update in place would have to copy them
+        # Release the references, because updates in place would otherwise copy the weights.
+        del weights
         wait(results)
         if self._is_new:
-            self.compiled, self._is_new = new_functions(), False
-        for number, value in updates.items():
-            variable = variables[int(number)]
+            self.compiled = new_functions()
+            self._is_new = False
+        for i, value in updates.items():
+            variable = variables[int(i)]
             shards = own_shards([variable])
-            for shard, new in zip(shards, unpacked(variable, value)):
-                shard.assign(new)
+            for shard, new_shard in zip(shards, unpacked(variable, value)):
+                shard.assign(new_shard)
         return results
 
 
-def _refused(message, graph):
-    """Return what to say of an operation that DTensor cannot compile; None of other errors."""
-    found = _OPERATION.search(message)
-    if found is None or not any(words in message for words in _BY_THE_COMPILER):
+def _unsupported_message(message, graph):
+    """Return an error message for an operation that DTensor cannot compile, or `None`."""
+    match = _OPERATION_PATTERN.search(message)
+    if match is None or not any(phrase in message for phrase in _COMPILER_PHRASES):
         return None
-    kind = found[1] or found[2]
+    kind = match[1] or match[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
     return (
-        f"{names[0] if names else 'a layer of the network'} computes {kind}, which DTensor cannot "
-        "compute on a mesh: use another layer (an LSTM or GRU with unroll=True has no loop), or "
-        "model_parallel=1 and one device a rank"
+        f"{names[0] if names else 'A layer of the network'} computes {kind}, which DTensor cannot "
+        "compute on a mesh. Use another layer (an LSTM or GRU with `unroll=True` has no loop), or set "
+        "`model_parallel=1` and use one device per rank."
     )
 
 
 def wait(results):
     """Wait until every local device has computed nested DTensors.
 
-    DTensor runs asynchronously; an update of the weights before it is done would change
-    what it still reads. All results of a function come at once, so that a number of the smallest
-    tells. `unpack` waits, too, but lets no other thread of Python run meanwhile, the watchdog's
-    among them; to read a scalar does.
+    DTensor runs asynchronously. Updating weights before it has finished would change its inputs.
+    All results of a function arrive together, so this reads an element of the smallest one.
+    `unpack` also waits, but blocks all other Python threads, including the watchdog. Reading a
+    scalar does not.
     """
-    some = [result for result in tf.nest.flatten(results) if result is not None]
-    smallest = min(some, key=lambda result: result.shape.num_elements())
+    tensors = [result for result in tf.nest.flatten(results) if result is not None]
+    smallest = min(tensors, key=lambda result: result.shape.num_elements())
     if not smallest.shape.rank:
         smallest.numpy()
     for on_device in dtensor.unpack(smallest):
         tf.reshape(on_device, [-1])[:1].numpy()
 
 
-_seen = set()
+_known_functions = set()
 
 
 def new_functions() -> list[str]:
-    """Return the names of TensorFlow's functions that came since the last call."""
+    """Return the names of TensorFlow functions created since the last call."""
     names = set(_compat.function_names())
-    new = sorted(names - _seen)
-    _seen.clear()
-    _seen.update(names)
+    new = sorted(names - _known_functions)
+    _known_functions.clear()
+    _known_functions.update(names)
     return new

@@ -1,8 +1,8 @@
-"""Variables that are sharded over the mesh: each rank keeps its own shards.
+"""Variables sharded over the mesh. Each rank stores its local shards.
 
-A shard is an ordinary Keras variable on one of this rank's devices, which an ordinary
-optimizer updates. For a computation on the mesh the shards of a variable are packed
-into one DTensor, without a copy.
+A shard is an ordinary Keras variable on one of this rank's devices, and an ordinary optimizer
+updates it. For a computation on the mesh, the shards of a variable are packed into one DTensor
+without a copy.
 """
 
 import math
@@ -21,23 +21,23 @@ from dtransformer.parallel.weights.sharded_variable import ShardBounds, ShardedV
 
 
 class MeshVariable(ShardedVariable):
-    """A Keras variable of which each device of the mesh holds a shard.
+    """Keras variable with a shard on each device of the mesh.
 
-    Its shape is the full one. Computations on the mesh see it as a DTensor.
+    Its shape is the full shape. Computations on the mesh read it as a DTensor.
 
     Args:
-        initializer: a function of (shape, dtype) that returns the full value. It runs
-            in the host's memory; devices get their shards only.
-        specs: tuple with the mesh axis, or None, that shards each dimension.
-        specs_in_use: the same for what computations see of it, by default `specs`; what
-            is sharded besides is unsharded whenever it is read.
-        **kwargs: as `keras.Variable` has them.
+        initializer: Function of `(shape, dtype)` that returns the full value. It runs in host
+            memory, and devices only get their shards.
+        specs: Tuple with the mesh axis that shards each dimension, or `None`.
+        specs_in_use: Specs of the value that computations read. Extra axes of `specs` are
+            all-gathered on read. Defaults to `specs`.
+        **kwargs: Arguments of `keras.Variable`.
 
     Attributes:
-        specs, specs_in_use: as given.
-        shards: list of the distinct shards that this rank's devices hold, as ordinary
-            Keras variables. Of a shard that the mesh repeats on several devices of this
-            rank, the first device keeps the variable.
+        specs: See Args.
+        specs_in_use: See Args.
+        shards: List of the distinct shards on this rank's devices, as ordinary Keras variables. If
+            several devices of the rank have the same shard, the variable is on the first one.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class MeshVariable(ShardedVariable):
         specs_in_use: tuple[str | None, ...] | None = None,
         **kwargs,
     ):
-        self.specs, self.specs_in_use = specs, specs_in_use or specs
+        self.specs = specs
+        self.specs_in_use = specs_in_use or specs
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
@@ -76,8 +77,8 @@ class MeshVariable(ShardedVariable):
     def _read(self):
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{self.path} is sharded over the mesh and can be read there only: call the "
-                "network through its Trainer (fit, evaluate, predict), or through generate"
+                f"{self.path} is sharded over the mesh and can only be read there. Call the network "
+                "through its Trainer (`fit`, `evaluate`, `predict`) or through `generate`."
             )
         with tf.device("CPU:0"):
             return self._maybe_autocast(tf.constant(self.numpy()))
@@ -87,7 +88,7 @@ class MeshVariable(ShardedVariable):
 
     @property
     def trained_value(self) -> tf.Tensor:
-        """The value as it is stored, in a computation on the mesh."""
+        """Value in its stored layout, inside a computation on the mesh."""
         return _compat.stateless_value(self)
 
     def _direct_assign(self, value):
@@ -96,7 +97,7 @@ class MeshVariable(ShardedVariable):
             shard.assign(value[bounds.slices])
 
     def numpy(self) -> np.ndarray:
-        """Return the full value. All ranks of the mesh call together, as each holds shards."""
+        """Return the full value. All ranks of the mesh must call this together."""
         if self._unsharded is not None:
             return self._unsharded
         with tf.device("CPU:0"):
@@ -105,44 +106,46 @@ class MeshVariable(ShardedVariable):
 
 
 class _Bounds(tuple):
-    """Where a shard lies: a hashable tuple of (start, stop), one a dimension."""
+    """Position of a shard: a hashable tuple of `(start, stop)` for each dimension."""
 
     @property
     def slices(self):
-        """What indexes the full tensor."""
+        """Index of the shard in the full tensor."""
         return tuple(slice(start, stop) for start, stop in self)
 
 
 class LocalShards:
-    """The shards of a DTensor that this rank's devices hold, each once.
+    """Distinct shards of a DTensor on this rank's devices.
 
     Args:
-        shape: the full shape.
-        specs: tuple with the mesh axis, or None, that shards each dimension.
+        shape: Full shape.
+        specs: Tuple with the mesh axis that shards each dimension, or `None`.
 
     Attributes:
-        distinct: list of their bounds, hashable; the `slices` of bounds index the full tensor.
-        first_devices: for each the first local device that holds it.
-        shapes: their shapes.
+        distinct: List of the hashable bounds of the shards. `slices` of the bounds index the full
+            tensor.
+        first_devices: List with the first local device of each shard.
+        shapes: List of the shapes of the shards.
     """
 
     def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
         mesh = job.mesh()
-        of_devices = bounds_of(shape, specs, mesh.local_device_ids())
+        device_bounds = bounds_of(shape, specs, mesh.local_device_ids())
         self._pack = _compat.packer(make_layout(specs))
-        self.distinct = list(dict.fromkeys(of_devices))
-        number_of = [self.distinct.index(bounds) for bounds in of_devices]
-        self._places = list(zip(mesh.local_devices(), number_of))  # of every device
-        self._firsts = [number_of.index(number) for number in range(len(self.distinct))]
-        self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
+        self.distinct = list(dict.fromkeys(device_bounds))
+        shard_indices = [self.distinct.index(bounds) for bounds in device_bounds]
+        # The local devices and the indices of their shards.
+        self._device_shards = list(zip(mesh.local_devices(), shard_indices))
+        self._first_indices = [shard_indices.index(index) for index in range(len(self.distinct))]
+        self.first_devices = [mesh.local_devices()[first] for first in self._first_indices]
         self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
+        """Return a DTensor of shards: tensors or variables in the order of `distinct`."""
         values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
-        for device, number in self._places:
-            value = values[number]
+        for device, index in self._device_shards:
+            value = values[index]
             if value.device != device:
                 with tf.device(device):
                     value = tf.identity(value)
@@ -150,67 +153,71 @@ class LocalShards:
         return self._pack(on_devices)
 
     def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
-        """Return the shards of a DTensor, in the order of `distinct`."""
-        of_devices = dtensor.unpack(value)
-        return [of_devices[first] for first in self._firsts]
+        """Return the distinct shards of a DTensor, in the order of `distinct`."""
+        device_shards = dtensor.unpack(value)
+        return [device_shards[first] for first in self._first_indices]
 
 
 def bounds_of(
     shape: Sequence[int], specs: Sequence[str | None], device_ids: Iterable[int]
 ) -> list[_Bounds]:
-    """Return the bounds of what each device of the mesh holds of a tensor.
+    """Return the bounds of a tensor's shard on each given device of the mesh.
 
     Args:
-        shape: the full shape.
-        specs: the mesh axis, or None, that shards each dimension.
-        device_ids: global numbers of devices.
+        shape: Full shape.
+        specs: Sequence with the mesh axis that shards each dimension, or `None`.
+        device_ids: Iterable of global device indices.
     """
     mesh = job.mesh()
-    found = []
+    bounds = []
     for device in device_ids:
         coordinates = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
         sizes = [size // axis_size(spec) for size, spec in zip(shape, specs)]
         starts = [size * int(coordinates.get(spec, 0)) for size, spec in zip(sizes, specs)]
-        found.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
-    return found
+        bounds.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
+    return bounds
 
 
 def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-    """Put full values together from what each rank of the mesh holds, by one collective.
+    """Return the full values of variables from the ranks' shards, with one collective.
 
     Args:
-        variables: list of `MeshVariable`s.
-        shards: for each one tensor with this rank's shards, flattened, one after the other; all
-            of one type.
-        name: name of the collective, the same on every rank of the mesh.
+        variables: List of `MeshVariable` objects.
+        shards: List with a tensor for each variable: this rank's shards, flattened and
+            concatenated. All have the same dtype.
+        name: Name of the collective, identical on every rank of the mesh.
 
     Returns:
-        A list of tensors of the variables' shapes.
+        A list of tensors in the variables' shapes.
     """
     group = job.model_parallel_group()
     sharded = [i for i, variable in enumerate(variables) if any(variable.specs)]
-    of_ranks = [[shard] for shard in shards]  # those of all ranks
+    rank_shards = [[shard] for shard in shards]  # Lists of the flattened shards of all ranks.
     if group.size > 1 and sharded:
         packed = transport.all_gather(tf.concat([shards[i] for i in sharded], 0), group, name)
         parts = tf.split(packed, [shards[i].shape[0] for i in sharded], axis=1)
         for i, rows in zip(sharded, parts):
-            of_ranks[i] = tf.unstack(rows)
-    return [_assemble(variable, own) for variable, own in zip(variables, of_ranks)]
+            rank_shards[i] = tf.unstack(rows)
+    return [
+        _assemble(variable, flat_shards) for variable, flat_shards in zip(variables, rank_shards)
+    ]
 
 
-def _assemble(variable, of_ranks):
-    """Return the full value of the flattened shards that each rank of the mesh has of it."""
+def _assemble(variable, rank_shards):
+    """Return the full value of a variable from the flattened shards of each rank of the mesh."""
     mesh = job.mesh()
-    num_local, blocks = mesh.num_local_devices(), {}
-    for rank, flat in enumerate(of_ranks):
+    num_local = mesh.num_local_devices()
+    blocks = {}
+    for rank, flat in enumerate(rank_shards):
         ids = range(rank * num_local, (rank + 1) * num_local)
-        if len(of_ranks) == 1:
+        if len(rank_shards) == 1:
             ids = mesh.local_device_ids()
         distinct = list(dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)))
         shards = tf.split(flat, len(distinct))
         for bounds, shard in zip(distinct, shards):
             blocks[tuple(bounds)] = tf.reshape(shard, [stop - start for start, stop in bounds])
-    for axis in reversed(range(len(variable.shape))):  # blocks that differ there alone are joined
+    # Join blocks that only differ in this dimension.
+    for axis in reversed(range(len(variable.shape))):
         rows = {}
         for bounds in sorted(blocks):
             rows.setdefault(bounds[:axis], []).append(blocks[bounds])
@@ -219,16 +226,16 @@ def _assemble(variable, of_ranks):
 
 
 def sharding_specs(variable: keras.Variable) -> tuple[str | None, ...]:
-    """Return the mesh axis, or None, that shards each dimension of any Keras variable."""
+    """Return the mesh axis, or `None`, that shards each dimension of any Keras variable."""
     if isinstance(variable, MeshVariable):
         return variable.specs
     return (None,) * len(variable.shape)
 
 
 def share_of(variable: keras.Variable) -> float | None:
-    """Return 1 over the number of the mesh's ranks that have the same shards of a variable.
+    """Return 1 over the number of ranks of the mesh that have the same shards of a variable.
 
-    None where every rank has all of it.
+    The result is `None` if every rank has the full variable.
     """
     specs = sharding_specs(variable)
     if not any(specs):
@@ -245,7 +252,7 @@ def packed(variable: keras.Variable) -> tf.Tensor:
 
 
 def unpacked(variable: keras.Variable, value: tf.Tensor) -> list[tf.Tensor]:
-    """Return this rank's distinct shards of a DTensor that is laid out as `variable`."""
+    """Return this rank's distinct shards of a DTensor with the layout of `variable`."""
     if isinstance(variable, MeshVariable):
         return variable.local.unpack(value)
     return dtensor.unpack(value)[:1]

@@ -1,1 +1,1 @@
-"""Pipelines: schedules, where layers are, and what stages send each other."""
+"""Pipeline parallelism: stage assignment, dataflow between stages, and execution."""

@@ -1,7 +1,7 @@
-"""Builds this rank's stage of a network, and puts every layer of any kind into a model chunk.
+"""Build this rank's stage of a network and assign every layer to a model chunk.
 
-Layers of other stages are built too, but without values: what they give has known shapes. Layers
-that nobody has placed are by where they are used, or spread evenly.
+Layers of other stages are also built, but only with shapes. Layers without a stage join the layers
+that use them, or are distributed evenly.
 """
 
 import functools
@@ -25,90 +25,99 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import leave_to_other
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules.placement import Placement
 
-# A layer's call: the layer, and the layers whose results it needs.
+# A call of a layer: the layer, and the layers whose results it needs.
 Call = tuple[Hashable, Sequence[Hashable]]
 
 
-def by_use(
+def assign_by_use(
     calls: Sequence[Call], ends: Sequence[Hashable], given: Mapping[Hashable, int], num_chunks: int
 ) -> dict[Hashable, int]:
-    """Return the model chunks of layers that have none, by those of the layers around them.
+    """Assign layers without a model chunk to the chunks of connected layers.
 
-    A layer is put where what it needs comes from: the last of the chunks. Where it needs the
-    network's inputs alone, it is put with the first layer that needs it.
+    A layer joins the last chunk that it needs results from. A layer that only needs the network's
+    inputs joins the first chunk that uses its results.
 
     Args:
-        calls: the calls of all layers, in their order.
-        ends: the layers that the network's outputs come from.
-        given: the chunks of layers that have one.
-        num_chunks: number of chunks of the network.
+        calls: Sequence of the calls of all layers, in order.
+        ends: Sequence of the layers that the network's outputs depend on.
+        given: Mapping from layers to the chunks that they already have.
+        num_chunks: Integer. Number of chunks of the network.
 
-    Example: an embedding, two blocks, a second embedding which only the last block needs, a head.
+    Returns:
+        A dict of the assigned chunks, without the layers in `given`.
+
+    Example: an embedding, two blocks, a second embedding that only the last block needs, and a
+    head.
 
     >>> calls = [("in", []), ("b0", ["in"]), ("more", []), ("b1", ["b0", "more"]), ("head", ["b1"])]
-    >>> by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
+    >>> assign_by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
     {'head': 1, 'more': 1, 'in': 0}
     """
-    found = dict(given)
-    for layer, needed in calls:
-        chunks = [found[other] for other in needed if other in found]
+    places = dict(given)
+    for layer, sources in calls:
+        chunks = [places[source] for source in sources if source in places]
         if layer not in given and chunks:
-            found[layer] = max([*chunks, found.get(layer, 0)])
+            places[layer] = max([*chunks, places.get(layer, 0)])
     users = {}
-    for layer, needed in [*calls, (None, ends)]:
-        for other in needed:
-            users.setdefault(other, []).append(layer)
+    for layer, sources in [*calls, (None, ends)]:
+        for source in sources:
+            users.setdefault(source, []).append(layer)
     for layer, _ in reversed(calls):
-        if layer not in found:
-            chunks = [found.get(user, num_chunks - 1) for user in users.get(layer, [None])]
-            found[layer] = min(chunks)
-    return {layer: chunk for layer, chunk in found.items() if layer not in given}
+        if layer not in places:
+            chunks = [places.get(user, num_chunks - 1) for user in users.get(layer, [None])]
+            places[layer] = min(chunks)
+    return {layer: chunk for layer, chunk in places.items() if layer not in given}
 
 
-def spread(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
-    """Return the model chunks of layers that follow each other, the largest chunk the smallest.
+def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
+    """Divide consecutive layers into model chunks and minimize the largest chunk.
 
     Args:
-        sizes: how much each layer has to compute, in the order of the layers.
-        num_chunks: number of chunks, at most that of layers.
+        sizes: Mapping from layers, in order, to their amounts of computation.
+        num_chunks: Integer. Number of chunks, at most the number of layers.
+
+    Returns:
+        A dict that maps layers to chunk indices.
 
     Example:
 
-    >>> spread({"in": 1, "a": 4, "b": 4, "c": 4, "out": 2}, 2)
+    >>> assign_evenly({"in": 1, "a": 4, "b": 4, "c": 4, "out": 2}, 2)
     {'in': 0, 'a': 0, 'b': 0, 'c': 1, 'out': 1}
     """
-    low, high = max(sizes.values()), sum(sizes.values())
+    low = max(sizes.values())
+    high = sum(sizes.values())
     while low < high:
-        middle = (low + high) // 2
-        if len(filled(sizes.values(), middle)) <= num_chunks:
-            high = middle
+        limit = (low + high) // 2
+        if len(filled(sizes.values(), limit)) <= num_chunks:
+            high = limit
         else:
-            low = middle + 1
+            low = limit + 1
     chunks = filled(sizes.values(), low)
-    while len(chunks) < num_chunks:  # halve the one with the most layers
-        longest = max(range(len(chunks)), key=lambda number: len(chunks[number]))
-        some, half = chunks[longest], len(chunks[longest]) // 2
-        chunks[longest : longest + 1] = [some[:half], some[half:]]
+    while len(chunks) < num_chunks:  # Halve the chunk with the most layers.
+        longest = max(range(len(chunks)), key=lambda chunk: len(chunks[chunk]))
+        indices = chunks[longest]
+        half_size = len(chunks[longest]) // 2
+        chunks[longest : longest + 1] = [indices[:half_size], indices[half_size:]]
     layers = list(sizes)
-    return {layers[i]: number for number, some in enumerate(chunks) for i in some}
+    return {layers[i]: chunk for chunk, indices in enumerate(chunks) for i in indices}
 
 
 def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
     """Build this rank's stage of a network.
 
     Args:
-        network: a `keras.Model`. What layers have a `pipeline_stage` keep it, the others get one.
-        symbols: a function that returns nested `keras.KerasTensor`s like the network's inputs.
-        specs: nested specs of known shapes like them.
+        network: `keras.Model`. Layers with a `pipeline_stage` keep it, and the others get one.
+        symbols: Function that returns nested `keras.KerasTensor` objects for the network's inputs.
+        specs: Nested specs of static shapes for the inputs.
 
     Returns:
-        The `Dataflow` of the specs.
+        The `Dataflow` for the specs.
 
     Raises:
-        ValueError: layers cannot be put into as many chunks as there are.
+        ValueError: If the layers cannot be divided into the required number of chunks.
     """
     placement = job.placement()
-    with keras.StatelessScope():  # whose end gives values to the weights that are left
+    with keras.StatelessScope():  # The remaining weights get their values when this scope ends.
         if not all(layer.built for layer in _compat.flat_layers(network)):
             network(symbols())
         place_all(network, specs, placement)
@@ -119,74 +128,76 @@ def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
 
 
 def place_all(network: keras.Model, specs, placement: Placement) -> None:
-    """Give a `pipeline_stage` to each layer that needs one and has none.
+    """Assign a `pipeline_stage` to each layer that needs one and has none.
 
     Args:
-        network: a `keras.Model`, built.
-        specs: nested specs of known shapes like its inputs.
-        placement: the `Placement`.
+        network: Built `keras.Model`.
+        specs: Nested specs of static shapes for its inputs.
+        placement: `Placement` of the chunks.
 
     Raises:
-        ValueError: there are fewer layers with weights than chunks; or the network itself adds
-            losses, or reads weights of layers.
+        ValueError: If there are fewer layers with weights than chunks, or if the network itself
+            adds losses or reads weights of layers.
     """
     for layer in placed_layers(network):
         _make_placeable(layer)
-    parts = _parts_without_place(network)
-    recorder = _recorded(network, specs, parts)
-    more = [part for part in _parts_without_place(network, adds_losses=True) if part not in parts]
-    if more:
-        parts += more
-        recorder = _recorded(network, specs, parts)
+    parts = _unplaced_parts(network)
+    recorder = _record_calls(network, specs, parts)
+    loss_parts = [part for part in _unplaced_parts(network, adds_losses=True) if part not in parts]
+    if loss_parts:
+        parts += loss_parts
+        recorder = _record_calls(network, specs, parts)
     if _compat.adds_losses(network):
         raise ValueError(
-            f"{network.name} adds a loss in its call, which no stage of a pipeline computes: let a "
-            "layer add it"
+            f"{network.name} adds a loss in its call, which no stage of a pipeline computes. Add it in "
+            "a layer."
         )
-    parts = [part for part in _in_order(recorder) if part in parts]
-    placed = [layer for layer in _in_order(recorder) if layer not in parts]
+    parts = [part for part in _call_order(recorder) if part in parts]
+    placed = [layer for layer in _call_order(recorder) if layer not in parts]
     if placed:
-        given = {layer: chunk_of(layer, placement) for layer in placed}
-        calls = [(layer, [x.layer for x in needed]) for layer, needed in recorder.calls]
-        places = by_use(calls, [x.layer for x in recorder.ends], given, placement.num_chunks)
+        fixed_places = {layer: chunk_of(layer, placement) for layer in placed}
+        calls = [(layer, [result.layer for result in results]) for layer, results in recorder.calls]
+        places = assign_by_use(
+            calls, [result.layer for result in recorder.ends], fixed_places, placement.num_chunks
+        )
     else:
         if len(parts) < placement.num_chunks:
             raise ValueError(
-                f"{network.name} has {len(parts)} layers with weights that are called, and the "
-                f"pipeline {placement.num_chunks} model chunks: each needs one"
+                f"{network.name} calls {len(parts)} layers with weights, but the pipeline has "
+                f"{placement.num_chunks} model chunks. Each chunk needs at least one."
             )
-        places = spread({part: _size(part) for part in parts}, placement.num_chunks)
+        places = assign_evenly({part: _size(part) for part in parts}, placement.num_chunks)
     for part in parts:
         part.pipeline_stage = places[part]
 
 
-def _parts_without_place(layer, adds_losses=False):
-    """Return the outermost layers that have variables, own metrics, or add losses, and no place.
+def _unplaced_parts(layer, adds_losses=False):
+    """Return the outermost unplaced layers that have variables or metrics, or add losses.
 
-    Models are no such layers, and layers that have placed ones inside: their layers are.
+    Models and layers that contain placed layers are not returned, but their inner layers may be.
     """
-    found = []
+    parts = []
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         if is_placed(inner):
             continue
         if isinstance(inner, keras.Model) or any(map(is_placed, _compat.flat_layers(inner))):
-            found += _parts_without_place(inner, adds_losses)
+            parts += _unplaced_parts(inner, adds_losses)
         elif (
             inner.variables
             or inner.metrics
             or (adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner))))
         ):
-            found.append(inner)
-    return list(dict.fromkeys(found))
+            parts.append(inner)
+    return list(dict.fromkeys(parts))
 
 
-def _recorded(network, specs, parts):
-    """Return the `DependencyRecorder` of a network whose parts are called as if they had a place."""
+def _record_calls(network, specs, parts):
+    """Return the `DependencyRecorder` of a network, with `parts` treated as placed layers."""
     for part in parts:
         _make_placeable(part)
         part.pipeline_stage = 0
     try:
-        with _Watch(parts):
+        with _ReadGuard(parts):
             return DependencyRecorder(lambda inputs: network(inputs, training=True), specs)
     finally:
         for part in parts:
@@ -194,10 +205,11 @@ def _recorded(network, specs, parts):
 
 
 def _make_placeable(layer):
-    """Let a Keras layer have what layers of this package have for pipelines."""
+    """Add the pipeline attributes of this package's layers to a Keras layer."""
     if hasattr(layer, "copied_to"):
         return
-    layer.copied_to, layer.results_that_are_weights = frozenset(), types.MappingProxyType({})
+    layer.copied_to = frozenset()
+    layer.results_that_are_weights = types.MappingProxyType({})
     compute = layer.call
 
     @functools.wraps(compute)
@@ -207,8 +219,8 @@ def _make_placeable(layer):
     object.__setattr__(layer, "call", call)
 
 
-class _Watch(keras.StatelessScope):
-    """A scope in which nobody reads weights of layers outside of their calls."""
+class _ReadGuard(keras.StatelessScope):
+    """Scope that raises an error if weights are read outside of their layer's calls."""
 
     def __init__(self, layers):
         super().__init__(collect_losses=True)
@@ -217,18 +229,18 @@ class _Watch(keras.StatelessScope):
     def get_current_value(self, variable):
         if id(variable) in self._weights:
             raise ValueError(
-                f"{variable.path} is used outside of a call of its layer, which has it on one stage "
-                "of the pipeline only: pipeline_stage=1, or a layer that is called wherever it is used"
+                f"{variable.path} is used outside of a call of its layer, but only one pipeline stage "
+                "has it. Set `pipeline_stage=1`, or call a layer wherever it is used."
             )
         return super().get_current_value(variable)
 
 
-def _in_order(recorder):
+def _call_order(recorder):
     return list(dict.fromkeys(layer for layer, _ in recorder.calls))
 
 
 def _size(layer):
-    """Return how many weights a layer multiplies with, each with every position of a batch."""
+    """Return 1 plus the number of weights that a layer multiplies with each position."""
     tables = {
         id(variable)
         for inner in _compat.flat_layers(layer)

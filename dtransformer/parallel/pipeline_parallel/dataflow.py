@@ -1,7 +1,7 @@
 """Dataflow between the model chunks of a pipeline.
 
-What passes are results of placed layers. Which ones is found out by running the network once
-with placeholder outputs for all of them: it is not declared.
+Chunks exchange results of placed layers. They are found by tracing the network once with
+placeholder outputs for all placed layers, so users declare nothing.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import (
     CallNames,
-    left_masks,
+    call_masks,
+    make_zeros,
     mask_name,
     view,
-    zeros_of,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
@@ -25,13 +25,13 @@ from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of a placed layer's call, or the mask that the call leaves on it.
+    """Result of a placed layer's call, or the mask that the call sets on a result.
 
     Args:
-        layer: the layer.
-        number: its number among the results of the call, flattened; None of a mask.
-        name: str, the same on every rank.
-        spec: its `tf.TensorSpec`.
+        layer: The layer.
+        number: Integer. Index among the flattened results of the call, or `None` for a mask.
+        name: String, identical on all ranks.
+        spec: `tf.TensorSpec` of the result.
     """
 
     layer: object
@@ -41,22 +41,25 @@ class Result:
 
 
 class DependencyRecorder:
-    """A view of calls: gives placeholder outputs, and remembers what inputs come from.
+    """View that returns placeholder outputs of layers and records the origins of their inputs.
 
     Args:
-        function: a function of `inputs` that calls placed layers and returns nested tensors.
-        inputs: nested tensors, or specs of known shapes: a micro-batch.
+        function: Function of `inputs` that calls placed layers and returns nested tensors.
+        inputs: Nested tensors or specs of static shapes for a micro-batch.
 
     Attributes:
-        calls: list of (layer, list of the `Result`s that it needs), in the order of the calls.
-        ends: list of the `Result`s that the function's outputs come from.
-        outputs: nested specs of the function's outputs.
+        calls: List of `(layer, results)` tuples in the order of the calls. `results` are the
+            `Result` objects that the call needs.
+        ends: List of the `Result` objects that the function's outputs depend on.
+        outputs: Nested specs of the function's outputs.
     """
 
     def __init__(self, function, inputs):
         self._names = CallNames()
-        self._results = {}  # a placeholder's name in the graph -> `Result`
-        self.calls, self.ends, self.outputs = [], [], None
+        self._results = {}  # Maps the graph name of a placeholder to its Result.
+        self.calls = []
+        self.ends = []
+        self.outputs = None
 
         def run(inputs):
             with view(self):
@@ -71,45 +74,46 @@ class DependencyRecorder:
         results = placeholder(layer, args, kwargs)
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
         name = self._names.next(layer)
-        for number, x in enumerate(flat):
-            self._remember(x, layer, number, f"{name}:{number}")
-        for number, spec in left_masks(layer, compute, args, kwargs).items():
-            mask = zeros_of(spec, args, kwargs)
-            self._remember(mask, layer, None, mask_name(name, number))
-            _compat.with_mask(flat[number], mask)
+        for index, x in enumerate(flat):
+            self._remember(x, layer, index, f"{name}:{index}")
+        for index, spec in call_masks(layer, compute, args, kwargs).items():
+            mask = make_zeros(spec, args, kwargs)
+            self._remember(mask, layer, None, mask_name(name, index))
+            _compat.with_mask(flat[index], mask)
         return tf.nest.pack_sequence_as(results, flat)
 
-    def _remember(self, x, layer, number, name):
+    def _remember(self, x, layer, index, name):
         spec = tf.TensorSpec(x.shape, x.dtype)
-        self._results[x.name] = Result(layer, number, name, spec)
+        self._results[x.name] = Result(layer, index, name, spec)
 
     def _origins(self, tensors):
-        """Return the results that nested tensors, and their masks, come from directly."""
-        found, seen = {}, set()
+        """Return the results that nested tensors and their masks directly depend on."""
+        origins = {}
+        visited = set()
         masks = list(_compat.masks_of(tensors).values())
-        todo = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
-        while todo:
-            x = todo.pop()
-            if x.name in seen:
+        pending = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
+        while pending:
+            x = pending.pop()
+            if x.name in visited:
                 continue
-            seen.add(x.name)
+            visited.add(x.name)
             if x.name in self._results:
-                found[x.name] = self._results[x.name]
+                origins[x.name] = self._results[x.name]
             else:
-                todo += list(x.op.inputs)
-        return list(found.values())
+                pending += list(x.op.inputs)
+        return list(origins.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossStageTensor:
-    """A result of a placed layer that other model chunks need, or the mask that is on it.
+    """Result of a placed layer, or its mask, that other model chunks need.
 
     Args:
-        name: str, the same on every rank.
-        shape: tuple of ints.
-        dtype: name of its type.
-        first_chunk: the chunk that computes it.
-        last_chunk: the last chunk that needs it.
+        name: String, identical on all ranks.
+        shape: Tuple of integers.
+        dtype: Name of the dtype.
+        first_chunk: Integer. Chunk that computes it.
+        last_chunk: Integer. Last chunk that needs it.
     """
 
     name: str
@@ -120,20 +124,20 @@ class CrossStageTensor:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it; of masks and other ints there is none."""
+        """True if a gradient is sent back. Masks and integers have none."""
         return "float" in self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """What passes from chunk to chunk, for one shape of micro-batches.
+    """Tensors sent between chunks, for one shape of micro-batches.
 
     Args:
-        placement: the `Placement` of the chunks.
-        tensors: tuple of `CrossStageTensor`s.
-        copies: dict of the path of a layer and the chunks that need a copy of its weights,
-            besides its own.
-        outputs: nested specs of what the network returns.
+        placement: `Placement` of the chunks.
+        tensors: Tuple of `CrossStageTensor` objects.
+        copies: Dict that maps the path of a layer to the other chunks that need a copy of its
+            weights.
+        outputs: Nested specs of the network's outputs.
     """
 
     placement: Placement
@@ -142,27 +146,27 @@ class Dataflow:
     outputs: object = None
 
     def sent_after(self, chunk: int) -> list[CrossStageTensor]:
-        """Return the `CrossStageTensor`s that a chunk hands to the next one."""
+        """Return the `CrossStageTensor` objects that a chunk passes to the next one."""
         return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
 
     def gradients_after(self, chunk: int) -> list[CrossStageTensor]:
-        """Return those of `sent_after(chunk)` of which the next chunk hands gradients back."""
+        """Return the tensors of `sent_after(chunk)` whose gradients the next chunk sends back."""
         return [x for x in self.sent_after(chunk) if x.has_gradient]
 
     def received_by(self, chunk: int) -> list[CrossStageTensor]:
-        """Return the `CrossStageTensor`s that a chunk has from the one before."""
+        """Return the `CrossStageTensor` objects that a chunk receives from the previous one."""
         return self.sent_after(chunk - 1) if chunk else []
 
     def copies_of(self, layer) -> frozenset[int]:
-        """Return the chunks, besides its own, that need a copy of a layer's weights."""
+        """Return the other chunks that need a copy of a layer's weights."""
         return self.copies.get(layer.path, frozenset())
 
     def __str__(self):
         lines = []
         for chunk in range(self.placement.last_chunk):
-            there = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
+            border = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
             for x in self.sent_after(chunk):
-                lines.append(f"{there}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
+                lines.append(f"{border}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
         return "\n".join(lines)
 
     @classmethod
@@ -170,57 +174,62 @@ class Dataflow:
         """Return the dataflow of a function of placed layers.
 
         Args:
-            function: a function of `inputs` that returns nested tensors.
-            inputs: nested tensors, or specs of known shapes: a micro-batch.
-            placement: the `Placement`.
+            function: Function of `inputs` that returns nested tensors.
+            inputs: Nested tensors or specs of static shapes for a micro-batch.
+            placement: `Placement` of the chunks.
 
         Raises:
-            ValueError: a chunk needs what a later one computes.
+            ValueError: If a chunk needs a result of a later one.
         """
-        return cls._from(DependencyRecorder(function, inputs), placement)
+        return cls._from_recorder(DependencyRecorder(function, inputs), placement)
 
     @classmethod
     def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
         """Return the dataflow of a network's training step.
 
         Args:
-            network: a `keras.Model`.
-            inputs: nested tensors, or specs of known shapes: a micro-batch.
-            placement: the `Placement`.
+            network: `keras.Model`.
+            inputs: Nested tensors or specs of static shapes for a micro-batch.
+            placement: `Placement` of the chunks.
 
         Raises:
-            ValueError: a chunk has no layers, or needs what a later one computes; or a
-                weight is in no layer that has a place.
+            ValueError: If a chunk has no layers or needs a result of a later one, or if a weight is
+                not in a placed layer.
         """
         recorder = DependencyRecorder(lambda inputs: network(inputs, training=True), inputs)
         _check_places(network, [layer for layer, _ in recorder.calls], placement)
-        return cls._from(recorder, placement)
+        return cls._from_recorder(recorder, placement)
 
     @classmethod
-    def _from(cls, recorder, placement):
-        copies, last_use = {}, {}
+    def _from_recorder(cls, recorder, placement):
+        copies = {}
+        last_use = {}
         uses = [
-            (chunk_of(layer, placement), layer.path, needed) for layer, needed in recorder.calls
+            (chunk_of(layer, placement), layer.path, results) for layer, results in recorder.calls
         ]
-        for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
-            for result in needed:
-                first, path = chunk_of(result.layer, placement), result.layer.path
-                if result.number in result.layer.results_that_are_weights:  # there are copies
+        for chunk, user, results in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
+            for result in results:
+                first = chunk_of(result.layer, placement)
+                path = result.layer.path
+                # Chunks that need this weight have copies of it.
+                if result.number in result.layer.results_that_are_weights:
                     if chunk != first:
                         copies[path] = copies.get(path, frozenset()) | {chunk}
                     continue
                 if chunk < first:
                     raise ValueError(
-                        f"{user} is on {placement.describe(chunk)} and needs what {path} computes "
-                        f"on {placement.describe(first)}: stages may not go backwards along the "
-                        "network"
+                        f"{user} is on {placement.describe(chunk)} and needs a result of {path} on "
+                        f"{placement.describe(first)}. Layers of a pipeline can only use results of "
+                        "earlier stages."
                     )
                 last_use[result] = max(last_use.get(result, 0), chunk)
         tensors = []
         for result, last in last_use.items():
-            first, spec = chunk_of(result.layer, placement), result.spec
+            first = chunk_of(result.layer, placement)
+            spec = result.spec
             if last > first:
-                shape, dtype = tuple(spec.shape), spec.dtype.name
+                shape = tuple(spec.shape)
+                dtype = spec.dtype.name
                 tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
         return cls(placement, tuple(tensors), copies, recorder.outputs)
 
@@ -230,14 +239,14 @@ def _check_places(network, placed, placement):
     for chunk in range(placement.num_chunks):
         if chunk not in used:
             raise ValueError(
-                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
-                "change lambda_func or pipeline_stage; blocks take their stages when they are made, "
-                "by the config of that moment: call init before the network is made"
+                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights. "
+                "Change `lambda_func` or `pipeline_stage`. Blocks take their stages from the config "
+                "when they are created, so call `init` before you create the network."
             )
     inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
     for layer in _compat.flat_layers(network):
         if _compat.own_variables(layer) and id(layer) not in inside:
             raise ValueError(
-                f"{layer.path} has weights of its own beside its layers, which no pipeline stage "
-                "computes with: put them into a layer"
+                f"{layer.path} has weights outside of its layers, which no pipeline stage computes "
+                "with. Move them into a layer."
             )

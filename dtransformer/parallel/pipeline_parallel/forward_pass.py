@@ -1,4 +1,4 @@
-"""Computations without gradients that go through all stages of a pipeline."""
+"""Computations without gradients that run through all stages of a pipeline."""
 
 import tensorflow as tf
 
@@ -13,56 +13,60 @@ from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 
 class ForwardPass:
-    """A function of a network's layers whose model chunks are computed in turn.
+    """Function of a network's layers whose model chunks run one after another.
 
     Args:
-        network: a `keras.Model`, built.
-        function: a function of (inputs, state) that returns outputs, nested tensors, and a
-            state: what the chunk that is computed keeps for the next call, nested tensors
-            of its placed layers. The state that it gets is None in the first call, and
-            when what passes between the stages is found out.
-        name: str, of what is sent.
-        shares: whether chunks that are alike may share a function; see `ChunkFunctions`.
+        network: Built `keras.Model`.
+        function: Function of `(inputs, state)` that returns `(outputs, state)`. Outputs are nested
+            tensors. The state is nested tensors that the current chunk's placed layers keep for the
+            next call. The state argument is `None` in the first call and while the dataflow is
+            traced.
+        name: String. Name of the transfers.
+        shares: Whether equal chunks may share a function. See `ChunkFunctions`.
 
     Attributes:
-        devices: where this rank's stage computes.
-        empty_state: the state of a chunk that has nothing to keep, after the first call.
+        devices: Executor of this rank's stage.
+        empty_state: State of a chunk without any state, set by the first call.
     """
 
     empty_state = None
 
     def __init__(self, network, function, name, shares=False):
-        self._function, self._name = function, name
-        self.devices, self._peers = stage_devices(), peers()
+        self._function = function
+        self._name = name
+        self.devices = stage_devices()
+        self._peers = peers()
         self._functions = ChunkFunctions(network, self._compute, self.devices, shares)
         self._dataflows = {}
 
     def __call__(self, inputs, states=None):
-        """Compute on every rank of the pipeline.
+        """Run the function on every rank of the pipeline.
 
         Args:
-            inputs: nested tensors, the same on every stage; on a mesh DTensors.
-            states: what the last call has returned of them; None at first.
+            inputs: Nested tensors, identical on all stages. DTensors on a mesh.
+            states: States from the last call. `None` in the first call.
 
         Returns:
-            The outputs on the stage that has them, zeros like them elsewhere, see
-            `from_last`; and the states.
+            An `(outputs, states)` tuple. Outputs are zeros except on the last stage. See
+            `from_last`.
         """
-        dataflow, new_states, leaving = self._dataflow(inputs), {}, []
+        dataflow = self._dataflow(inputs)
+        new_states = {}
+        pending_sends = []
         placement = dataflow.placement
         for chunk in own_chunks():
             if not chunk:
-                passing = {}
+                tensors = {}
             elif not placement.is_local(chunk - 1):
-                passing = self._receive(dataflow, chunk)
+                tensors = self._receive(dataflow, chunk)
             state = None if states is None else states[chunk]
             function = self._functions.of(chunk, dataflow, state is None)
-            passing, (outputs, new_states[chunk]) = function(
-                function.weights(), passing, inputs, state
+            tensors, (outputs, new_states[chunk]) = function(
+                function.weights(), tensors, inputs, state
             )
             if chunk != placement.last_chunk and not placement.is_local(chunk):
-                leaving.append(self._send(dataflow, chunk, passing))
-        for sent in leaving:
+                pending_sends.append(self._send(dataflow, chunk, tensors))
+        for sent in pending_sends:
             sent.result()
         if has_outputs():
             return self.devices.local(outputs), new_states
@@ -93,7 +97,8 @@ class ForwardPass:
         return self._peers.send(shards, peer, self._name_after(chunk))
 
     def _receive(self, dataflow, chunk):
-        crossing, peer = dataflow.received_by(chunk), dataflow.placement.stage_before(chunk)
+        crossing = dataflow.received_by(chunk)
+        peer = dataflow.placement.stage_before(chunk)
         specs = self.devices.shard_specs(crossing)
         shards = self._peers.receive(specs, peer, self._name_after(chunk - 1)).result()
         tensors = self.devices.from_shards(crossing, shards)
@@ -101,25 +106,26 @@ class ForwardPass:
 
 
 def zeros_like(specs):
-    """Return zeros of the shapes and types of nested specs; None stays None."""
+    """Return zeros for nested specs. `None` values are kept."""
     return tf.nest.map_structure(
         lambda spec: None if spec is None else tf.zeros(spec.shape, spec.dtype), specs
     )
 
 
 def from_last(tensors, name: str):
-    """Return nested tensors of the stage with the network's outputs on every stage.
+    """Broadcast nested tensors from the stage with the network's outputs to all stages.
 
     Args:
-        tensors: nested tensors, of the same shapes on every stage.
-        name: str, the same on every stage.
+        tensors: Nested tensors of the same shapes on all stages.
+        name: String, identical on all stages.
     """
-    group, placement = job.pipeline_group(), job.placement()
+    group = job.pipeline_group()
+    placement = job.placement()
     if group.size == 1:
         return tensors
     root = placement.stage_of(placement.last_chunk)
     flat = [
-        transport.broadcast(x, root, group, f"{name}_{number}")
-        for number, x in enumerate(tf.nest.flatten(tensors))
+        transport.broadcast(x, root, group, f"{name}_{i}")
+        for i, x in enumerate(tf.nest.flatten(tensors))
     ]
     return tf.nest.pack_sequence_as(tensors, flat)

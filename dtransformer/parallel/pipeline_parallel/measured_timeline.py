@@ -1,4 +1,4 @@
-"""The timeline of a step that was run: every stage tells what it did, and when."""
+"""Measured timeline of a step, gathered from all stages."""
 
 import collections
 import dataclasses
@@ -9,26 +9,26 @@ from dtransformer.parallel.schedules.timeline import Event, Timeline
 
 
 def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Timeline:
-    """Return the `Timeline` of a step. All ranks have to call.
+    """Return the measured `Timeline` of a step. All ranks must call this.
 
     Args:
-        computations: list of the `Event`s of this rank's computations.
-        sent: dict of the names of sends and when they began, in seconds.
-        received: dict of the names of receives and their `Event`s.
+        computations: List of `Event` objects of this rank's computations.
+        sent: Dict of the start times of sends in seconds, by name.
+        received: Dict of the `Event` objects of receives, by name.
 
     Raises:
-        ValueError: a stage has computed nothing yet.
+        ValueError: If a stage has not computed anything yet.
     """
     as_json = {name: dataclasses.asdict(event) for name, event in received.items()}
-    own = [dataclasses.asdict(event) for event in computations], sent, as_json
-    everyone = all_gather_json(own, "timeline")
-    events, sent, received = zip(*(everyone[rank] for rank in job.pipeline_group().ranks))
+    local_records = [dataclasses.asdict(event) for event in computations], sent, as_json
+    all_records = all_gather_json(local_records, "timeline")
+    events, sent, received = zip(*(all_records[rank] for rank in job.pipeline_group().ranks))
     if not all(events):
-        raise ValueError("no training step was run yet: call fit or train_on_batch first")
-    events = [Event.of(event) for own in events for event in own]
+        raise ValueError("No training step was run yet. Call `fit` or `train_on_batch` first.")
+    events = [Event.of(event) for local_records in events for event in local_records]
     sent = collections.ChainMap(*sent)
-    for own in received:  # a transfer begins once both ends are ready
-        for name, event in own.items():
+    for local_records in received:  # A transfer starts when both ends are ready.
+        for name, event in local_records.items():
             event = Event.of(event)
             start = min(max(event.start, sent[name]), event.end)
             events.append(dataclasses.replace(event, start=start))

@@ -1,4 +1,4 @@
-"""Send and receive between the stages of a pipeline, while the stages compute."""
+"""Send and receive between pipeline stages in the background."""
 
 import concurrent.futures
 import threading
@@ -12,31 +12,32 @@ from dtransformer.parallel.runtime import job
 
 
 class _Waited(concurrent.futures.Future):
-    """A future of which the watchdog knows who waits for it, and for whom."""
+    """Future that reports its waiting thread to the watchdog."""
 
-    def __init__(self, what, rank):
+    def __init__(self, description, rank):
         super().__init__()
-        self._what, self._rank = what, rank
+        self._description = description
+        self._rank = rank
 
     def result(self, timeout=None):
-        """As a future's."""
-        with job.waiting(self._what, [self._rank]):
+        """Wait for the result and report the wait."""
+        with job.waiting(self._description, [self._rank]):
             return super().result(timeout)
 
 
 def peers() -> "PeerToPeer":
-    """Return what this rank sends and receives with: the one place that chooses how."""
+    """Return the object for sends and receives. This is the only place that selects its class."""
     return PeerToPeer()
 
 
 class PeerToPeer:
-    """Sends and receives lists of tensors.
+    """Sender and receiver of lists of tensors.
 
-    Each is a broadcast between two ranks, which its name pairs, and waits in a thread of its own. So
-    no order of sends and receives can stop the job; nor can one keep a rank that fails from ending.
+    Each transfer is a broadcast between two ranks, paired by name, in a separate thread. Therefore
+    no order of sends and receives can deadlock, and no transfer keeps a failed rank alive.
 
     Attributes:
-        ended: dict of the name of a send or a receive and when it was done, in seconds.
+        ended: Dict that maps the names of transfers to their end times in seconds.
     """
 
     def __init__(self):
@@ -44,27 +45,27 @@ class PeerToPeer:
         self._functions = {}
 
     def send(self, tensors: list[tf.Tensor], peer: int, name: str) -> concurrent.futures.Future:
-        """Start to send tensors; return a future, which does not keep them.
+        """Start to send tensors and return a future, which does not keep the tensors.
 
         Args:
-            tensors: list of tensors.
-            peer: number of the stage that receives them.
-            name: str, the same there, and no other send's that is under way.
+            tensors: List of tensors.
+            peer: Integer. Index of the receiving stage.
+            name: String, identical on both stages and unique among pending transfers.
         """
         return self._start(tensors, peer, True, name)
 
     def receive(self, specs: list[tuple], peer: int, name: str) -> concurrent.futures.Future:
-        """Start to receive tensors of known shapes; return a future of a list of them.
+        """Start to receive tensors of known shapes and return a future with the list.
 
         Args:
-            specs: list of (shape, dtype).
-            peer: number of the stage that sends them.
-            name: as `send`'s.
+            specs: List of `(shape, dtype)` tuples.
+            peer: Integer. Index of the sending stage.
+            name: See `send`.
         """
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
 
     def _start(self, tensors, peer, sends, name):
-        # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
+        # Horovod takes an operation's name from its graph, and eager operations of a kind share it.
         key = sends, name
         if key not in self._functions:
             function = tf.function(
@@ -73,7 +74,7 @@ class PeerToPeer:
                 autograph=False,
             )
             self._functions[key] = _compat.expect_many_traces(function)
-        future = _Waited(f"send/recv {name!r}", _rank_of(peer))
+        future = _Waited(f"send/recv {name!r}", _get_rank(peer))
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
         return future
 
@@ -88,13 +89,13 @@ class PeerToPeer:
             future.set_result(None if sends else results)
 
 
-def _rank_of(stage):
-    """Return the rank of another stage of this pipeline."""
+def _get_rank(stage):
+    """Return the rank of another stage in this pipeline."""
     return job.pipeline_group().ranks[stage]
 
 
 def _broadcast(tensors, peer, sends, name):
-    """Broadcast tensors between this rank and that of another stage."""
-    pair = job.known_group(sorted((job.rank(), _rank_of(peer))))
+    """Broadcast tensors between this rank and the peer stage's rank."""
+    pair = job.known_group(sorted((job.rank(), _get_rank(peer))))
     root = pair.index if sends else 1 - pair.index
     return transport.broadcast_together(tensors, root, pair, name)

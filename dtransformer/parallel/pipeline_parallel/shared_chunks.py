@@ -1,7 +1,7 @@
-"""Model chunks that are alike are compiled once: one function is called for each of them.
+"""Equal model chunks, compiled once and called with each chunk's weights.
 
-DTensor compiles each function for its mesh, in a time that grows with the square of the number of
-operations, and cannot call one function twice from another. Chunks are called one by one.
+DTensor's compilation time grows with the square of the number of operations in a function. One
+function cannot call another function twice, so chunks are called one by one.
 """
 
 import dataclasses
@@ -17,14 +17,15 @@ from dtransformer.parallel.tracing.dropout_seed import mask_drawers
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a chunk has in common with those that compute the same with other weights.
+    """Description of a chunk that is equal for chunks with the same computation.
 
     Args:
-        key: equal for chunks that are alike; hashable.
-        roles: dict of the names of what crosses the chunk's borders and what they are to it, equal
-            for chunks that are alike.
-        dropouts: list of its layers whose masks are drawn by a number of their own.
-        stack, blocks: the name of its stack, and the list of those of its blocks.
+        key: Hashable value. Equal chunks have equal keys.
+        roles: Dict that maps the names of tensors that enter or leave the chunk to their roles.
+            Equal chunks have equal roles.
+        dropouts: List of the chunk's layers whose dropout masks depend on a layer number.
+        stack: Name of the chunk's stack.
+        blocks: List of the names of its blocks.
     """
 
     key: tuple
@@ -33,32 +34,32 @@ class Signature:
     stack: str
     blocks: list
 
-    def named_as_in(self, other: "Signature", tensors: dict) -> dict:
-        """Return a dict of tensors by this chunk's names by those of a chunk that is like it."""
+    def rename_for(self, other: "Signature", tensors: dict) -> dict:
+        """Rename the keys of a dict of tensors to the names of an equal chunk."""
         names = {role: name for name, role in other.roles.items()}
         return {names[self.roles[name]]: x for name, x in tensors.items()}
 
 
-def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signature | None:
-    """Return what a chunk has in common with others; None where it may be like no other.
+def make_signature(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signature | None:
+    """Return the signature of a chunk, or `None` if it cannot share a function.
 
-    It may where it is some blocks of this package that follow each other in a stack, and nothing
-    else: the code between them is the stack's, and the same for all of them. The first chunk and
-    the last one compute on the batch.
+    A chunk can share a function if it consists only of consecutive blocks of this package in one
+    stack. Code between blocks then belongs to the stack and is identical. The first chunk and the
+    last one cannot, because they use the batch.
 
     Args:
-        network: a `keras.Model`, built.
-        chunk: number of the model chunk.
-        dataflow: the `Dataflow` of the computation.
+        network: Built `keras.Model`.
+        chunk: Integer. Index of the model chunk.
+        dataflow: `Dataflow` of the computation.
     """
     placement = dataflow.placement
     layers = layers_of(network, chunk, placement)
     has_copies = any(chunk in dataflow.copies_of(layer) for layer in placed_layers(network))
-    stack = _stack_of(network, layers)
+    stack = _find_stack(network, layers)
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:
         return None
-    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
-    if _any_tells_means(inner):
+    inner = [layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)]
+    if _has_experts(inner):
         return None
     blocks = list(stack.blocks)
     first = blocks.index(layers[0])
@@ -79,84 +80,107 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
     return Signature(key, roles, mask_drawers(inner), stack.name, [layer.name for layer in layers])
 
 
-def _stack_of(network, layers):
-    """Return the stack of which layers are blocks that follow each other; None if there is none."""
+def _find_stack(network, layers):
+    """Return the stack that contains the layers as consecutive blocks, or `None`."""
     for stack in _stacks(network):
         if layers and layers[0] in stack.blocks:
             first = stack.blocks.index(layers[0])
-            follow = stack.blocks[first : first + len(layers)] == layers
-            inner = [one for layer in layers for one in _compat.flat_layers(layer)]
-            return stack if follow and all(map(_is_ours, inner)) else None
+            are_consecutive = stack.blocks[first : first + len(layers)] == layers
+            inner = [
+                layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)
+            ]
+            return stack if are_consecutive and all(map(_is_dtransformer_layer, inner)) else None
     return None
 
 
 def number_of_blocks(network: keras.Model) -> int:
-    """Return how many blocks there are in stacks of this package; 0 where chunks are never alike."""
-    if _any_tells_means(_compat.flat_layers(network)):
+    """Return the number of blocks that can share functions.
+
+    It counts the blocks in stacks of this package. With experts it is 0.
+    """
+    if _has_experts(_compat.flat_layers(network)):
         return 0
     return sum(len(stack.blocks) for stack in _stacks(network))
 
 
 def _stacks(network):
-    """Return the layers of this package that hold a list of blocks."""
-    ours = filter(_is_ours, _compat.flat_layers(network))
-    return [layer for layer in ours if isinstance(getattr(layer, "blocks", None), list)]
+    """Return the layers of this package with a list of blocks."""
+    layers = filter(_is_dtransformer_layer, _compat.flat_layers(network))
+    return [layer for layer in layers if isinstance(getattr(layer, "blocks", None), list)]
 
 
-def _any_tells_means(layers):
-    """Return whether one of the layers is of experts, which tell their loads by their own names."""
+def _has_experts(layers):
+    """Return whether one of the layers has experts, which report their loads under unique names."""
     return any(getattr(layer, "adds_means", False) for layer in layers)
 
 
-def _is_ours(layer):
+def _is_dtransformer_layer(layer):
     return type(layer).__module__.startswith("dtransformer.")
 
 
 def _role(name, blocks, first):
-    """Return what a result is to a chunk: of which block from its first one, or its name."""
-    path, _, number = name.rpartition(":")
-    numbers = {block.path: place - first for place, block in enumerate(blocks)}
-    return (numbers[path], number) if path in numbers else name
+    """Return the role of a result: its block relative to the chunk's first one, or its name."""
+    path, _, result_index = name.rpartition(":")
+    offsets = {block.path: place - first for place, block in enumerate(blocks)}
+    return (offsets[path], result_index) if path in offsets else name
 
 
 class SharedChunk:
-    """The compiled function of a chunk, which is that of another chunk with other weights.
+    """Compiled function of an equal chunk, called with this chunk's weights.
 
-    Called as what `stage_devices` compile, with this chunk's names.
+    It is called in the same way as functions compiled by `stage_devices`, with this chunk's names.
 
     Args:
-        function: what was compiled for the other chunk.
-        other: the `Signature` of that chunk.
-        own: the `Signature` of this one.
-        trained, others: this chunk's weights, as `weights_of` returns them.
+        function: Function compiled for the other chunk.
+        other: `Signature` of the other chunk.
+        own: `Signature` of this chunk.
+        trained: List of this chunk's trained weights.
+        others: List of this chunk's other weights.
 
     Attributes:
-        compilation: the function that is compiled, which says when and into what.
+        compilation: The compiled function, which records compilations.
     """
 
-    def __init__(self, function, other: Signature, own: Signature, trained: list, others: list):
+    def __init__(
+        self,
+        function,
+        other_signature: Signature,
+        signature: Signature,
+        trained: list,
+        other_weights: list,
+    ):
         self._function = self.compilation = function
-        self._other, self._own = other, own
-        self.trained, self._others = trained, others
+        self._other_signature = other_signature
+        self._signature = signature
+        self.trained = trained
+        self._other_weights = other_weights
 
     def weights(self) -> list:
-        """Return what gradients are taken of."""
+        """Return the values of the trained weights, for gradients."""
         return self._function.weights(self.trained)
 
     def __call__(self, weights, received, *args):
-        numbers = [layer.number for layer in self._own.dropouts]
-        received = self._own.named_as_in(self._other, received)
+        layer_numbers = [layer.number for layer in self._signature.dropouts]
+        received = self._signature.rename_for(self._other_signature, received)
         sent, results = self._function.call(
-            weights, self.trained, self._others, received, self._function.put(numbers), *args
+            weights,
+            self.trained,
+            self._other_weights,
+            received,
+            self._function.put(layer_numbers),
+            *args,
         )
-        return self._other.named_as_in(self._own, sent), results
+        return self._other_signature.rename_for(self._signature, sent), results
 
     def layer_name(self, name: str) -> str:
-        """Return a name of the compiled function's with this chunk's blocks in it."""
-        own, again = dict(zip(self._other.blocks, self._own.blocks)), r"(?:_\d+)?"
-        stack, blocks = re.escape(self._own.stack), "|".join(map(re.escape, own))
+        """Replace the names of stack and blocks in an operation name with this chunk's names."""
+        new_names = dict(zip(self._other_signature.blocks, self._signature.blocks))
+        suffix = r"(?:_\d+)?"
+        stack = re.escape(self._signature.stack)
+        blocks = "|".join(map(re.escape, new_names))
         return re.sub(
-            rf"/{stack}{again}/({blocks}){again}(?=/)",  # TensorFlow numbers names that come again
-            lambda match: f"/{self._own.stack}/{own[match[1]]}",
+            # TensorFlow appends numbers to repeated names.
+            rf"/{stack}{suffix}/({blocks}){suffix}(?=/)",
+            lambda match: f"/{self._signature.stack}/{new_names[match[1]]}",
             name,
         )

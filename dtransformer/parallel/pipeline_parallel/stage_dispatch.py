@@ -1,7 +1,7 @@
-"""Stage dispatch of placed layers while a network, or one model chunk of it, is traced.
+"""Dispatch of placed layers while a network, or one of its model chunks, is traced.
 
-Inside of `with view(...)` placed layers are called through a view: it computes those that are
-its own, and gives placeholder outputs, or what was received, for those of other stages.
+Inside `with view(...)`, placed layers are called through a view. It computes the layers of its
+chunk and returns placeholder outputs, or received tensors, for layers of other stages.
 """
 
 import contextlib
@@ -16,43 +16,44 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here,
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-# Placeholder outputs: what layers of another stage give while a computation is traced.
+# Layers of another stage return placeholder outputs during tracing.
 
 
 def output_specs(layer, args: tuple, kwargs: dict):
-    """Return nested `keras.KerasTensor`s like the results of layer(*args, **kwargs).
+    """Return nested `keras.KerasTensor` objects for the results of `layer(*args, **kwargs)`.
 
-    They come from the layer's `compute_output_spec`, which by Keras' rules asks its
-    `compute_output_shape`, or else traces its `call`.
+    They come from `compute_output_spec`, which by default uses `compute_output_shape` or traces
+    `call`.
     """
     args, kwargs = tf.nest.map_structure(_symbol, (args, kwargs))
     return layer.compute_output_spec(*args, **kwargs)
 
 
-def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
-    """Return `keras.KerasTensor`s like the masks that a call leaves on its results by itself.
+def call_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
+    """Return `keras.KerasTensor` objects for the masks that a call itself sets on its results.
 
-    Those that Keras derives from `compute_mask` after the call are on every stage.
+    Masks that Keras derives from `compute_mask` after the call exist on every stage.
 
     Args:
-        layer: the layer.
-        compute: its method, which is traced with args and kwargs, once more.
-        args, kwargs: the method's arguments.
+        layer: The layer.
+        compute: Method of the layer. It is traced again with the arguments.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
 
     Returns:
-        A dict of the numbers of results, flattened, and their masks.
+        A dict that maps indices of flattened results to masks.
     """
     layers = _compat.flat_layers(layer)
-    if all(type(one).__module__.startswith("dtransformer.") for one in layers):
-        return {}  # these have a `compute_mask`
+    if all(type(layer_inside).__module__.startswith("dtransformer.") for layer_inside in layers):
+        return {}  # Layers of this package have a `compute_mask`.
     masks = _compat.masks_of((args, kwargs))
-    given = tf.nest.map_structure(_symbol, (args, kwargs, masks))
+    symbols = tf.nest.map_structure(_symbol, (args, kwargs, masks))
 
     def masks_of_results(args, kwargs, masks):
         args, kwargs = _compat.with_masks((args, kwargs), masks)
         return _compat.masks_of(compute(*args, **kwargs))
 
-    return _compat.compute_output_spec(masks_of_results, *given)
+    return _compat.compute_output_spec(masks_of_results, *symbols)
 
 
 def _symbol(x):
@@ -60,44 +61,49 @@ def _symbol(x):
 
 
 def placeholder_outputs(layer, args: tuple, kwargs: dict):
-    """Return nested tensors like the results of layer(*args, **kwargs).
+    """Return nested zeros in the shapes of the results of `layer(*args, **kwargs)`.
 
-    Dimensions that are not known while tracing are those of the first input.
+    Unknown dimensions are taken from the first input.
     """
     specs = output_specs(layer, args, kwargs)
-    return tf.nest.map_structure(lambda spec: zeros_of(spec, args, kwargs), specs)
+    return tf.nest.map_structure(lambda spec: make_zeros(spec, args, kwargs), specs)
 
 
-def zeros_of(spec, args: tuple, kwargs: dict):
-    """Return zeros like a `keras.KerasTensor`, of a call's shapes; anything else as it is."""
+def make_zeros(spec, args: tuple, kwargs: dict):
+    """Return zeros for a `keras.KerasTensor`, with unknown dimensions from the first argument.
+
+    Other values are returned as they are.
+    """
     if not isinstance(spec, keras.KerasTensor):
         return spec
     first = next(filter(tf.is_tensor, tf.nest.flatten((args, kwargs))), None)
     dims = [] if first is None else static_or_dynamic_shape(first)
-    known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
-    return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
+    sizes = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
+    return tf.zeros([dim if size is None else size for size, dim in sizes], spec.dtype)
 
 
 def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:
-    """Check that a result of a layer is what other stages take it for.
+    """Check a layer's output against its declared shape and dtype.
 
     Args:
-        layer: the layer, called with args and kwargs.
-        number: number of the result among the flattened results.
-        x: the result, a tensor.
+        layer: The layer.
+        number: Integer. Index among the flattened results.
+        x: The result, a tensor.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ValueError: its shape or type is not what the layer's shape rule tells.
+        ValueError: If the shape or the dtype differs from the layer's output spec.
     """
     specs = dict(enumerate(tf.nest.flatten(output_specs(layer, args, kwargs))))
     spec = specs.get(number)
     if spec is None or not x.shape.is_compatible_with(spec.shape) or x.dtype != spec.dtype:
-        message = "there is none" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
+        declared = "no such result" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
         raise ValueError(
-            f"result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but by its shape "
-            f"rule {message}: other pipeline stages go by the rule; give the layer a "
-            "compute_output_shape, or a compute_output_spec where results are not of its compute "
-            "type"
+            f"Result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but the layer "
+            f"declares {declared}, which other pipeline stages rely on. Give the layer a "
+            "`compute_output_shape`, or a `compute_output_spec` if results are not of its compute "
+            "dtype."
         )
 
 
@@ -106,15 +112,15 @@ _view = Scoped("stage_view")
 
 @contextlib.contextmanager
 def view(of):
-    """Let placed layers inside the `with` block be called through `of`."""
+    """Context manager that routes calls of placed layers through the view `of`."""
     with _view.set(of):
         yield of
 
 
 def dispatched(call: Callable) -> Callable:
-    """Return a layer's method `call`, which other stages do not compute.
+    """Wrap a layer's method `call` so that only the layer's stage computes it.
 
-    The method comes after all that Keras does with a layer's inputs: builds, casts, masks.
+    Keras has built the layer and cast and masked its inputs before.
     """
 
     @functools.wraps(call)
@@ -127,18 +133,20 @@ def dispatched(call: Callable) -> Callable:
 def dispatch(
     layer, compute: Callable, args: tuple, kwargs: dict, placeholder: Callable = placeholder_outputs
 ):
-    """Return compute(*args, **kwargs), or what there is of it where another stage computes it.
+    """Return `compute(*args, **kwargs)`, or a substitute if another stage computes it.
 
     Args:
-        layer: the layer.
-        compute: a method of it.
-        args, kwargs: the method's arguments.
-        placeholder: a function of (layer, args, kwargs) that returns placeholder outputs.
+        layer: The layer.
+        compute: Method of the layer.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
+        placeholder: Function of `(layer, args, kwargs)` that returns placeholder outputs.
 
     Raises:
-        RuntimeError: another stage has the layer, and no view is there to stand for it.
+        RuntimeError: If another stage has the layer and no view is active.
     """
-    if layer.pipeline_stage is None or _compat.in_symbolic_scope():  # shapes are asked for only
+    # Keras only asks for shapes here.
+    if layer.pipeline_stage is None or _compat.in_symbolic_scope():
         return compute(*args, **kwargs)
     current = _view.get()
     if current is not None:
@@ -148,75 +156,81 @@ def dispatch(
 
 
 def current_chunk() -> int | None:
-    """Return the number of the model chunk that is computed; None where none is."""
+    """Return the index of the model chunk being computed, or `None`."""
     return getattr(_view.get(), "chunk", None)
 
 
 class ChunkView:
-    """Computes one chunk's placed layers; others give what was received, or placeholders.
+    """View that computes the placed layers of one chunk.
+
+    Other layers return received tensors or placeholders.
 
     Args:
-        chunk: number of the model chunk.
-        dataflow: the `Dataflow`.
-        received: dict of the names of `dataflow.received_by(chunk)` and their tensors.
+        chunk: Integer. Index of the model chunk.
+        dataflow: `Dataflow` of the computation.
+        received: Dict of the received tensors by the names in `dataflow.received_by(chunk)`.
 
     Attributes:
-        chunk: the number.
-        sent: dict of the names of `dataflow.sent_after(chunk)` and their tensors.
+        chunk: Index of the model chunk.
+        sent: Dict of the tensors to send by the names in `dataflow.sent_after(chunk)`.
     """
 
     def __init__(self, chunk, dataflow, received):
-        self.chunk, self._dataflow, self._received = chunk, dataflow, received
+        self.chunk = chunk
+        self._dataflow = dataflow
+        self._received = received
         self._names = CallNames()
-        self._wanted = {tensor.name for tensor in dataflow.sent_after(chunk)}
-        self.sent = {name: x for name, x in received.items() if name in self._wanted}
+        self._sent_names = {tensor.name for tensor in dataflow.sent_after(chunk)}
+        self.sent = {name: x for name, x in received.items() if name in self._sent_names}
 
     def call(self, layer, compute, placeholder, args, kwargs):
         name = self._names.next(layer)
         if chunk_of(layer, self._dataflow.placement) == self.chunk:
-            with view(None):  # what is inside of a placed layer is with it
+            with view(None):  # Inner layers of a placed layer belong to its chunk.
                 results = compute(*args, **kwargs)
             self._keep_sent(layer, name, results, args, kwargs)
             return results
         results = placeholder(layer, args, kwargs)
         flat = tf.nest.flatten(results)
-        for number, x in enumerate(flat):
-            flat[number] = self._received.get(f"{name}:{number}", x)
-            mask = self._received.get(mask_name(name, number))
+        for i, x in enumerate(flat):
+            flat[i] = self._received.get(f"{name}:{i}", x)
+            mask = self._received.get(mask_name(name, i))
             if mask is not None:
-                _compat.with_mask(flat[number], mask)
+                _compat.with_mask(flat[i], mask)
         if self.chunk in self._dataflow.copies_of(layer):
-            for number, weight in layer.results_that_are_weights.items():
-                flat[number] = tf.convert_to_tensor(getattr(layer, weight))
+            for i, weight in layer.results_that_are_weights.items():
+                flat[i] = tf.convert_to_tensor(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)
 
     def _keep_sent(self, layer, name, results, args, kwargs):
-        for number, x in enumerate(tf.nest.flatten(results)):
-            if f"{name}:{number}" in self._wanted:
-                check_output(layer, number, x, args, kwargs)
-                self.sent[f"{name}:{number}"] = x
-            if mask_name(name, number) in self._wanted:
-                self.sent[mask_name(name, number)] = _compat.mask_of(x)
+        for i, x in enumerate(tf.nest.flatten(results)):
+            if f"{name}:{i}" in self._sent_names:
+                check_output(layer, i, x, args, kwargs)
+                self.sent[f"{name}:{i}"] = x
+            if mask_name(name, i) in self._sent_names:
+                self.sent[mask_name(name, i)] = _compat.mask_of(x)
 
 
 def mask_name(call: str, number: int) -> str:
-    """Return the name of the mask that a call has left on one of its results."""
+    """Return the name of the mask that a call sets on one of its results."""
     return f"{call}:{number}.mask"
 
 
 class CallNames:
-    """Names of calls, the same on every rank: a layer may be called more than once."""
+    """Names of layer calls, identical on all ranks. A layer may be called more than once."""
 
     def __init__(self):
-        self._numbers = {}  # id of a layer -> number of its calls
-        self._layers = {}  # path -> ids of the layers that have it, such as in two equal parts
+        self._numbers = {}  # Maps the id of a layer to the index of its last call.
+        # Maps a path to the ids of its layers. Equal parts of a network share paths.
+        self._layers = {}
 
     def next(self, layer) -> str:
         """Return the name of a layer's next call."""
-        number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
-        path = layer.path or layer.name  # Keras' layers without weights have no path
+        call_index = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
+        path = layer.path or layer.name  # Keras layers without weights have no path.
         layers = self._layers.setdefault(path, [])
         if id(layer) not in layers:
             layers.append(id(layer))
-        namesake = layers.index(id(layer))
-        return path + f"~{namesake}" * bool(namesake) + f"#{number}" * bool(number)
+        path_index = layers.index(id(layer))
+        path += f"~{path_index}" if path_index else ""
+        return path + (f"#{call_index}" if call_index else "")

@@ -1,4 +1,4 @@
-"""The weights of layers that are spread over stages: built, shared, saved and loaded."""
+"""Weights of layers distributed over stages: building, sharing, saving and loading."""
 
 import contextlib
 import functools
@@ -47,8 +47,9 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
         local = _compat.own_variables(inner)
         object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
-            _compat.drop_value(inner, variable, functools.partial(_absent, variable.path))
-        object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
+            _compat.drop_value(inner, variable, functools.partial(_absent_value, variable.path))
+        # Loading skips these layers.
+        object.__setattr__(inner, "load_own_variables", lambda store: None)
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
 
 
@@ -65,12 +66,12 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
 def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
     """Remove a weight from a layer, on the layer's stage and on others."""
     left = left_weights(layer)
-    left[:] = [other for other in left if other is not variable]
+    left[:] = [weight for weight in left if weight is not variable]
     _compat.forget_weight(layer, variable)
 
 
-def _take_over(layer):
-    """Build a layer with weights that was left to others."""
+def _build_copy(layer):
+    """Build a layer with weights after `leave_to_others` removed them."""
     for inner in _compat.flat_layers(layer):
         for name in ("left_variables", "load_own_variables", "save_own_variables"):
             vars(inner).pop(name, None)
@@ -80,33 +81,37 @@ def _take_over(layer):
 
 def _refuse_to_save(layer, store):
     raise RuntimeError(
-        f"another stage of the pipeline has the weights of {layer.path}: save the trainer, on all "
-        "ranks, whose file holds those of every stage"
+        f"Another stage of the pipeline has the weights of {layer.path}. Save the trainer on all "
+        "ranks, whose file contains the weights of every stage."
     )
 
 
-def _absent(path, shape, dtype=None):
-    """Return the value of a weight that another stage has: its shape alone can be asked for."""
+def _absent_value(path, shape, dtype=None):
+    """Return zeros in symbolic scopes, because another stage has the weight's value.
+
+    Raises:
+        RuntimeError: If the value is read.
+    """
     if not _compat.in_symbolic_scope():
         raise RuntimeError(
-            f"another stage of the pipeline has the weight {path}: it is read in a call of its layer "
-            "only"
+            f"Another stage of the pipeline has the weight {path}, which can only be read in a call "
+            "of its layer."
         )
     return tf.zeros(shape, dtype)
 
 
 def share_weights(network: keras.Model, inputs) -> Dataflow | None:
-    """Find out which stages share weights, and build the copies that this rank has.
+    """Find the weights that stages share, and build the copies of this rank.
 
     Args:
-        network: a `keras.Model`, built.
-        inputs: nested tensors, or specs of known shapes: a batch.
+        network: Built `keras.Model`.
+        inputs: Nested tensors or specs of static shapes for a batch.
 
     Returns:
-        The `Dataflow` of the batch; None where there is one model chunk.
+        The `Dataflow` of the batch, or `None` if there is a single model chunk.
 
     Raises:
-        ValueError: see `Dataflow.of_network`.
+        ValueError: If `Dataflow.of_network` raises one.
     """
     if job.placement().num_chunks == 1:
         return None
@@ -115,13 +120,13 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         layer.copied_to = dataflow.copies_of(layer)
     for _, layer in shared_layers(network):
         if is_here(layer) and not layer.weights:
-            _take_over(layer)
+            _build_copy(layer)
     return dataflow
 
 
 @contextlib.contextmanager
 def full_network(network: keras.Model) -> Iterator[None]:
-    """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
+    """Context manager that lets rank 0 save the layers of all stages with Keras.
 
     All ranks must enter it. Rank 0 receives the weights of other stages layer by layer.
     """
@@ -131,7 +136,7 @@ def full_network(network: keras.Model) -> Iterator[None]:
             if not owner:
                 continue  # Rank 0 stores the first stage's weights.
             for inner in _compat.flat_layers(layer):
-                save = functools.partial(_copy_into, _from_stage(inner, owner))
+                save = functools.partial(_copy_into, _broadcast_saved(inner, owner))
                 if job.is_chief():
                     stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
         yield
@@ -139,10 +144,10 @@ def full_network(network: keras.Model) -> Iterator[None]:
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
-    found = [*own_weights(layer)]
+    weights = [*own_weights(layer)]
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
-        found += all_weights(inner)
-    return list({id(weight): weight for weight in found}.values())
+        weights += all_weights(inner)
+    return list({id(weight): weight for weight in weights}.values())
 
 
 def count_params(network: keras.Model) -> int:
@@ -156,17 +161,19 @@ def get_weights(network: keras.Model) -> list[np.ndarray]:
     Raises:
         RuntimeError: If a layer has a different number of weights on its stage and on this one.
     """
-    values, group = {}, job.pipeline_group()
+    values = {}
+    group = job.pipeline_group()
     for layer in placed_layers(network):
         owner = stages_of(layer, job.placement())[0]
-        weights, local = all_weights(layer), {}
+        weights = all_weights(layer)
+        local = {}
         if job.stage()[0] == owner:
             local = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights)}
         sent = broadcast_arrays(local, group.ranks[owner], group, f"weights_{layer.path}")
         if len(sent) != len(weights):
             raise RuntimeError(
                 f"{layer.path} has {len(sent)} weights on its stage of the pipeline, but "
-                f"{len(weights)} on this one: add and remove weights on all ranks"
+                f"{len(weights)} on this one. Add and remove weights on all ranks."
             )
         values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
     weights = all_weights(network)
@@ -183,22 +190,24 @@ def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
     Raises:
         ValueError: If the number of arrays or one of their shapes is different.
     """
-    weights, here = all_weights(network), {id(weight) for weight in network.weights}
+    weights = all_weights(network)
+    local_ids = {id(weight) for weight in network.weights}
     if [tuple(weight.shape) for weight in weights] != list(map(np.shape, values)):
         raise ValueError(
-            f"set_weights received {len(values)} arrays for the {len(weights)} weights on all stages "
-            f"of {network.name}, or arrays of other shapes: pass the list that get_weights returns"
+            f"`set_weights` received {len(values)} arrays for the {len(weights)} weights on all "
+            f"stages of {network.name}, or arrays of other shapes. Pass the list from `get_weights`."
         )
     for weight, value in zip(weights, values):
-        if id(weight) in here:
+        if id(weight) in local_ids:
             weight.assign(value)
 
 
-def _from_stage(layer, owner):
-    """Return what a stage's layer would save, on every stage."""
-    values, group = {}, job.pipeline_group()
+def _broadcast_saved(layer, owner):
+    """Return the values that a stage's layer would save, on every stage."""
+    values = {}
+    group = job.pipeline_group()
     if job.stage()[0] == owner:
-        layer.save_own_variables(values)  # Keras' layers give variables
+        layer.save_own_variables(values)  # Keras layers store variables.
         values = {name: keras.ops.convert_to_numpy(value) for name, value in values.items()}
     return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
@@ -208,34 +217,34 @@ def _copy_into(values, store):
         store[name] = value
 
 
-# Gradients of weights that several stages have are added up.
+# Gradients of weights on several stages are summed.
 
 
 class SharedGradients:
-    """The weights of this rank's stage that other stages have too.
+    """Weights that this rank's stage shares with other stages.
 
-    Every rank of the job makes one at the same time.
+    Every rank of the job must create one at the same time.
 
     Args:
-        network: a `keras.Model`, whose shared weights are built.
+        network: `keras.Model` whose shared weights are built.
     """
 
     def __init__(self, network):
-        numbers = {id(w): i for i, w in enumerate(network.trainable_variables)}
+        indices = {id(w): i for i, w in enumerate(network.trainable_variables)}
         pipelines = dict.fromkeys(job.topology().pipeline_group(r) for r in range(job.size()))
-        self._shared = []  # number and path of the weight, and the group that has it
+        self._shared = []  # Tuples of the index and path of a weight, and its group.
         for stages, layer in shared_layers(network):
             for ranks in pipelines:
                 group = job.agreed_group(sorted(ranks[stage] for stage in stages))
                 if group.index is not None:
-                    weights = [w for w in layer.variables if id(w) in numbers]
-                    self._shared += [(numbers[id(w)], w.path, group) for w in weights]
+                    weights = [w for w in layer.variables if id(w) in indices]
+                    self._shared += [(indices[id(w)], w.path, group) for w in weights]
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Return the gradients, those of shared weights summed over the stages.
+        """Sum the gradients of shared weights over the stages and return all gradients.
 
         Args:
-            gradients: for each trained weight a list of tensors, its gradient's shards.
+            gradients: List with the gradient shards of each trained weight, a list of tensors.
         """
         gradients = list(gradients)
         for i, path, group in self._shared:

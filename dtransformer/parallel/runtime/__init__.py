@@ -1,1 +1,1 @@
-"""The job of ranks: its start, its devices, its groups, its end."""
+"""Runtime of a job: start, devices, process groups and shutdown."""

@@ -1,4 +1,4 @@
-"""The devices of this rank: its GPUs, or its share of the machine's cores."""
+"""Devices of this rank: its GPUs, or a fraction of the host's cores."""
 
 import contextlib
 import functools
@@ -9,30 +9,31 @@ import tensorflow as tf
 
 from dtransformer import nvidia_driver
 
-_THREADS_THAT_SEND = 3
-# A bound, not a reservation: enough for the layouts that are tried on one card.
-_MEGABYTES_OF_A_LOGICAL_GPU = 8192
-_cards_of_gpus = {}  # number of a GPU of this process -> its card, which TensorFlow never changes
+_NUM_SEND_THREADS = 3
+# An upper bound, not a reservation. It suffices for the layouts that are tested on one GPU.
+_LOGICAL_GPU_MEGABYTES = 8192
+# Maps a GPU index of this process to its physical device. TensorFlow never changes it.
+_devices_by_index = {}
 
 
 def device_type() -> str:
-    """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
+    """Return "GPU" if this rank uses GPUs, and "CPU" otherwise."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
 def takes_gpu_branch() -> bool:
-    """Return whether a step goes the way of GPUs: in XLA's clusters, with logs read now and then.
+    """Return whether a step uses the GPU code path: XLA clusters and infrequent reads of the logs.
 
-    So it does on GPUs; and on CPUs where the environment has DTRANSFORMER_GPU_BRANCH=1, by which tests
-    hold that way without a GPU. What only a GPU has, `device_type` tells.
+    This is the case on GPUs, and on CPUs if DTRANSFORMER_GPU_BRANCH=1. Tests set that variable to
+    cover the path without a GPU. Use `device_type` for features that need a real GPU.
     """
     return device_type() == "GPU" or os.environ.get("DTRANSFORMER_GPU_BRANCH") == "1"
 
 
 def unused_driver() -> str | None:
-    """Return the version of an NVIDIA driver whose GPUs TensorFlow does not see; None without.
+    """Return the version of the NVIDIA driver if TensorFlow sees no GPU, and `None` otherwise.
 
-    What `CUDA_VISIBLE_DEVICES` hides is not missed.
+    GPUs hidden by `CUDA_VISIBLE_DEVICES` do not count.
     """
     if nvidia_driver.are_gpus_hidden() or device_type() == "GPU":
         return None
@@ -41,21 +42,21 @@ def unused_driver() -> str | None:
 
 @functools.cache
 def _cores_at_start():
-    """Return the cores that this process may run on before it is bound to a share of them."""
+    """Return the sorted cores that this process may use. The result of the first call is cached."""
     return sorted(os.sched_getaffinity(0))
 
 
 def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeline: bool) -> None:
-    """Take this rank's GPUs, or its share of the machine's cores.
+    """Reserve this rank's GPUs, or its fraction of the host's cores.
 
     Args:
-        local_rank: this rank's number on its host.
-        local_size: number of ranks of the host.
-        local_devices: number of devices of each.
-        is_pipeline: whether the rank sends to others while it computes.
+        local_rank: Integer. Index of this rank on its host.
+        local_size: Integer. Number of ranks on the host.
+        local_devices: Integer. Number of devices per rank.
+        is_pipeline: Whether the rank sends to other ranks while it computes.
 
     Raises:
-        RuntimeError: the host has fewer GPUs than its ranks ask for, or the first tensor was made
+        RuntimeError: If the host has fewer GPUs than its ranks need, or if a tensor was created
             before.
     """
     if tf.config.list_physical_devices("GPU"):
@@ -63,98 +64,105 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         return
     if local_rank == 0 and (driver := unused_driver()):
         warnings.warn(
-            f"this host has an NVIDIA driver ({driver}), and TensorFlow sees no GPU: what follows is "
-            "computed on CPUs; 'dtransformer doctor' says why",
+            f"This host has an NVIDIA driver ({driver}), but TensorFlow sees no GPU and computes on "
+            "CPUs. Run 'dtransformer doctor' to find the cause.",
             stacklevel=3,
         )
     if local_size == local_devices == 1:
         return
     cores = _cores_at_start()
-    share = len(cores) // local_size
+    num_cores = len(cores) // local_size
     if local_size > 1:
-        _bind_to(cores[local_rank * share : (local_rank + 1) * share])
+        _bind_to(cores[local_rank * num_cores : (local_rank + 1) * num_cores])
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
-        if is_pipeline:  # what is sent has to leave while the only core computes
-            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
-    except RuntimeError:  # TensorFlow has started: slower, but not wrong
+        tf.config.threading.set_intra_op_parallelism_threads(max(num_cores // local_devices, 1))
+        if is_pipeline:  # Sends need separate threads while the computation occupies the core.
+            tf.config.threading.set_inter_op_parallelism_threads(num_cores + _NUM_SEND_THREADS)
+    except RuntimeError:  # TensorFlow has already started. The default is slower, but correct.
         warnings.warn(
-            "dtransformer.init() comes after the first tensor, so that the devices of this host "
-            "share its cores badly: call it first",
+            "`dtransformer.init()` was called after the first tensor was created, so the devices of "
+            "this host cannot divide its cores. Call it first.",
             stacklevel=3,
         )
 
 
 def logical_gpus() -> int:
-    """Return how many logical GPUs a card gives, as DTRANSFORMER_LOGICAL_GPUS says; 1 by default.
+    """Return the number of logical GPUs per GPU, set by DTRANSFORMER_LOGICAL_GPUS (default: 1).
 
-    For trying layouts on one card: logical GPUs of a card share its memory and its time.
+    Logical GPUs serve to test layouts on one GPU. They share its memory and its compute time.
+
+    Raises:
+        ValueError: If the variable is not a positive integer.
     """
-    asked = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
-    if not asked.isdecimal() or not int(asked):
-        raise ValueError(f"DTRANSFORMER_LOGICAL_GPUS must be a positive integer, got {asked!r}")
-    return int(asked)
+    value = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
+    if not value.isdecimal() or not int(value):
+        raise ValueError(f"`DTRANSFORMER_LOGICAL_GPUS` must be a positive integer, got {value!r}.")
+    return int(value)
 
 
-def all_devices(local_size: int) -> int:
-    """Return the number of devices of each rank where a host's ranks share all of its GPUs."""
+def devices_per_rank(local_size: int) -> int:
+    """Return the number of devices per rank if the ranks of a host share all of its GPUs."""
     return max(len(tf.config.list_physical_devices("GPU")) * logical_gpus() // local_size, 1)
 
 
-def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
-    """Return the GPUs that this rank alone was given, as CUDA_VISIBLE_DEVICES has them; or None.
+def exclusive_gpus(local_size: int, local_devices: int) -> str | None:
+    """Return `CUDA_VISIBLE_DEVICES` if the launcher gave this rank exclusive GPUs, else `None`.
 
-    So it is where it sees as many as it drives, and not as many as the host's ranks do.
+    That is the case if the host has several ranks, this rank sees exactly `local_devices` GPUs, and
+    GPUs are not divided into logical ones.
     """
-    number = len(tf.config.list_physical_devices("GPU"))
+    num_visible = len(tf.config.list_physical_devices("GPU"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_own = local_size > 1 and number == local_devices and logical_gpus() == 1
-    return visible if is_own else None
+    is_exclusive = local_size > 1 and num_visible == local_devices and logical_gpus() == 1
+    return visible if is_exclusive else None
 
 
 def _take_gpus(local_rank, local_size, local_devices):
-    """Make this rank's GPUs the visible ones, with memory that is taken as it is needed."""
-    cards, parts = tf.config.list_physical_devices("GPU"), logical_gpus()
-    slots = [card for card in cards for _ in range(parts)]
-    own = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
-    if cards_of_its_own(local_size, local_devices):
-        own = cards  # what started this rank has chosen
-    if len(own) < local_devices:
+    """Make this rank's GPUs visible and let their memory grow on demand."""
+    all_gpus = tf.config.list_physical_devices("GPU")
+    num_logical_gpus = logical_gpus()
+    slots = [gpu for gpu in all_gpus for _ in range(num_logical_gpus)]
+    gpus = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
+    if exclusive_gpus(local_size, local_devices):
+        gpus = all_gpus  # The launcher has already selected the GPUs.
+    if len(gpus) < local_devices:
         raise RuntimeError(
-            f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
-            "most one rank a GPU, or cut cards with DTRANSFORMER_LOGICAL_GPUS to try a layout"
+            f"This host has {len(slots)} GPUs, but {local_size} ranks with {local_devices} each. "
+            "Start at most one rank per GPU, or set `DTRANSFORMER_LOGICAL_GPUS` to test a layout "
+            "with logical GPUs."
         )
-    for number, card in enumerate(own):
-        if (before := _cards_of_gpus.setdefault(number, card)) != card:
+    for index, gpu in enumerate(gpus):
+        if (known_gpu := _devices_by_index.setdefault(index, gpu)) != gpu:
             raise RuntimeError(
-                f"GPU:{number} of this process is the card {before}, and would be {card} with "
-                f"local_devices={local_devices}: TensorFlow changes no card of a process; start one "
-                "for each number of local devices"
+                f"GPU:{index} of this process is {known_gpu} and cannot become {gpu} with "
+                f"`local_devices={local_devices}`, because TensorFlow never changes the GPUs of a "
+                "process. Start a new process for each number of local devices."
             )
-    near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
-    _bind_to(sorted(near.intersection(_cores_at_start())))  # and so the memory that they take
+    cores = {core for gpu in gpus for core in nvidia_driver.cores_near(all_gpus.index(gpu))}
+    # Host memory is allocated near these cores.
+    _bind_to(sorted(cores.intersection(_cores_at_start())))
     try:
-        tf.config.set_visible_devices(list(dict.fromkeys(own)), "GPU")
-        for card in dict.fromkeys(own):
-            if parts == 1:
-                tf.config.experimental.set_memory_growth(card, True)
+        tf.config.set_visible_devices(list(dict.fromkeys(gpus)), "GPU")
+        for gpu in dict.fromkeys(gpus):
+            if num_logical_gpus == 1:
+                tf.config.experimental.set_memory_growth(gpu, True)
                 continue
             os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-            share = tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_LOGICAL_GPU)
-            tf.config.set_logical_device_configuration(card, [share] * own.count(card))
+            limits = tf.config.LogicalDeviceConfiguration(_LOGICAL_GPU_MEGABYTES)
+            tf.config.set_logical_device_configuration(gpu, [limits] * gpus.count(gpu))
     except RuntimeError as error:
         raise RuntimeError(
-            f"call dtransformer.init() before the first tensor is made ({error})"
+            f"Call `dtransformer.init()` before the first tensor is created ({error})."
         ) from None
 
 
 def _bind_to(cores):
-    """Keep all threads of this process on its own cores, whose caches hold what they work on.
+    """Bind all threads of this process to the given cores, to make use of their caches.
 
-    Without cores, or with DTRANSFORMER_BIND_CORES=0, they stay where they are.
+    Does nothing without cores, or if DTRANSFORMER_BIND_CORES=0.
     """
     if not cores or os.environ.get("DTRANSFORMER_BIND_CORES") == "0":
         return
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # The thread has just ended.
             os.sched_setaffinity(int(thread), cores)

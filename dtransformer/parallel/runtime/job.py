@@ -1,4 +1,4 @@
-"""State of the job: this rank, the mesh, the groups of ranks; `dtransformer.init` sets it."""
+"""State of the job, set by `dtransformer.init`: this rank, the mesh and the groups of ranks."""
 
 import contextlib
 import contextvars
@@ -20,7 +20,7 @@ from dtransformer.parallel.watchdog.thread import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job as this rank sees it; `hvd` is None where it runs alone."""
+    """State of the job on this rank. `hvd` is `None` for a single process."""
 
     rank: int = 0
     size: int = 1
@@ -35,7 +35,8 @@ class Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
-    meshes: frozenset[int] = frozenset()  # how many ranks each of this process' has had
+    # Numbers of ranks in the meshes that this process has used.
+    meshes: frozenset[int] = frozenset()
     gates: StopBarriers = dataclasses.field(default_factory=StopBarriers)
     watchdog: Watchdog | None = None
 
@@ -47,18 +48,21 @@ waits_before_leaving = []
 
 
 def current() -> Job:
-    """Return the `Job` as it is now, for the thread that asks."""
+    """Return the current `Job` of the calling thread."""
     return _alone.get() or _job
 
 
 def become(job: Job) -> None:
-    """Take another `Job` for this process; for `dtransformer.init` and `shutdown`."""
+    """Replace the `Job` of this process. Only `dtransformer.init` and `shutdown` call this."""
     global _job
     _job = job
 
 
 def before_leaving(wait: Callable) -> None:
-    """Let `shutdown` first call a function that waits for what needs the other ranks."""
+    """Register a function that `shutdown` calls first.
+
+    It finishes work that needs the other ranks.
+    """
     if wait not in waits_before_leaving:
         waits_before_leaving.append(wait)
 
@@ -69,7 +73,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process' number in the job, from 0."""
+    """Return the rank of this process, from 0."""
     return current().rank
 
 
@@ -79,16 +83,16 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process' number on its host, from 0."""
+    """Return the index of this process on its host, from 0."""
     return current().local_rank
 
 
 def is_chief() -> bool:
-    """Return whether this is rank 0, the one that prints and writes."""
+    """Return whether this is rank 0, which prints and writes files."""
     return current().rank == 0
 
 
-has_open_line = False  # Whether a progress bar stands on the terminal's last line.
+has_open_line = False  # Whether the last line on the terminal is a progress bar.
 
 
 def print_once(text: str, file: object = None) -> None:
@@ -105,43 +109,43 @@ def print_once(text: str, file: object = None) -> None:
 
 
 def topology() -> Topology:
-    """Return the job's `Topology`."""
+    """Return the `Topology` of the job."""
     return current().topology
 
 
 def horovod() -> types.ModuleType | None:
-    """Return the module `horovod.tensorflow`, or None where the process runs alone."""
+    """Return the module `horovod.tensorflow`, or `None` for a single process."""
     return current().hvd
 
 
 def model_parallel_group() -> Group:
-    """Return the `Group` of the ranks that compute together with this one, on one mesh."""
+    """Return the `Group` of the ranks in this rank's mesh."""
     return current().model_parallel_group or whole_job()
 
 
 def data_parallel_group() -> Group:
-    """Return the `Group` of the ranks that hold the same shards of the weights."""
+    """Return the `Group` of the ranks that have the same weight shards as this rank."""
     return current().data_parallel_group or whole_job()
 
 
 def pipeline_group() -> Group:
-    """Return the `Group` of the ranks that hold the stages of one copy of the network."""
+    """Return the `Group` of the ranks that have the stages of this rank's replica."""
     return current().pipeline_group or agreed_group([rank()])
 
 
 def stage() -> tuple[int, int]:
-    """Return (index, number): this rank's pipeline stage, and how many there are."""
+    """Return an `(index, count)` tuple of this rank's pipeline stage and the number of stages."""
     return current().topology.stage_of(current().rank), current().topology.stage
 
 
 def placement() -> Placement:
-    """Return the `Placement` of the network's model chunks on the pipeline's stages."""
+    """Return the `Placement` of the model chunks on pipeline stages."""
     return current().placement
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside of the `with` block this thread is a job of its own, whose layers have full weights."""
+    """Context manager that makes this thread a job of one rank. Its layers have full weights."""
     token = _alone.set(Job(seed=seed(), is_joined=is_initialized()))
     try:
         yield
@@ -150,55 +154,63 @@ def alone() -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank calls this function."""
     if current().hvd is not None:
         with waiting("the barrier", range(current().size)):
             current().hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
 
 
 def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
-    """Say that a `with` block waits for ranks in a collective; see `ActivityTracker.waiting`."""
-    if not tf.executing_eagerly():  # nothing is sent while a function is traced
+    """Return a context manager that records a wait for ranks. See `ActivityTracker.waiting`."""
+    if not tf.executing_eagerly():  # Tracing a function sends nothing.
         activity.traces_collective()
         return contextlib.nullcontext()
     return activity.waiting(collective, [rank for rank in ranks if rank != current().rank])
 
 
-# What this rank does, for the watchdog: methods of the `ActivityTracker`.
-doing, compiles, computed_for = activity.doing, activity.compiles, activity.computed_for
+# The watchdog reads this rank's activity. These are methods of the `ActivityTracker`.
+doing = activity.doing
+compiles = activity.compiles
+computed_for = activity.computed_for
 
 
 def watchdog() -> Watchdog | None:
-    """Return the watchdog of this rank; None without."""
+    """Return the watchdog of this rank, or `None`."""
     return current().watchdog
 
 
 def data_shard() -> tuple[int, int]:
-    """Return (index, count): which share of every global batch this rank, and its mesh, takes."""
+    """Return the `(index, count)` of this rank's mesh's shard of a global batch."""
     return current().topology.data_shard(current().rank)
 
 
 def rows_multiple_of() -> int:
-    """Return what has to divide the number of rows of every batch of a rank."""
+    """Return a number that must divide the number of rows in every batch of a rank.
+
+    It is the number of micro-batches in a pipeline, and 1 otherwise.
+    """
     config = get_parallel_config()
     return config.micro_batch_num if config.placement.num_chunks > 1 else 1
 
 
 def compiles_shapes() -> bool:
-    """Return whether each shape of a batch is traced or compiled anew, so that few are better."""
+    """Return whether a new batch shape is traced or compiled again, so that few shapes are better.
+
+    This is the case on a mesh and with several model chunks.
+    """
     return mesh() is not None or placement().num_chunks > 1
 
 
 def seed() -> int:
-    """Return the seed that initial weights and dropout masks are derived from."""
+    """Return the seed of initial weights and dropout masks."""
     return current().seed
 
 
 def set_seed(value: int) -> None:
-    """Set the seed that dropout masks, and with their paths initial weights, are derived from.
+    """Set the seed of initial weights and dropout masks.
 
     Args:
-        value: an int of at least 0, the same on every rank.
+        value: Integer. At least 0, and identical on all ranks.
     """
     global _job
     check_int("seed", value, least=0)
@@ -206,39 +218,41 @@ def set_seed(value: int) -> None:
 
 
 def mesh():
-    """Return the DTensor mesh of this rank; None where it is one device."""
+    """Return the DTensor mesh of this rank, or `None` for a single device."""
     return current().mesh
 
 
 def whole_job() -> Group:
-    """Return the `Group` of all ranks, in order; before `init` that is this process alone."""
+    """Return the `Group` of all ranks, in order. Before `init`, it contains only this process."""
     return current().groups.whole_job()
 
 
 def new_group(ranks: Iterable[int]) -> Group:
     """Return the `Group` of some ranks of the job.
 
-    Every rank of the job calls it, also the ranks that are not in the group, with the
-    same ranks and in the same order of calls. A second call with the same ranks returns
-    the same group.
+    Every rank of the job must call this, including ranks outside the group, with the same ranks and
+    in the same order of calls. A second call with the same ranks returns the same group.
 
     Args:
-        ranks: iterable of ints, without repetition. Their order is the group's.
+        ranks: Iterable of distinct integers. Their order is the order of the group.
 
     Raises:
-        ValueError: on every rank: `ranks` is empty, names a rank twice or one that the
-            job does not have, or ranks of the job called with different `ranks`; or Horovod was
-            started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        ValueError: If `ranks` is empty, contains a rank twice or an unknown rank, if ranks of the
+            job pass different `ranks`, or if Horovod was started without
+            HOROVOD_DYNAMIC_PROCESS_SETS=1. Every rank raises the error.
     """
     with tf.init_scope(), waiting("new_group", range(current().size)):
         return current().groups.new(ranks)
 
 
 def agreed_group(ranks: Iterable[int]) -> Group:
-    """As `new_group`, where every rank is known to ask for the same: they do not compare."""
+    """Return the `Group` of some ranks without a comparison between ranks.
+
+    Every rank must make the same call.
+    """
     return current().groups.agreed(ranks)
 
 
 def known_group(ranks: Iterable[int]) -> Group | None:
-    """Return the group of `ranks` if a group of them was made, in any order; else None."""
+    """Return the group of `ranks`, or `None` if no group of them exists in any order."""
     return current().groups.known(ranks)

@@ -1,7 +1,7 @@
-"""Start of Horovod and of the DTensor mesh, comparison of ranks before there is a job, and the way out.
+"""Start and shutdown of Horovod and the DTensor mesh.
 
-Horovod is started, where there are several ranks, which compare what they were started with. The
-mesh is over one process' devices, or over those of several.
+If there are several ranks, this module starts Horovod and compares the configuration of all ranks.
+A mesh covers the devices of one process or of several.
 """
 
 import atexit
@@ -21,28 +21,28 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
+from dtransformer.parallel.runtime.devices import device_type, exclusive_gpus, logical_gpus
 from dtransformer.parallel.runtime.process_groups import exchange_json
-from dtransformer.parallel.watchdog.links import own_host
+from dtransformer.parallel.watchdog.links import host_name
 from dtransformer.parallel.watchdog.thread import Watchdog
 
-# DTensor reads who takes part in its cluster from these.
+# DTensor reads the members of its cluster from these variables.
 _CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS")
 
-# The pass that combines all-reduces leaves their results without a layout, so that a
-# function cannot return them.
+# The pass that combines all-reduces drops the layouts of their results, so functions could not
+# return these results.
 os.environ.setdefault("DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION", "0")
-# Without it DTensor copies through the host on GPUs. NCCL takes no two devices of one card.
+# Without NCCL, DTensor copies through the host on GPUs. NCCL rejects two devices on one GPU.
 os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", str(int(logical_gpus() == 1)))
 
 
 def free_address(local: bool) -> str:
-    """Return "host:port" where this rank can listen.
+    """Return a free address for this rank to listen on, a "host:port" string.
 
     Args:
-        local: whether all ranks are on this host.
+        local: Whether all ranks are on this host.
     """
-    host = "localhost" if local else own_host()
+    host = "localhost" if local else host_name()
     with socket.socket() as listener:
         listener.bind(("", 0))
         return f"{host}:{listener.getsockname()[1]}"
@@ -51,17 +51,17 @@ def free_address(local: bool) -> str:
 def start_mesh(
     topology: Topology, rank: int, addresses: list[str | None], device_type: str
 ) -> dtensor.Mesh | None:
-    """Start DTensor for the ranks of this one's mesh; tensors made before are lost.
+    """Start DTensor on the ranks of this rank's mesh. Existing tensors become invalid.
 
     Args:
-        topology: the job's `Topology`.
-        rank: this rank.
-        addresses: `free_address` of every rank of the job.
+        topology: `Topology` of the job.
+        rank: Integer. This rank.
+        addresses: List of the `free_address` of every rank of the job.
         device_type: `"CPU"` or `"GPU"`.
 
     Returns:
-        A mesh with those of `validators.MESH_AXES` that have more than one device, the first
-        one outermost; None where it is one device, for which DTensor is not started.
+        A mesh with those `validators.MESH_AXES` that have more than one device, outermost first.
+        `None` for a single device, without starting DTensor.
     """
     sizes = {"data": topology.mesh_data, "context": topology.context, "model": topology.model}
     axes = [(axis, sizes[axis]) for axis in validators.MESH_AXES if sizes[axis] > 1]
@@ -83,61 +83,65 @@ def start_mesh(
 
 
 def stop_mesh():
-    """Stop DTensor, once every rank of the mesh is done with it."""
-    for name in _CLUSTER:  # it refuses to stop a cluster, and stops one process' part
+    """Stop DTensor. Call this when every rank of the mesh is done with it."""
+    # DTensor cannot stop a cluster, but stops the local part if these are unset.
+    for name in _CLUSTER:
         os.environ.pop(name, None)
     _compat.forget_context()
     dtensor.shutdown_accelerator_system()
     _compat.forget_dtensor_device()
 
 
-# Where other launchers say how many processes they started.
-_SET_BY_OTHERS = {
+# Other launchers store the number of started processes in these variables.
+_LAUNCHER_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-_SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
+_HOROVODRUN_VARIABLES = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+_FAILED_RANK_SECONDS = 20  # horovodrun stops this rank soon after the failed rank ends.
 
 
 def start_horovod() -> types.ModuleType | None:
-    """Return `horovod.tensorflow`, started; None where `horovodrun` did not start the process.
+    """Start Horovod and return `horovod.tensorflow`, or return `None` in a job of one rank.
 
     Raises:
-        InputError: the environment has a number of ranks, and not what `horovodrun` sets beside;
-            or another launcher has started several processes.
-        RuntimeError: there are several ranks, and Horovod cannot be imported.
+        InputError: If the environment sets a number of ranks without the other variables of
+            `horovodrun`, or if another launcher started several processes.
+        RuntimeError: If there are several ranks, but Horovod cannot be imported or lacks NCCL on
+            GPUs.
     """
     num_ranks = os.environ.get("HOROVOD_SIZE", "1")
     if num_ranks in ("", "0", "1"):
-        _check_alone()
+        _check_single_process()
         return None
-    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
+    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _HOROVODRUN_VARIABLES):
         raise InputError(
-            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
-            f"launcher sets ({', '.join(_SET_BY_HOROVODRUN)}): start with dtransformer launch, or "
-            "unset HOROVOD_SIZE"
+            f"The environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
+            f"launcher sets ({', '.join(_HOROVODRUN_VARIABLES)}). Start with `dtransformer launch`, or "
+            "unset `HOROVOD_SIZE`."
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
-    # order in which a ring adds up depends on where a tensor lies in what is sent.
+    # Do not fuse buckets that are ready at the same time. With more than two ranks, the order of
+    # additions in a ring depends on a tensor's offset in the message.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    if device_type() == "GPU":  # an operation ends on the GPU's stream, and the host goes on
+    # Operations then complete on the GPU stream, and the host continues.
+    if device_type() == "GPU":
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
         raise RuntimeError(
-            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
-            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
-            "process with python"
+            f"This job has {os.environ['HOROVOD_SIZE']} ranks and needs Horovod, which cannot be "
+            f"imported ({error}). Run 'dtransformer doctor --install-horovod', or start a single "
+            "process with python."
         ) from error
     if device_type() == "GPU" and not hvd.nccl_built() and logical_gpus() == 1:
         raise RuntimeError(
-            "this Horovod was built without NCCL, so that all that ranks send would go through the "
-            "hosts' memory: install one that has it, drive the GPUs of a host from one process "
-            "(init(local_devices=...)), or set DTRANSFORMER_LOGICAL_GPUS to try layouts on a card"
+            "This Horovod was built without NCCL and would send everything through host memory. "
+            "Install a Horovod with NCCL, use all GPUs of a host from one process "
+            "(`init(local_devices=...)`), or set `DTRANSFORMER_LOGICAL_GPUS` to test layouts on one "
+            "GPU."
         )
     with job.activity.polling_threads():
         hvd.init()
@@ -146,43 +150,45 @@ def start_horovod() -> types.ModuleType | None:
 
 
 def leave_at_exit(hvd, watchdog: Watchdog | None = None) -> None:
-    """Let this process leave the job when it ends."""
+    """Make this process leave the job when it exits."""
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit, hvd, watchdog)
 
 
-def _check_alone():
-    """Refuse processes of another launcher, each of which would train by itself."""
-    for name, launcher in _SET_BY_OTHERS.items():
-        number = os.environ.get(name, "1")
-        if number not in ("", "0", "1"):
+def _check_single_process():
+    """Raise an InputError for processes of other launchers, which would train independently."""
+    for name, launcher in _LAUNCHER_VARIABLES.items():
+        num_processes = os.environ.get(name, "1")
+        if num_processes not in ("", "0", "1"):
             raise InputError(
-                f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
-                f"joined by Horovod: start with dtransformer launch, or unset {name} where each process "
-                "is to train by itself"
+                f"{launcher} has started several processes ({name}={shown(num_processes)}), but ranks "
+                f"communicate with Horovod. Start with `dtransformer launch`, or unset {name} to "
+                "train each process independently."
             )
 
 
-def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
-    """Return the config to use: under `dtransformer launch` one that fits the devices."""
+def fit_to_devices(
+    config: TransformerOpParallelConfig, num_devices: int
+) -> TransformerOpParallelConfig:
+    """Return the config, adapted to the number of devices if `dtransformer launch` requests it."""
     return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
 
 
 def stop_horovod(hvd) -> None:
-    """Leave the job, if Horovod has joined one."""
+    """Shut down Horovod if it is initialized."""
     if hvd is not None and hvd.is_initialized():
         hvd.shutdown()
 
 
 def _leave_at_exit(hvd, watchdog):
-    """Leave without waiting for ranks that may have failed.
+    """Leave the job without waiting for ranks that may have failed.
 
-    A rank that fails because another one has left waits a moment, so that
-    horovodrun, which ends the job with the first exit, names the rank at fault.
+    A rank that fails because another rank left waits for a while. horovodrun ends the job at the
+    first exit and thus reports the rank at fault.
     """
     error = getattr(sys, "last_value", None)
     if is_of_another_rank(error):
-        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+        time.sleep(_FAILED_RANK_SECONDS)
     if watchdog is not None:
         watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)
@@ -195,38 +201,45 @@ def compare_ranks(
     local_devices: int,
     stall_seconds: float,
 ) -> list[str]:
-    """Return the addresses of all ranks, where each could listen.
+    """Compare the arguments of `init` across ranks, and return an address of each rank.
 
     Args:
-        hvd: the module `horovod.tensorflow`, started.
-        config, seed, local_devices, stall_seconds: as `init` got them.
+        hvd: The initialized module `horovod.tensorflow`.
+        config: `TransformerOpParallelConfig` passed to `init`.
+        seed: Seed passed to `init`.
+        local_devices: Number of devices passed to `init`.
+        stall_seconds: Time limit passed to `init`.
+
+    Returns:
+        A list of "host:port" strings.
 
     Raises:
-        ValueError: ranks were started differently; the same on every rank.
+        ValueError: If ranks were started with different arguments or share a GPU. Every rank
+            raises the same error.
     """
-    own = {
+    arguments = {
         **dataclasses.asdict(config),
         "seed": seed,
         "local_devices": local_devices,
         "stall_seconds": stall_seconds,
     }
     address = free_address(local=hvd.local_size() == hvd.size())
-    cards = [own_host(), cards_of_its_own(hvd.local_size(), local_devices)]
+    cards = [host_name(), exclusive_gpus(hvd.local_size(), local_devices)]
     answers = exchange_json(
-        [own, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
+        [arguments, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
     )
-    everyone, addresses, cards = zip(*answers)
+    all_arguments, addresses, cards = zip(*answers)
     for rank, (host, visible) in enumerate(cards):
         if visible is not None and (first := cards.index([host, visible])) < rank:
             raise ValueError(
-                f"ranks {first} and {rank} see the same GPUs of {host} and no others "
-                f"(CUDA_VISIBLE_DEVICES={visible}): start at most one rank a GPU"
+                f"Ranks {first} and {rank} see the same GPUs of {host} and no others "
+                f"(CUDA_VISIBLE_DEVICES={visible}). Start at most one rank per GPU."
             )
-    for field, expected in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
-        if others:
+    for field, expected in all_arguments[0].items():
+        different = [rank for rank, values in enumerate(all_arguments) if values[field] != expected]
+        if different:
             raise ValueError(
-                f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
-                f"{everyone[others[0]][field]!r}; start every rank with the same config"
+                f"Ranks disagree on `{field}`: rank 0 has {expected!r}, rank {different[0]} has "
+                f"{all_arguments[different[0]][field]!r}. Start every rank with the same config."
             )
     return list(addresses)

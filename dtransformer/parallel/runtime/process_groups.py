@@ -1,8 +1,7 @@
-"""Groups of ranks: who takes part in a collective, and in which order.
+"""Groups of ranks: the members of a collective and their order.
 
-A group is a Horovod process set with an order. Horovod keeps the ranks of a process
-set sorted; a group keeps them as given, and its order fixes that of concatenations
-and shards.
+A group is a Horovod process set with an order. Horovod sorts the ranks of a process set. A group
+keeps the order of its argument, which is the order of concatenations and shards.
 """
 
 import dataclasses
@@ -14,34 +13,33 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-# Small values of ranks as JSON texts, which an all-gather carries: nothing is pickled.
+# Ranks exchange small values as JSON. Nothing is pickled.
 
 
-_END = b"\0"  # of a text: JSON has none
+_END = b"\0"  # End of a text. JSON never contains this byte.
 
 
 def exchange_json(value, all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list:
-    """Return the values of all ranks of a group, in the order of their numbers.
+    """Return the values of all ranks of a group, ordered by rank.
 
     Args:
-        value: what JSON can say; tuples come back as lists.
-        all_gather: a function of a uint8 tensor [n] that returns those of all ranks, one
-            after the other.
+        value: JSON value. Tuples come back as lists.
+        all_gather: Function that concatenates the uint8 tensors `[n]` of all ranks.
     """
-    own = tf.constant(np.frombuffer(json.dumps(value).encode() + _END, "uint8"))
-    texts = all_gather(own).numpy().tobytes().split(_END)
+    data = tf.constant(np.frombuffer(json.dumps(value).encode() + _END, "uint8"))
+    texts = all_gather(data).numpy().tobytes().split(_END)
     return [json.loads(text) for text in texts[:-1]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks of the job that communicate with each other. `new_group` makes one.
+    """Ranks of the job that communicate with each other, created by `new_group`.
 
     Args:
-        ranks: tuple of the ranks' numbers in the job, in the group's order.
-        index: this process' position in `ranks`; None where it is not among them.
-        process_set: Horovod's set of the same ranks; None for a group of one.
-        memory: what `collectives.call` remembers of the calls in this group.
+        ranks: Tuple of integers. Ranks in the job, in the order of the group.
+        index: Integer. Position of this process in `ranks`, or `None` if it is not a member.
+        process_set: Horovod process set of the same ranks, or `None` for a single rank.
+        memory: Dict that `collectives.call` fills with the calls of this group.
     """
 
     ranks: tuple[int, ...]
@@ -51,19 +49,19 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.ranks)
 
 
 class ProcessGroups:
-    """The groups of a job. They end with it, as Horovod's process sets do.
+    """Groups of a job. They are valid until the job ends, as are Horovod's process sets.
 
     Args:
-        rank: this process' number in the job.
-        size: number of ranks of the job.
-        horovod: the module `horovod.tensorflow`; None where the process runs alone.
-        before: the `ProcessGroups` of a job that is joined anew without having been left:
-            Horovod has their process sets still, and makes none twice.
+        rank: Integer. Rank of this process.
+        size: Integer. Number of ranks of the job.
+        horovod: The module `horovod.tensorflow`, or `None` for a single process.
+        before: `ProcessGroups` of the previous `init` if the job was not left since. Horovod keeps
+            these process sets and cannot create them again.
     """
 
     def __init__(
@@ -73,14 +71,16 @@ class ProcessGroups:
         horovod: types.ModuleType | None = None,
         before: "ProcessGroups | None" = None,
     ):
-        self._rank, self._size, self._horovod = rank, size, horovod
-        self._groups = {}  # ranks in their order -> Group
-        # Sorted ranks -> Horovod's process set.
+        self._rank = rank
+        self._size = size
+        self._horovod = horovod
+        self._groups = {}  # Maps ordered ranks to a Group.
+        # Maps sorted ranks to a Horovod process set.
         self._process_sets = {} if before is None else before._process_sets
 
     @property
     def num_communicators(self) -> int:
-        """The number of process sets that this rank is in: on GPUs NCCL has a communicator for each."""
+        """Number of process sets with this rank. On GPUs, each has an NCCL communicator."""
         return sum(self._rank in ranks for ranks in self._process_sets)
 
     def whole_job(self) -> Group:
@@ -88,68 +88,73 @@ class ProcessGroups:
         return self.agreed(range(self._size))
 
     def new(self, ranks: Iterable[int]) -> Group:
-        """Return the group of some ranks; see `job.new_group`."""
+        """Return the group of some ranks. See `job.new_group`."""
         try:
             ranks = tuple(ranks)
             ranks = tuple(map(operator.index, ranks))
         except TypeError:
-            pass  # what came is refused below, once every rank is there
+            pass  # The check below reports invalid ranks once every rank has called.
         if self._horovod is not None:
-            everyone = exchange_json(
-                repr(ranks), lambda own: self._horovod.allgather(own, name="dtransformer.new_group")
+            all_ranks = exchange_json(
+                repr(ranks),
+                lambda data: self._horovod.allgather(data, name="dtransformer.new_group"),
             )
-            for rank, theirs in enumerate(everyone):
-                if theirs != everyone[0]:
+            for rank, other_ranks in enumerate(all_ranks):
+                if other_ranks != all_ranks[0]:
                     raise ValueError(
-                        f"ranks call new_group with different ranks: rank 0 with {everyone[0]}, "
-                        f"rank {rank} with {theirs}; every rank of the job makes every group, "
-                        "in the same order"
+                        f"Ranks call `new_group` with different ranks: rank 0 with {all_ranks[0]}, "
+                        f"rank {rank} with {other_ranks}. Every rank of the job must create every "
+                        "group, in the same order."
                     )
         self._check(ranks)
         return self.agreed(ranks)
 
     def agreed(self, ranks: Iterable[int]) -> Group:
-        """As `new`, where every rank is known to ask for the same: they do not compare."""
+        """Return the group of some ranks without a comparison between ranks.
+
+        Every rank must make the same call.
+        """
         ranks = tuple(ranks)
         if ranks not in self._groups:
             index = ranks.index(self._rank) if self._rank in ranks else None
             self._groups[ranks] = Group(ranks, index, self._process_set(ranks))
         return self._groups[ranks]
 
-    def own(self, group_of_rank: list) -> Group:
-        """Make every group of the job's ranks; return this rank's.
+    def create_division(self, group_of_rank: list) -> Group:
+        """Create every group of a division of the job and return this rank's group.
 
         Args:
-            group_of_rank: for each rank a tuple of the ranks of its group.
+            group_of_rank: List with a tuple for each rank: the ranks of its group.
         """
-        made = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
-        return made[group_of_rank[self._rank]]
+        groups = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
+        return groups[group_of_rank[self._rank]]
 
     def known(self, ranks: Iterable[int]) -> Group | None:
-        """Return the group of `ranks` if a group of them was made, in any order; else None."""
+        """Return the group of `ranks`, or `None` if no group of them exists in any order."""
         ranks = tuple(ranks)
         return self.agreed(ranks) if tuple(sorted(ranks)) in self._process_sets else None
 
     def _check(self, ranks):
         if not isinstance(ranks, tuple) or not ranks:
-            raise ValueError(f"a group needs a list of at least one rank, got {ranks!r}")
+            raise ValueError(f"A group needs a list of at least one rank, got {ranks!r}.")
         for rank in ranks:
             if not isinstance(rank, int) or not 0 <= rank < self._size:
-                has = f"the ranks 0 to {self._size - 1}" if self._size > 1 else "rank 0 alone"
+                members = f"the ranks 0 to {self._size - 1}" if self._size > 1 else "rank 0 alone"
                 raise ValueError(
-                    f"a group of the ranks {ranks}: {rank!r} is not a rank of this job, which "
-                    f"has {has}"
+                    f"Cannot create a group of the ranks {ranks}: {rank!r} is not a rank of this "
+                    f"job, which has {members}."
                 )
         if len(set(ranks)) < len(ranks):
-            raise ValueError(f"a group of the ranks {ranks} names a rank twice; name each once")
+            raise ValueError(f"A group of the ranks {ranks} contains a rank twice. Name each once.")
 
     def _process_set(self, ranks):
-        """Return Horovod's process set of these ranks, one for all of their orders."""
+        """Return the Horovod process set of these ranks, shared by all of their orders."""
         if self._horovod is None or len(ranks) == 1:
             return None
         key = tuple(sorted(ranks))
         if key not in self._process_sets:
-            if len(ranks) == self._size:  # Horovod refuses to make it a second time
+            # Horovod already has a process set of all ranks and cannot create a second one.
+            if len(ranks) == self._size:
                 self._process_sets[key] = self._horovod.global_process_set
             else:
                 self._process_sets[key] = self._horovod.add_process_set(list(key))

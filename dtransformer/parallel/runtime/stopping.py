@@ -1,18 +1,20 @@
-"""Stopping together: ranks agree on a gate, which each passes between the same two steps.
+"""Coordinated stops: ranks agree on a gate that each passes between the same two steps.
 
-Nothing is sent as long as no rank asks for it.
+Nothing is sent until a rank asks to stop.
 """
 
 from dtransformer.parallel.runtime import job
 
-LEAVE = "leave"  # the purpose of those who leave the job
+LEAVE = "leave"  # Purpose of ranks that leave the job.
 
 
 def ask_to_stop(purpose: str = LEAVE) -> None:
-    """Let all ranks stop at the same gate, the next one or the one after; from any rank.
+    """Ask all ranks to stop at the same gate, the next one or the one after.
+
+    Any rank may call this function.
 
     Args:
-        purpose: str, by which the ranks know what gates they are.
+        purpose: String. Identifies the gates.
     """
     if job.watchdog() is not None:
         job.watchdog().ask_to_stop(purpose)
@@ -22,16 +24,16 @@ def ask_to_stop(purpose: str = LEAVE) -> None:
 
 
 def can_stop() -> bool:
-    """Return whether ranks can agree where to stop: with a watchdog, or alone."""
+    """Return whether ranks can agree on a stop: with a watchdog, or in a job of one rank."""
     return job.size() == 1 or job.watchdog() is not None
 
 
 def passes_gate(purpose: str = LEAVE) -> bool:
-    """Return whether training goes on; all ranks have to call, between the same two steps."""
+    """Return whether training continues. All ranks must call this between the same two steps."""
     return job.current().gates[purpose].passes()
 
 
 def stop_here(purpose: str) -> None:
-    """As `ask_to_stop`; this rank passes its next gate only if another one has done so."""
+    """Ask all ranks to stop, here at the next gate unless another rank has passed it."""
     job.current().gates[purpose].hold()
     ask_to_stop(purpose)

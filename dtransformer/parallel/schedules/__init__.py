@@ -1,1 +1,1 @@
-"""Pipeline schedules: instructions, their order, a simulator, placements; pure."""
+"""Pipeline schedules: instructions, their order, placements and a simulator."""

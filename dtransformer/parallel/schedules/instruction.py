@@ -1,15 +1,19 @@
-"""Instructions: what a stage of a pipeline does for a micro-batch, and which need each other.
+"""Instructions of a pipeline stage and the dependencies between them.
 
-Who sends to whom follows from the placement of the model chunks alone, whatever the schedule.
+The placement of the model chunks alone determines senders and receivers, for every schedule.
 """
 
 import dataclasses
 
 from dtransformer.parallel.schedules.placement import Placement
 
-FORWARD, BACKWARD, WEIGHT_GRADIENTS = "forward", "backward", "weight_gradients"
-SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
-SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
+FORWARD = "forward"
+BACKWARD = "backward"
+WEIGHT_GRADIENTS = "weight_gradients"
+SEND_ACTIVATIONS = "send_activations"
+RECEIVE_ACTIVATIONS = "receive_activations"
+SEND_GRADIENTS = "send_gradients"
+RECEIVE_GRADIENTS = "receive_gradients"
 COMPUTATIONS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS)
 SENDS = (SEND_ACTIVATIONS, SEND_GRADIENTS)
 RECEIVES = (RECEIVE_ACTIVATIONS, RECEIVE_GRADIENTS)
@@ -27,19 +31,19 @@ _LETTERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One thing that a stage does for one micro-batch.
+    """One operation of a stage on one micro-batch.
 
-    A backward pass is one computation, or, where the schedule divides it, two: `BACKWARD` is then
-    that for inputs, and `WEIGHT_GRADIENTS` what it leaves.
+    A backward pass is one computation, or two if the schedule divides it. In that case `BACKWARD`
+    computes input gradients and `WEIGHT_GRADIENTS` the rest.
 
-    Sends go on by themselves. A receive says that something may come from now on: the
-    computation that needs it waits for it.
+    Sends and receives run in the background. A receive only announces that the stage is ready. The
+    computation that needs the tensor waits for it.
 
     Args:
-        kind: one of this module's constants.
-        micro_batch: number of the micro-batch.
-        chunk: number of the model chunk that computes, gives or takes; see `Placement`.
-        peer: the stage at the other end of a send or a receive; None elsewhere.
+        kind: Constant of this module.
+        micro_batch: Integer. Index of the micro-batch.
+        chunk: Integer. Index of the model chunk that computes, sends or receives. See `Placement`.
+        peer: Integer. Stage at the other end of a send or a receive, and `None` for computations.
     """
 
     kind: str
@@ -55,25 +59,25 @@ class Instruction:
 def with_transfers(computations: list[Instruction], placement: Placement) -> list[Instruction]:
     """Return the computations of a stage with the sends and receives that they need.
 
-    A stage says that it is ready to receive what its next computation needs before it
-    starts the current one, so that sends go on meanwhile.
+    Before each computation, a stage posts the receive of the next one, so that transfers overlap
+    with computations.
     """
-    inputs = [input_of(one, placement) for one in computations]
+    inputs = [get_input(computation, placement) for computation in computations]
     received = [[i] if i and i.kind not in COMPUTATIONS else [] for i in inputs]
     result = received[0][:]
-    for one, nexts in zip(computations, [*received[1:], []]):
-        result += [*nexts, one, *send_of(one, placement)]
+    for computation, next_receives in zip(computations, [*received[1:], []]):
+        result += [*next_receives, computation, *get_sends(computation, placement)]
     return result
 
 
 def without_backward(instructions: list[Instruction], first_trained: int) -> list[Instruction]:
-    """Return a stage's instructions where no weight of the chunks before one is trained.
+    """Return a stage's instructions if the weights of the first chunks are frozen.
 
-    They have no backward passes, and nobody sends them gradients.
+    Frozen chunks have no backward passes and receive no gradients.
 
     Args:
-        instructions: of a stage, in their order.
-        first_trained: number of the first model chunk with a weight that is trained.
+        instructions: Ordered list of the instructions of a stage.
+        first_trained: Integer. Index of the first model chunk with a trained weight.
 
     Example:
 
@@ -88,16 +92,22 @@ def without_backward(instructions: list[Instruction], first_trained: int) -> lis
     last_without |= dict.fromkeys(
         (BACKWARD, WEIGHT_GRADIENTS, RECEIVE_GRADIENTS), first_trained - 1
     )
-    return [one for one in instructions if one.chunk > last_without.get(one.kind, -1)]
+    return [
+        instruction
+        for instruction in instructions
+        if instruction.chunk > last_without.get(instruction.kind, -1)
+    ]
 
 
-def needed_by(computation: Instruction, placement: Placement) -> Instruction | None:
-    """Return the computation, of any stage, that gives a computation what it computes with.
+def get_producer(computation: Instruction, placement: Placement) -> Instruction | None:
+    """Return the computation, on any stage, that produces the input of a computation.
 
-    That of the chunk before or after: for the backward pass of the last chunk its own forward
-    pass, for the gradients of weights the backward pass. None for the network's inputs.
+    A forward pass needs the forward pass of the previous chunk, and a backward pass the backward
+    pass of the next chunk. The last chunk's backward pass needs its forward pass, and weight
+    gradients need the backward pass. The result is `None` for the inputs of the network.
     """
-    k, chunk = computation.micro_batch, computation.chunk
+    k = computation.micro_batch
+    chunk = computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return Instruction(BACKWARD, k, chunk)
     if computation.kind == FORWARD:
@@ -107,37 +117,41 @@ def needed_by(computation: Instruction, placement: Placement) -> Instruction | N
     return Instruction(BACKWARD, k, chunk + 1)
 
 
-def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
-    """Return the instruction of the same stage that gives a computation what it computes with.
+def get_input(computation: Instruction, placement: Placement) -> Instruction | None:
+    """Return the instruction, on the same stage, that provides the input of a computation.
 
-    The computation itself, where that is on the same stage, else a receive.
+    It is the producing computation if that runs on the same stage, and otherwise a receive.
     """
-    needed = needed_by(computation, placement)
-    if needed is None:
+    producer = get_producer(computation, placement)
+    if producer is None:
         return None
-    peer, chunk = placement.stage_of(needed.chunk), computation.chunk
+    peer = placement.stage_of(producer.chunk)
+    chunk = computation.chunk
     if peer == placement.stage_of(chunk):
-        return needed
-    receive = RECEIVE_ACTIVATIONS if needed.kind == FORWARD else RECEIVE_GRADIENTS
+        return producer
+    receive = RECEIVE_ACTIVATIONS if producer.kind == FORWARD else RECEIVE_GRADIENTS
     return Instruction(receive, computation.micro_batch, chunk, peer)
 
 
-def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:
-    """Return the send of what a computation gives to another stage: a list of at most one."""
-    k, chunk = computation.micro_batch, computation.chunk
+def get_sends(computation: Instruction, placement: Placement) -> list[Instruction]:
+    """Return a list with the send of a computation's result, empty if no other stage needs it."""
+    k = computation.micro_batch
+    chunk = computation.chunk
     if computation.kind == WEIGHT_GRADIENTS:
         return []
     if computation.kind == FORWARD:
-        kind, peer = SEND_ACTIVATIONS, placement.stage_after(chunk)
+        kind = SEND_ACTIVATIONS
+        peer = placement.stage_after(chunk)
     else:
-        kind, peer = SEND_GRADIENTS, placement.stage_before(chunk)
+        kind = SEND_GRADIENTS
+        peer = placement.stage_before(chunk)
     if peer is None or peer == placement.stage_of(chunk):
         return []
     return [Instruction(kind, k, chunk, peer)]
 
 
-def receive_of(send: Instruction, placement: Placement) -> Instruction:
-    """Return the instruction of the stage `send.peer` that receives a send."""
+def get_receive(send: Instruction, placement: Placement) -> Instruction:
+    """Return the receive on stage `send.peer` that matches a send."""
     sender = placement.stage_of(send.chunk)
     if send.kind == SEND_ACTIVATIONS:
         return Instruction(RECEIVE_ACTIVATIONS, send.micro_batch, send.chunk + 1, sender)

@@ -1,8 +1,8 @@
-"""Placement of model chunks on the stages of a pipeline, as data.
+"""Placement of model chunks on the stages of a pipeline.
 
-The layers of a network are divided into model chunks that follow each other; a stage has one of
-them, or several. Schedules, the simulator and the executor ask a `Placement` who is before and
-after a chunk, and nothing else knows how chunks are laid out.
+The layers of a network are divided into consecutive model chunks. A stage has one or more of them.
+Schedules, the simulator and the executor use a `Placement` to find the neighbors of a chunk. No
+other code depends on the layout of the chunks.
 """
 
 import dataclasses
@@ -10,15 +10,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The stage of each model chunk, in the order of the network.
+    """Stage of each model chunk, in the order of the network.
 
-    Two chunks that follow each other may be on one stage: what passes between them stays there.
+    Consecutive chunks may be on the same stage. Tensors between them are not sent.
 
     Args:
-        stage_of_chunk: tuple of the number of each chunk's stage.
+        stage_of_chunk: Tuple of integers. Stage index of each chunk.
 
     Raises:
-        ValueError: a stage has no chunk.
+        ValueError: If a stage has no chunk.
 
     Example:
 
@@ -33,17 +33,17 @@ class Placement:
         stages = set(self.stage_of_chunk)
         if stages != set(range(len(stages))):
             raise ValueError(
-                f"each stage from 0 on needs a model chunk, got the stages {self.stage_of_chunk}"
+                f"Each stage from 0 on needs a model chunk, got the stages {self.stage_of_chunk}."
             )
 
     @classmethod
     def looped(cls, num_stages: int, chunks_per_stage: int = 1) -> "Placement":
-        """Return the placement that goes through all stages, again and again.
+        """Return the placement that visits all stages in order, once for each chunk of a stage.
 
         Args:
-            num_stages: number p of stages.
-            chunks_per_stage: number v of chunks of each stage; 1 is a pipeline as it is best
-                known, a chunk a stage.
+            num_stages: Integer. Number p of stages.
+            chunks_per_stage: Integer. Number v of chunks per stage. `1` is a plain pipeline.
+                Defaults to `1`.
 
         Example:
 
@@ -54,63 +54,65 @@ class Placement:
 
     @classmethod
     def v_shaped(cls, num_stages: int, chunks_per_stage: int = 2) -> "Placement":
-        """Return the placement that goes through all stages, and back.
+        """Return the placement that visits the stages in order and then in reverse.
 
-        The first stage then has the network's first and last layers. Reference: Qi et al., 2024,
-        "Pipeline parallelism with controllable memory", arXiv 2405.15362.
+        With two chunks per stage, the first stage has the first and the last layers of the network.
+
+        Reference:
+            Qi et al., 2024, "Pipeline parallelism with controllable memory", arXiv 2405.15362.
 
         Example:
 
         >>> Placement.v_shaped(3)
         Placement(stage_of_chunk=(0, 1, 2, 2, 1, 0))
         """
-        there = tuple(range(num_stages))
-        ways = [there[:: -1 if number % 2 else 1] for number in range(chunks_per_stage)]
-        return cls(tuple(stage for way in ways for stage in way))
+        stages = tuple(range(num_stages))
+        passes = [stages[:: -1 if i % 2 else 1] for i in range(chunks_per_stage)]
+        return cls(tuple(stage for stages_in_order in passes for stage in stages_in_order))
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return len(set(self.stage_of_chunk))
 
     @property
     def num_chunks(self) -> int:
-        """The number of model chunks of the network."""
+        """Number of model chunks of the network."""
         return len(self.stage_of_chunk)
 
     @property
     def last_chunk(self) -> int:
-        """The number of the chunk that has the network's outputs, and the loss."""
+        """Index of the chunk that computes the network's outputs and the loss."""
         return self.num_chunks - 1
 
     def stage_of(self, chunk: int) -> int:
-        """Return the stage that has a chunk."""
+        """Return the stage of a chunk."""
         return self.stage_of_chunk[chunk]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of a stage's chunks, in the order of the network."""
-        return tuple(c for c, other in enumerate(self.stage_of_chunk) if other == stage)
+        """Return the indices of a stage's chunks, in the order of the network."""
+        return tuple(c for c, owner in enumerate(self.stage_of_chunk) if owner == stage)
 
     def stage_before(self, chunk: int) -> int | None:
-        """Return the stage that has the chunk before one; None before the first."""
+        """Return the stage of the previous chunk, or `None` for the first chunk."""
         return self.stage_of(chunk - 1) if chunk else None
 
     def stage_after(self, chunk: int) -> int | None:
-        """Return the stage that has the chunk after one; None after the last."""
+        """Return the stage of the next chunk, or `None` for the last chunk."""
         return None if chunk == self.last_chunk else self.stage_of(chunk + 1)
 
     def is_local(self, chunk: int) -> bool:
-        """Return whether what a chunk gives the next one stays on its stage."""
+        """Return whether the next chunk is on the same stage."""
         return self.stage_after(chunk) == self.stage_of(chunk)
 
     @property
     def stage_pairs(self) -> list[tuple[int, int]]:
-        """The pairs of stages, the lower first, that send each other something."""
+        """Sorted pairs of communicating stages, each with the lower stage first."""
         pairs = zip(self.stage_of_chunk, self.stage_of_chunk[1:])
         return sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def describe(self, chunk: int) -> str:
-        """Return what a chunk is called in errors.
+        """Return the name of a chunk for error messages.
 
         Example:
 

@@ -1,10 +1,12 @@
-"""Pipeline schedules: what each stage does, in which order.
+"""Pipeline schedules: the order of the computations on each stage.
 
-A schedule is a function that gives the order of a stage's computations, and a row of `SCHEDULES`.
+A schedule is a function that returns the order of a stage's computations, and an entry in
+`SCHEDULES`. `zero_bubble` has the schedules that divide backward passes.
 
-References: GPipe, Huang et al., 2018, arXiv 1811.06965; 1F1B, Narayanan et al., 2019,
-"PipeDream", and Narayanan et al., 2020, arXiv 2006.09503; interleaved 1F1B, Narayanan et
-al., 2021, arXiv 2104.04473, §2.2. Those with a backward pass in two parts are in `zero_bubble`.
+Reference:
+    GPipe: Huang et al., 2018, arXiv 1811.06965.
+    1F1B: Narayanan et al., 2019, "PipeDream", and Narayanan et al., 2020, arXiv 2006.09503.
+    Interleaved 1F1B: Narayanan et al., 2021, arXiv 2104.04473, §2.2.
 """
 
 import collections.abc
@@ -21,15 +23,17 @@ from dtransformer.parallel.schedules.zero_bubble import zb_h1, zb_v
 
 
 def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """All forward passes, then all backward passes: m micro-batches are alive at once.
+    """Run all forward passes, then all backward passes.
+
+    A stage stores the activations of all m micro-batches.
 
     Args:
-        stage: number r of the stage, from 0.
-        placement: the `Placement`, with one chunk a stage.
-        num_micro_batches: number m of micro-batches of a step.
+        stage: Integer. Index r of the stage, from 0.
+        placement: `Placement` with one chunk per stage.
+        num_micro_batches: Integer. Number m of micro-batches per step.
 
     Returns:
-        A list of `Instruction`s that are computations only.
+        A list of `Instruction` objects, only computations.
 
     Example:
 
@@ -37,16 +41,17 @@ def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     F0 F1 F2 B0 B1 B2
     """
     (chunk,) = placement.chunks_of(stage)
-    numbers = range(num_micro_batches)
-    return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in numbers]
+    micro_batches = range(num_micro_batches)
+    return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in micro_batches]
 
 
 def one_forward_one_backward(
     stage: int, placement: Placement, num_micro_batches: int
 ) -> list[Instruction]:
-    """A backward pass as soon as it can be: min(p − r, m) micro-batches are alive at once.
+    """Run each backward pass as early as possible (1F1B).
 
-    Arguments and result are those of `gpipe`.
+    A stage stores the activations of min(p − r, m) micro-batches. See `gpipe` for the arguments and
+    the result.
 
     Example:
 
@@ -54,33 +59,36 @@ def one_forward_one_backward(
     F0 F1 B0 F2 B1 B2
     """
     (chunk,) = placement.chunks_of(stage)
-    numbers = range(num_micro_batches)
+    micro_batches = range(num_micro_batches)
     return alternate(
         min(placement.num_stages - stage - 1, num_micro_batches),
-        [Instruction(FORWARD, k, chunk) for k in numbers],
-        [Instruction(BACKWARD, k, chunk) for k in numbers],
+        [Instruction(FORWARD, k, chunk) for k in micro_batches],
+        [Instruction(BACKWARD, k, chunk) for k in micro_batches],
     )
 
 
 def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """1F1B with v chunks a stage: p micro-batches go through a chunk, then through the next.
+    """Run 1F1B with v chunks per stage.
 
-    Arguments and result are those of `gpipe`, with a looped placement; m is a multiple of p.
+    p micro-batches pass through a chunk before the stage continues with its next chunk. See `gpipe`
+    for the arguments and the result. The placement must be looped, and p must divide m.
 
     Example:
 
     >>> print(*interleaved(1, Placement.looped(2, 2), num_micro_batches=2))
     F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
-    num_stages, chunks = placement.num_stages, placement.chunks_of(stage)
-    total, turn = num_micro_batches * len(chunks), num_stages * len(chunks)
+    num_stages = placement.num_stages
+    chunks = placement.chunks_of(stage)
+    total = num_micro_batches * len(chunks)
+    period = num_stages * len(chunks)
 
     def passes(kind, chunks):
-        """Return the passes in the order of a kind, whose chunks come one after the other."""
-        for number in range(total):
-            group, within = divmod(number, turn)
-            k = group * num_stages + within % num_stages
-            yield Instruction(kind, k, chunks[within // num_stages])
+        """Yield the passes of a kind in order, over the chunks in the given order."""
+        for i in range(total):
+            group, position = divmod(i, period)
+            k = group * num_stages + position % num_stages
+            yield Instruction(kind, k, chunks[position // num_stages])
 
     ahead = min(2 * (num_stages - stage - 1) + (len(chunks) - 1) * num_stages, total)
     return alternate(ahead, [*passes(FORWARD, chunks)], [*passes(BACKWARD, chunks[::-1])])
@@ -89,7 +97,7 @@ def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> lis
 def alternate(
     ahead: int, forwards: list[Instruction], backwards: list[Instruction]
 ) -> list[Instruction]:
-    """Return so many forward passes, then one of each in turn, then what is left."""
+    """Return `ahead` forward passes, alternating passes, then the other backward passes."""
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
         order += [forward, backward]
@@ -98,15 +106,16 @@ def alternate(
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A row of `SCHEDULES`: all that there is to a schedule.
+    """Entry of `SCHEDULES` that describes a schedule.
 
     Args:
-        order: a function as `gpipe`.
-        place: a function of the number of stages and of the chunks of each that returns the
+        order: Function with the arguments and result of `gpipe`.
+        place: Function of the number of stages and the number of chunks per stage that returns the
             `Placement`.
-        min_chunks, max_chunks: how many chunks a stage may have; None for as many as one likes.
-        full_turns: whether the number of micro-batches has to be a multiple of the stages'.
-        divides_backward: whether gradients of weights are computed apart from those of inputs.
+        min_chunks: Integer. Minimum number of chunks per stage.
+        max_chunks: Integer. Maximum number of chunks per stage. `None` means no limit.
+        full_turns: Whether the number of stages must divide the number of micro-batches.
+        divides_backward: Whether weight gradients are computed separately from input gradients.
     """
 
     order: collections.abc.Callable
@@ -117,12 +126,12 @@ class Schedule:
     divides_backward: bool = False
 
     def allows(self, chunks_per_stage: int) -> bool:
-        """Return whether stages may have so many chunks."""
-        most = chunks_per_stage if self.max_chunks is None else self.max_chunks
-        return self.min_chunks <= chunks_per_stage <= most
+        """Return whether the schedule supports this number of chunks per stage."""
+        max_chunks = chunks_per_stage if self.max_chunks is None else self.max_chunks
+        return self.min_chunks <= chunks_per_stage <= max_chunks
 
 
-# The names that `pipeline_schedule` can have in the config.
+# Values of `pipeline_schedule` in the config.
 SCHEDULES = {
     "1f1b": Schedule(one_forward_one_backward),
     "gpipe": Schedule(gpipe),
@@ -133,53 +142,58 @@ SCHEDULES = {
 
 
 def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: int = 1) -> None:
-    """Check that a schedule can be carried out.
+    """Check that a schedule supports a layout.
 
     Args:
-        name: one of `SCHEDULES`.
-        num_stages: number p of stages.
-        num_micro_batches: number m of micro-batches of a step.
-        chunks_per_stage: number v of chunks of each stage.
+        name: String. Key of `SCHEDULES`.
+        num_stages: Integer. Number p of stages.
+        num_micro_batches: Integer. Number m of micro-batches per step.
+        chunks_per_stage: Integer. Number v of chunks per stage. Defaults to `1`.
 
     Raises:
-        ValueError: there are fewer micro-batches than stages,
-            or the chunks are not what the schedule takes.
+        ValueError: If there are fewer micro-batches than stages, the schedule does not support the
+            number of chunks, or p must divide m but does not.
     """
     schedule = SCHEDULES[name]
     if num_micro_batches < num_stages:
         raise ValueError(
-            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
-            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
+            f"`micro_batch_num={num_micro_batches}` is less than `pipeline_stage={num_stages}`, so "
+            f"some stages would never work at the same time. Set `micro_batch_num={num_stages}` or "
+            "more."
         )
     if not schedule.allows(chunks_per_stage):
-        others = [repr(other) for other, row in SCHEDULES.items() if row.allows(chunks_per_stage)]
-        fitting = f"{schedule.min_chunks}{' or more' * (schedule.max_chunks is None)}"
+        alternatives = [
+            repr(alternative)
+            for alternative, row in SCHEDULES.items()
+            if row.allows(chunks_per_stage)
+        ]
+        fitting = f"{schedule.min_chunks}{' or more' if schedule.max_chunks is None else ''}"
         raise ValueError(
-            f"pipeline_chunks={chunks_per_stage} does not work with pipeline_schedule={name!r}: set "
-            f"pipeline_chunks={fitting}, or pipeline_schedule={' or '.join(others)}"
+            f"`pipeline_chunks={chunks_per_stage}` does not work with `pipeline_schedule={name!r}`. "
+            f"Set `pipeline_chunks` to {fitting}, or `pipeline_schedule` to {' or '.join(alternatives)}."
         )
     if schedule.full_turns and num_micro_batches % num_stages:
         raise ValueError(
-            f"pipeline_schedule={name!r} needs a multiple of pipeline_stage={num_stages} as "
-            f"micro_batch_num, got {num_micro_batches}"
+            f"`micro_batch_num={num_micro_batches}` must be a multiple of "
+            f"`pipeline_stage={num_stages}` with `pipeline_schedule={name!r}`."
         )
 
 
 def instructions(
     name: str, placement: Placement, num_micro_batches: int
 ) -> list[list[Instruction]]:
-    """Return what every stage does in a step.
+    """Return the instructions of every stage in a step.
 
-    A stage says that it is ready to receive what its next computation needs before it
-    starts the current one, so that sends go on meanwhile.
+    Before each computation, a stage posts the receive of the next one, so that transfers overlap
+    with computations.
 
     Args:
-        name: one of `SCHEDULES`.
-        placement: the `Placement`.
-        num_micro_batches: number m of micro-batches of a step; see `check`.
+        name: String. Key of `SCHEDULES`.
+        placement: `Placement`.
+        num_micro_batches: Integer. Number m of micro-batches per step. See `check`.
 
     Returns:
-        A list with the list of `Instruction`s of each stage.
+        A list with a list of `Instruction` objects per stage.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Run a schedule on paper: when each stage does what, for given durations."""
+"""Simulation of a schedule with given durations."""
 
 import statistics
 
@@ -10,8 +10,8 @@ from dtransformer.parallel.schedules.instruction import (
     SENDS,
     WEIGHT_GRADIENTS,
     Instruction,
-    input_of,
-    receive_of,
+    get_input,
+    get_receive,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.timeline import Event, Timeline, divides_backward
@@ -25,26 +25,27 @@ def simulate(
     transfer: float = 0.0,
     weight_gradients=1.0,
 ) -> Timeline:
-    """Run the instructions of all stages for given durations.
+    """Compute the timeline of a schedule for given durations.
 
-    A stage does one computation at a time. What is sent travels meanwhile, from when both
-    ends are ready; sending takes a stage no time.
+    A stage runs one computation at a time. Transfers overlap with computations and start when both
+    ends are ready. Sending takes no time on the stage.
 
     Args:
-        all_instructions: list of the instructions of each stage, from
-            `schedules.instructions`.
-        placement: the `Placement` that they are for.
-        forward, backward: the durations of a chunk's passes; functions of (stage, chunk)
-            or the same number for all. A backward pass takes 2 by default, and 1 where the
-            gradients of weights are apart.
-        transfer: how long a send travels.
-        weight_gradients: as `forward`, of the gradients of weights where they are apart.
+        all_instructions: List of the instructions of each stage, from `schedules.instructions`.
+        placement: `Placement` of the schedule.
+        forward: Duration of a chunk's forward pass: a number, or a function of `(stage, chunk)`.
+            Defaults to `1.0`.
+        backward: Duration of a chunk's backward pass, in the same form. `None` means 2, or 1 if
+            weight gradients are computed separately.
+        transfer: Duration of a transfer. Defaults to `0.0`.
+        weight_gradients: Duration of separate weight gradients, in the form of `forward`. Defaults
+            to `1.0`.
 
     Returns:
         A `Timeline`.
 
     Raises:
-        ValueError: the stages wait for each other for ever; names what each waits for.
+        ValueError: If the schedule deadlocks. The message names the missing input of each stage.
 
     Example:
 
@@ -56,14 +57,17 @@ def simulate(
     """
     if backward is None:
         backward = 1.0 if any(map(divides_backward, all_instructions)) else 2.0
-    given = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
-    lengths = {
+    durations = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
+    duration_of = {
         kind: value if callable(value) else lambda stage, chunk, value=value: value
-        for kind, value in given.items()
+        for kind, value in durations.items()
     }
-    position, clock = [0] * placement.num_stages, [0.0] * placement.num_stages
-    sent, ready = {}, {}  # a receive -> when the sender and the receiver came to it
-    done = {}  # a receive or a computation -> when
+    position = [0] * placement.num_stages
+    clock = [0.0] * placement.num_stages
+    # Maps a receive to the times when its sender and its receiver are ready.
+    sent = {}
+    ready = {}
+    done = {}  # Maps a receive or a computation to its end time.
     events = []
 
     def deliver(receive, stage):
@@ -72,52 +76,53 @@ def simulate(
             done[receive] = start + transfer
             events.append(Event(stage, receive, start, done[receive]))
 
-    def run(stage, one):
-        """Carry an instruction out, or return False where its input is not there."""
-        if one.kind in SENDS:
-            receive = receive_of(one, placement)
+    def run(stage, instruction):
+        """Execute an instruction and return True, or return False if its input is missing."""
+        if instruction.kind in SENDS:
+            receive = get_receive(instruction, placement)
             sent[receive] = clock[stage]
-            deliver(receive, one.peer)
-        elif one.kind in RECEIVES:
-            ready[one] = clock[stage]
-            deliver(one, stage)
+            deliver(receive, instruction.peer)
+        elif instruction.kind in RECEIVES:
+            ready[instruction] = clock[stage]
+            deliver(instruction, stage)
         else:
-            needed = input_of(one, placement)
-            if needed is not None and needed not in done:
+            producer = get_input(instruction, placement)
+            if producer is not None and producer not in done:
                 return False
-            start = max(clock[stage], done.get(needed, 0.0))
-            clock[stage] = done[one] = start + lengths[one.kind](stage, one.chunk)
-            events.append(Event(stage, one, start, clock[stage]))
+            start = max(clock[stage], done.get(producer, 0.0))
+            clock[stage] = done[instruction] = start + duration_of[instruction.kind](
+                stage, instruction.chunk
+            )
+            events.append(Event(stage, instruction, start, clock[stage]))
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for stage, own in enumerate(all_instructions):
-            while position[stage] < len(own) and run(stage, own[position[stage]]):
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for stage, instructions in enumerate(all_instructions):
+            while position[stage] < len(instructions) and run(stage, instructions[position[stage]]):
                 position[stage] += 1
-                moved = True
+                has_progress = True
     waits = [
-        f"stage {stage} waits for the input of {own[position[stage]]}"
-        for stage, own in enumerate(all_instructions)
-        if position[stage] < len(own)
+        f"Stage {stage} waits for the input of {instructions[position[stage]]}."
+        for stage, instructions in enumerate(all_instructions)
+        if position[stage] < len(instructions)
     ]
     if waits:
-        raise ValueError(f"the schedule never ends: {', '.join(waits)}")
+        raise ValueError(f"The schedule deadlocks. {' '.join(waits)}")
     return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.stage))), placement)
 
 
 def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> Timeline:
-    """Return the `Timeline` of the same computations, if nothing that is sent took any time.
+    """Return the `Timeline` of the same computations with instant transfers.
 
     Args:
-        timeline: a measured `Timeline`, from whose computations the durations are taken: the
-            median of each stage and kind.
-        all_instructions: list of the instructions of each stage.
+        timeline: Measured `Timeline`. Durations are the medians of each stage and kind.
+        all_instructions: List of the instructions of each stage.
     """
 
     def median(kind):
-        def of(stage, chunk):
+        def median_of_chunk(stage, chunk):
             lengths = [
                 event.end - event.start
                 for event in timeline.of_stage(stage)
@@ -125,7 +130,7 @@ def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> T
             ]
             return statistics.median(lengths)
 
-        return of
+        return median_of_chunk
 
     durations = {kind: median(kind) for kind in COMPUTATIONS}
     return simulate(all_instructions, timeline.placement, **durations)

@@ -1,4 +1,4 @@
-"""Timelines: what the stages of a pipeline did, and when."""
+"""Timelines of the computations and transfers on pipeline stages."""
 
 import dataclasses
 import json
@@ -17,12 +17,13 @@ from dtransformer.parallel.schedules.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a stage does for a time, in the unit of the durations.
+    """Instruction of a stage with its start and end time.
 
     Args:
-        stage: number of the stage.
-        instruction: the `Instruction`.
-        start, end: when. What is sent is its receiver's.
+        stage: Integer. Index of the stage. A transfer belongs to its receiver.
+        instruction: `Instruction`.
+        start: Start time, in the unit of the durations.
+        end: End time.
     """
 
     stage: int
@@ -32,17 +33,17 @@ class Event:
 
     @classmethod
     def of(cls, fields: dict) -> "Event":
-        """Return the event of what `dataclasses.asdict` tells of it."""
+        """Return the event with the fields from `dataclasses.asdict`."""
         return cls(**{**fields, "instruction": Instruction(**fields["instruction"])})
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What all stages did in a step, measured or simulated.
+    """Events of all stages in a step, measured or simulated.
 
     Args:
-        events: tuple of `Event`s, in the order of their starts.
-        placement: the `Placement` of the chunks on the stages.
+        events: Tuple of `Event` objects, ordered by start time.
+        placement: `Placement` of the chunks on the stages.
     """
 
     events: tuple
@@ -50,7 +51,7 @@ class Timeline:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return self.placement.num_stages
 
     def of_stage(self, stage: int) -> list[Event]:
@@ -62,77 +63,81 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """The time from the first computation's start to the last one's end."""
+        """Time from the start of the first computation to the end of the last one."""
         events = self._computations()
         return max(e.end for e in events) - min(e.start for e in events)
 
     @property
     def bubble(self) -> float:
-        """The share of the span, in [0, 1), that a stage spends without computing; their mean."""
+        """Mean fraction of the span, in [0, 1), during which a stage does not compute."""
         busy = sum(e.end - e.start for e in self._computations())
         return 1 - busy / (self.num_stages * self.span)
 
 
 def most_alive(instructions: list[Instruction]) -> int:
-    """Return the largest number of forward passes whose backward pass is not done, all of it.
+    """Return the maximum number of forward passes whose backward pass is not complete.
 
-    That many micro-batches' activations, of one model chunk each, a stage keeps at once.
+    It is the number of micro-batches, counted per model chunk, whose activations a stage stores at
+    the same time. Chunks without a backward pass store nothing.
     """
     last = WEIGHT_GRADIENTS if divides_backward(instructions) else BACKWARD
-    of_chunks = {one.chunk for one in instructions if one.kind == last}
-    alive = most = 0
+    trained_chunks = {step.chunk for step in instructions if step.kind == last}
+    alive = max_alive = 0
     for instruction in instructions:
-        if instruction.chunk in of_chunks:  # others, which are frozen, keep nothing
+        if instruction.chunk in trained_chunks:  # Frozen chunks store no activations.
             alive += {FORWARD: 1, last: -1}.get(instruction.kind, 0)
-        most = max(most, alive)
-    return most
+        max_alive = max(max_alive, alive)
+    return max_alive
 
 
 def divides_backward(instructions: list[Instruction]) -> bool:
-    """Return whether a stage computes gradients of weights apart from those of inputs."""
+    """Return whether a stage computes weight gradients separately from input gradients."""
     return any(instruction.kind == WEIGHT_GRADIENTS for instruction in instructions)
 
 
 def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None:
-    """Write a timeline in the Trace Event Format, which Perfetto and Chrome's `about:tracing` show.
+    """Write a timeline in the Trace Event Format for Perfetto and Chrome's `about:tracing`.
 
     Args:
-        timeline: the measured `Timeline`, in seconds.
-        ideal: the `Timeline` of the same computations if sends took no time.
-        path: where; it ends with .json.
+        timeline: Measured `Timeline`, in seconds.
+        ideal: `Timeline` of the same computations with instant transfers.
+        path: Path of a .json file.
 
     Raises:
-        ValueError: the path ends otherwise.
-        InputError: the file cannot be written.
+        ValueError: If the path does not end with .json.
+        InputError: If the file cannot be written.
     """
     if pathlib.Path(path).suffix != ".json":
-        raise ValueError(f"a timeline is written to a .json file, got {str(path)!r}")
-    events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "if sends took no time")]
-    with replacing(path) as fresh:
-        fresh.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        raise ValueError(f"The path of a timeline must end with .json, got {str(path)!r}.")
+    events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "with instant transfers")]
+    with replacing(path) as file:
+        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
-    """Return the events of a timeline in the Trace Event Format, a row a stage; times are in µs.
+    """Return the events of a timeline in the Trace Event Format, with one row per stage.
 
     Args:
-        timeline: the `Timeline`.
-        number: that of the process which the rows are put under.
-        title: its name, to which the idle share is added.
+        timeline: `Timeline` in seconds. The result has microseconds.
+        number: Integer. Process id of the rows.
+        title: String. Name of the process. The idle fraction is appended.
+
+    Returns:
+        A list of dicts.
     """
-    begin = min(event.start for event in timeline.events)
+    start = min(event.start for event in timeline.events)
     names = [("process_name", 0, f"{title}: {timeline.bubble:.1%} idle")]
     names += [("thread_name", stage, f"stage {stage}") for stage in range(timeline.num_stages)]
-    told = [
+    metadata = [
         {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
         for kind, row, name in names
     ]
-    return told + [
+    return metadata + [
         {
             "name": str(event.instruction),
             "cat": event.instruction.kind,
             "ph": "X",
-            "ts": round((event.start - begin) * 1e6, 1),
+            "ts": round((event.start - start) * 1e6, 1),
             "dur": round((event.end - event.start) * 1e6, 1),
             "pid": number,
             "tid": event.stage,

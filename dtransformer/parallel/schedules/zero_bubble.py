@@ -1,10 +1,11 @@
-"""Schedules whose backward passes are in two parts: for inputs, and later for weights.
+"""Schedules that divide backward passes into input gradients and, later, weight gradients.
 
-Other stages wait for the gradients of inputs alone; those of weights fill the time in which a
-stage would wait. What a forward pass keeps is kept until both are done.
+Other stages only wait for input gradients. Weight gradients fill the idle time of a stage.
+Activations are stored until both are done.
 
-Reference: Qi et al., 2023, "Zero bubble pipeline parallelism", arXiv 2401.10241, §2 and §3; the
-V-shaped one: Qi et al., 2024, arXiv 2405.15362.
+Reference:
+    Qi et al., 2023, "Zero bubble pipeline parallelism", arXiv 2401.10241, §2 and §3.
+    V-shaped schedule: Qi et al., 2024, arXiv 2405.15362.
 """
 
 import functools
@@ -15,16 +16,17 @@ from dtransformer.parallel.schedules.instruction import (
     FORWARD,
     WEIGHT_GRADIENTS,
     Instruction,
-    needed_by,
+    get_producer,
 )
 from dtransformer.parallel.schedules.placement import Placement
 
 
 def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """1F1B, whose stage r computes gradients of weights r micro-batches later: p are alive.
+    """Run 1F1B and delay the weight gradients of stage r by r micro-batches.
 
-    With passes of equal lengths a stage idles (p − 1) / (3m + p − 1) of the time: a third of
-    1F1B's. Arguments and result are those of `schedules.gpipe`.
+    A stage stores the activations of p micro-batches. With passes of equal duration, a stage is
+    idle for a fraction (p − 1) / (3m + p − 1) of the time, a third of 1F1B's idle time. See
+    `schedules.gpipe` for the arguments and the result.
 
     Example:
 
@@ -32,7 +34,8 @@ def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1
     """
     (chunk,) = placement.chunks_of(stage)
-    ahead, order = min(placement.num_stages - stage - 1, num_micro_batches), []
+    ahead = min(placement.num_stages - stage - 1, num_micro_batches)
+    order = []
 
     def add(kind, k):
         if 0 <= k < num_micro_batches:
@@ -48,58 +51,70 @@ def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
 
 
 def zb_v(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
-    """Two chunks a stage, there and back: 2p chunks' activations are alive, 1F1B's memory.
+    """Run two chunks per stage in a V-shaped placement.
 
-    With passes of equal lengths stages idle while the first micro-batch comes to the last of
-    them, p − 1 passes, and hardly any more. Arguments and result are those of
-    `schedules.gpipe`, with a V-shaped placement.
+    A stage stores the activations of 2p chunks, as much memory as 1F1B needs. With passes of equal
+    duration, stages are idle for about p − 1 passes, until the first micro-batch reaches the last
+    stage. See `schedules.gpipe` for the arguments and the result.
     """
     return list(_by_priority(placement, num_micro_batches)[stage])
 
 
 @functools.lru_cache(maxsize=8)
 def _by_priority(placement, num_micro_batches):
-    """Let every stage do, unit by unit, the first that it can do of what comes first.
+    """Return the instructions of all stages, chosen by priority.
 
-    Gradients of inputs come first, those of its earlier chunk before the others, then forward
-    passes, those of the later chunk before the others, then gradients of weights. A stage has at
-    most 2p passes alive, and keeps room for a micro-batch that comes back.
+    In each time step, a stage runs the first pass that is possible.
+
+    The order of priority is: input gradients of the earlier chunk, input gradients of the later
+    chunk, forward passes of the later chunk, forward passes of the earlier chunk, weight gradients.
+    A stage has at most 2p unfinished passes and reserves room for a returning micro-batch.
     """
-    p, m = placement.num_stages, num_micro_batches
-    done, orders = {}, [[] for _ in range(p)]
-    counts = {}  # (kind, chunk) -> number of passes that were started
+    p = placement.num_stages
+    m = num_micro_batches
+    done = {}
+    orders = [[] for _ in range(p)]
+    counts = {}  # Maps (kind, chunk) to the number of started passes.
 
     def choices(stage):
         early, late = placement.chunks_of(stage)
-        number = {(kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)}
-        alive = sum(number[FORWARD, c] - number[WEIGHT_GRADIENTS, c] for c in (early, late))
-        comes_back = number[FORWARD, late] < number[FORWARD, early]
-        room = {late: 2 * p, early: 2 * p - comes_back}
+        counts_by_pass = {
+            (kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)
+        }
+        alive = sum(
+            counts_by_pass[FORWARD, c] - counts_by_pass[WEIGHT_GRADIENTS, c] for c in (early, late)
+        )
+        is_returning = counts_by_pass[FORWARD, late] < counts_by_pass[FORWARD, early]
+        room = {late: 2 * p, early: 2 * p - is_returning}
         for c in (early, late):
-            if number[BACKWARD, c] < number[FORWARD, c]:
-                yield Instruction(BACKWARD, number[BACKWARD, c], c)
+            if counts_by_pass[BACKWARD, c] < counts_by_pass[FORWARD, c]:
+                yield Instruction(BACKWARD, counts_by_pass[BACKWARD, c], c)
         for c in (late, early):
-            if number[FORWARD, c] < m and alive < room[c]:
-                yield Instruction(FORWARD, number[FORWARD, c], c)
-        waiting = [one for one in orders[stage] if one.kind == BACKWARD]
-        finished = sum(number[WEIGHT_GRADIENTS, c] for c in (early, late))
-        for one in waiting[finished : finished + 1]:
-            yield Instruction(WEIGHT_GRADIENTS, one.micro_batch, one.chunk)
+            if counts_by_pass[FORWARD, c] < m and alive < room[c]:
+                yield Instruction(FORWARD, counts_by_pass[FORWARD, c], c)
+        waiting = [instruction for instruction in orders[stage] if instruction.kind == BACKWARD]
+        finished = sum(counts_by_pass[WEIGHT_GRADIENTS, c] for c in (early, late))
+        for instruction in waiting[finished : finished + 1]:
+            yield Instruction(WEIGHT_GRADIENTS, instruction.micro_batch, instruction.chunk)
 
-    def can_run(one, now):
-        needed = needed_by(one, placement)
-        return needed is None or done.get(needed, now + 1) <= now
+    def can_run(instruction, time):
+        producer = get_producer(instruction, placement)
+        return producer is None or done.get(producer, time + 1) <= time
 
-    for now in itertools.count():
+    for time in itertools.count():
         started = []
         for stage, order in enumerate(orders):
-            one = next((one for one in choices(stage) if can_run(one, now)), None)
-            if one is not None:
-                order.append(one)
-                started.append(one)
-        for one in started:
-            counts[one.kind, one.chunk] = counts.get((one.kind, one.chunk), 0) + 1
-            done[one] = now + 1
+            instruction = next(
+                (instruction for instruction in choices(stage) if can_run(instruction, time)), None
+            )
+            if instruction is not None:
+                order.append(instruction)
+                started.append(instruction)
+        for instruction in started:
+            counts[instruction.kind, instruction.chunk] = (
+                counts.get((instruction.kind, instruction.chunk), 0) + 1
+            )
+            done[instruction] = time + 1
         if all(len(order) == 2 * len(_KINDS) * m for order in orders):
             return tuple(map(tuple, orders))
 

@@ -1,14 +1,14 @@
-"""The watchdog: no stop of a rank is waited for without end.
+"""The watchdog ends a job whose ranks have failed or hang.
 
-A thread of each rank sends heartbeats to rank 0, over a TCP connection of their own, and hears of
-it. Rank 0 judges the job by them: a rank that is not heard of, one that has ended, a step that
-makes no progress. Its verdict ends the job on every rank, with a line that names rank, host, step
-and cause. A rank that does not hear of rank 0 ends by itself.
+A thread of each rank exchanges heartbeats with rank 0 over a separate TCP connection. Rank 0 judges
+the job by these heartbeats: a silent rank, a rank that has ended, or a step without progress. Its
+verdict ends the job on every rank, with a line that names rank, host, step and cause. A rank that
+receives no heartbeats from rank 0 ends without a verdict from it.
 
-A rank that goes on and holds up the others is named, once.
+A rank that works but slows down the others is reported once per slow period.
 
-What is decided is pure: `activity` (how long a rank may do what), `watch` (the verdict, and who
-is slow), `stop_barrier` (after which step all ranks stop together, when one is asked to). What
-carries it out: `links` (the connections), `activity_tracker` (what this rank does) and `thread`
-(which also says how a rank leaves).
+The decisions are pure functions and classes: `activity` (time limits of activities), `watch`
+(verdicts and stragglers) and `stop_barrier` (the last step before all ranks stop together). They are
+carried out by `links` (connections), `activity_tracker` (activity of this rank) and `thread` (the
+watchdog thread, and how a rank leaves).
 """

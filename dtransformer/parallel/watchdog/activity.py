@@ -1,50 +1,53 @@
-"""Activity of a rank, and how long it may take: pure."""
+"""Activity of a rank and its time limits, without side effects."""
 
 import dataclasses
 from collections.abc import Sequence
 
-# How many times `stall_seconds` an activity may take.
+# Time limit of each activity, as a multiple of `stall_seconds`.
 _PATIENCE = {
-    "step": 1,  # forward, backward and update
-    "compiling": 10,  # a step whose functions are traced and compiled
-    "validating": 10,  # and predicting
+    "step": 1,  # Forward, backward and update.
+    "compiling": 10,  # A step whose functions are traced and compiled.
+    "validating": 10,  # Also prediction.
     "saving": 10,
-    "callbacks": 10,  # and all else between two steps of `fit`
-    "outside": 10,  # of `fit`: what the program does is not known
+    "callbacks": 10,  # Also everything else between two steps of `fit`.
+    "outside": 10,  # The program runs unknown code outside of `fit`.
 }
 KINDS = tuple(_PATIENCE)
-# Those that end early where the rank does not even compute: then it waits for others.
-_COMPUTES = ("compiling", "validating")
-_FIRST = 40  # times, while the first step compiles: a GPU's driver may take half an hour for it
-_TIMES_THE_LONGEST = 4  # what a step may take of the longest one before it
-# Those in which ranks need no other rank, but where they say that they wait.
-_ALONE = ("outside", "saving")
-_MOST_LETTERS = 200  # of what a rank waits in
+# These activities end early if the process is idle, because it then waits for other ranks.
+_COMPUTING = ("compiling", "validating")
+_FIRST_STEP_PATIENCE = (
+    40  # Multiple for the first step. A GPU driver may need half an hour to compile it.
+)
+_LONGEST_STEP_FACTOR = 4  # Limit of a step as a multiple of the longest previous step.
+# Activities that need no other rank, unless a wait is reported.
+_INDEPENDENT = ("outside", "saving")
+_MAX_WAIT_LENGTH = 200  # Maximum length of the name of a wait in a heartbeat.
 
-_SAYS = {
+_DESCRIPTIONS = {
     "step": "step {step}",
-    "compiling": "step {step}, which is compiled",
+    "compiling": "step {step} (compiling)",
     "validating": "validation or prediction after step {step}",
     "saving": "saving after step {step}",
     "callbacks": "callbacks after step {step}",
-    "outside": "no fit, after step {step}",
+    "outside": "code outside of fit, after step {step}",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a rank does, as its heartbeat tells.
+    """Current activity of a rank, as reported in its heartbeat.
 
     Args:
-        kind: one of `KINDS`.
-        step: number of the step that it is in, or was in last.
-        seconds: for how long it has done that.
-        idle_seconds: for how long the process has hardly computed.
-        longest: seconds of the longest step so far that was not compiled.
-        own_seconds: what this rank took of late between two steps, for data and callbacks.
-        waits_in: the collective that it waits in meanwhile, and for whom; "" where it does not.
-        waited: for how long it has waited there.
-        is_guess: whether it may be something else: a function of TensorFlow that computes nothing.
+        kind: String from `KINDS`.
+        step: Integer. Current step, or the last one.
+        seconds: Duration of the activity so far.
+        idle_seconds: Time since the process last used a noticeable amount of CPU time.
+        longest: Duration in seconds of the longest step so far that was not compiled.
+        own_seconds: Recent time in seconds for data and callbacks between two steps of this rank.
+        waits_in: Description of the collective that the rank waits in and of the awaited ranks, or
+            `""` if it does not wait.
+        waited: Duration of the wait in seconds.
+        is_guess: Whether the wait is inferred from a TensorFlow function that uses no CPU time.
     """
 
     kind: str = "outside"
@@ -58,21 +61,24 @@ class Activity:
     is_guess: bool = False
 
     def __str__(self):
-        waits = f", where it waits in {self.waits_in}" * bool(self.waits_in)
-        return _SAYS[self.kind].format(step=self.step) + waits
+        waits = f", waiting in {self.waits_in}" if self.waits_in else ""
+        return _DESCRIPTIONS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:
-        """Return the fields as JSON has them, which make the activity again."""
-        return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MOST_LETTERS]}
+        """Return the fields as a JSON dict for `Activity(**fields)`."""
+        return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MAX_WAIT_LENGTH]}
 
 
 def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
-    """Return whether a rank has done something for longer than it may.
+    """Return whether a rank has exceeded the time limit of its activity.
+
+    Waits are limited to `stall_seconds`, other activities to a multiple of it. The limit is at
+    least four times the longest previous step.
 
     Args:
-        activity: what it does.
-        later: seconds since it told that.
-        stall_seconds: how long a step, or a wait for other ranks, may take.
+        activity: Last reported `Activity`.
+        later: Seconds since the report.
+        stall_seconds: Time limit in seconds of a step, or of a wait for other ranks.
 
     Example:
 
@@ -82,28 +88,33 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
     seconds = activity.seconds + later
     limit = stall_seconds * _PATIENCE[activity.kind]
     if activity.waits_in:
-        seconds, limit = activity.waited + later, stall_seconds
-    elif activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
+        seconds = activity.waited + later
+        limit = stall_seconds
+    elif activity.kind in _COMPUTING and activity.idle_seconds + later > stall_seconds:
         limit = stall_seconds
     elif activity.kind == "compiling" and not activity.longest:
-        limit = stall_seconds * _FIRST
-    return seconds > max(limit, _TIMES_THE_LONGEST * activity.longest)
+        limit = stall_seconds * _FIRST_STEP_PATIENCE
+    return seconds > max(limit, _LONGEST_STEP_FACTOR * activity.longest)
 
 
 def needs_others(activity: Activity) -> bool:
-    """Return whether a rank may be waiting for another one."""
+    """Return whether a rank may be waiting for another one.
+
+    This is the case if it reports a wait that is not a guess, or for all activities except saving
+    and code outside of `fit`.
+    """
     waits = activity.waits_in and not activity.is_guess
-    return bool(waits) or activity.kind not in _ALONE
+    return bool(waits) or activity.kind not in _INDEPENDENT
 
 
-def say_ranks(ranks: Sequence[int]) -> str:
-    """Return a text of a few ranks.
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return a description of at most eight ranks.
 
     Example:
 
-    >>> say_ranks([3]), say_ranks([0, 2])
+    >>> describe_ranks([3]), describe_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}" + ", …" * (
-        len(ranks) > 8
-    )
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    ellipsis = ", …" if len(ranks) > 8 else ""
+    return f"{noun} {', '.join(map(str, ranks[:8]))}{ellipsis}"

@@ -1,4 +1,4 @@
-"""Activity tracker: what this rank does, as the library's own code says it."""
+"""Activity tracker: records the activity of this rank as reported by the library's code."""
 
 import collections
 import contextlib
@@ -9,34 +9,39 @@ import time
 from collections.abc import Iterator, Sequence
 
 from dtransformer import _compat
-from dtransformer.parallel.watchdog.activity import Activity, say_ranks
+from dtransformer.parallel.watchdog.activity import Activity, describe_ranks
 
-_COMPUTES = 0.03  # of a core: a process that takes less waits for others
-_SECONDS_TO_GUESS = 5.0
-_WITHOUT_GUESS = ("saving", "step")  # a disk takes no cores, and a step has a time of its own
-_OF_THE_PROGRAM = ("outside", "callbacks")
-_STEPS = 7  # of which the middle one tells how long a rank takes between two of them
+_MIN_CPU_FRACTION = 0.03  # Fraction of a core. A process below it is idle.
+_MIN_GUESS_SECONDS = 5.0
+_NEVER_GUESSED = ("saving", "step")  # Disks use no cores, and steps have a separate limit.
+_USER_ACTIVITIES = ("outside", "callbacks")
+_NUM_INTERVALS = 7  # Number of steps of the median time between two steps.
 
 
 class ActivityTracker:
-    """Knows the activity of the thread that trains. `job.doing` tells it."""
+    """Tracker for the activity of the training thread. `job.doing` updates it."""
 
     def __init__(self):
-        self._begin = time.monotonic()
-        self._kind, self._step, self._longest = "outside", 0, 0.0
-        self._polling = set()  # a file for each thread that asks all the time what there is to do
-        self._cpu_at = self._begin, self._computed()
-        self._last_computed = self._begin
-        self._own_seconds = collections.deque(maxlen=_STEPS)
-        self._waits = {}  # number of a thread -> (since when, in what)
-        self._has_own_functions = False  # of the program, with collectives
-        self._call = (None, self._begin)  # of a function of TensorFlow, and since when
+        self._start = time.monotonic()
+        self._kind = "outside"
+        self._step = 0
+        self._longest = 0.0
+        self._polling = set()  # Files in /proc of threads that poll for work.
+        self._last_cpu_sample = self._start, self._cpu_seconds()
+        self._last_computed = self._start
+        self._own_seconds = collections.deque(maxlen=_NUM_INTERVALS)
+        self._waits = {}  # Maps a thread id to the start time and the description of its wait.
+        self._has_user_collectives = False  # Whether the user's functions contain collectives.
+        self._call = (
+            None,
+            self._start,
+        )  # Current call of a TensorFlow function and its start time.
 
     @contextlib.contextmanager
     def polling_threads(self) -> Iterator[None]:
-        """Say that threads which the `with` block starts compute nothing of this rank's own.
+        """Exclude threads that start in the `with` block from the CPU time of this rank.
 
-        Horovod's asks every millisecond what there is to send: that takes 6 to 25 % of a core.
+        Horovod's thread polls for work every millisecond, which takes 6 to 25 % of a core.
         """
         before = _threads()
         yield
@@ -44,14 +49,14 @@ class ActivityTracker:
 
     @contextlib.contextmanager
     def doing(self, kind: str, step: int | None = None) -> Iterator[None]:
-        """Say that the `with` block does something; within it another one may be said.
+        """Record the activity of the `with` block. Blocks can be nested.
 
         Args:
-            kind: one of `activity.KINDS`.
-            step: number of the step; the last one by default.
+            kind: String from `activity.KINDS`.
+            step: Integer. Current step. Defaults to the last one.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield  # a thread that writes a checkpoint: others wait for it, or not
+            yield  # Other ranks may or may not wait for a thread that writes a checkpoint.
             return
         outer = self._kind
         self._enter(kind)
@@ -59,60 +64,65 @@ class ActivityTracker:
         try:
             yield
             if self._kind == "step":
-                self._longest = max(self._longest, time.monotonic() - self._begin)
+                self._longest = max(self._longest, time.monotonic() - self._start)
         finally:
             self._enter(outer)
 
     def _enter(self, kind):
-        self._kind, self._begin = kind, time.monotonic()
+        self._kind = kind
+        self._start = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, collective: str, others: Sequence[int]) -> Iterator[None]:
-        """Say that the `with` block waits for other ranks, in any thread.
+        """Record that the `with` block waits for other ranks, in any thread.
 
         Args:
-            collective: in what. Of waits within each other the outer one counts.
-            others: for whom.
+            collective: Description of the collective. Nested waits keep the outer one.
+            others: Sequence of the awaited ranks.
         """
         thread = threading.get_ident()
         if thread in self._waits:
             yield
             return
-        self._waits[thread] = time.monotonic(), f"{collective} for {say_ranks(others)}"
+        self._waits[thread] = time.monotonic(), f"{collective} for {describe_ranks(others)}"
         try:
             yield
         finally:
             del self._waits[thread]
             if thread == threading.main_thread().ident and self._kind != "step":
-                self._begin = time.monotonic()  # the others have answered: it goes on
+                self._start = (
+                    time.monotonic()
+                )  # The other ranks have answered, so the activity starts again.
 
     def compiles(self) -> None:
-        """Say that the step which is under way is traced and compiled."""
+        """Record that the current step is being traced and compiled."""
         if self._kind == "step":
             self._kind = "compiling"
 
     def traces_collective(self) -> None:
-        """Say that the function which is traced has a collective."""
-        if threading.get_ident() not in self._waits:  # else it is this library's, and watched
-            self._has_own_functions |= self._kind in _OF_THE_PROGRAM
+        """Record that the function being traced contains a collective."""
+        if (
+            threading.get_ident() not in self._waits
+        ):  # The library's functions run within a recorded wait.
+            self._has_user_collectives |= self._kind in _USER_ACTIVITIES
 
     def computed_for(self, seconds: float) -> None:
-        """Say how long this rank has taken from a step's end to the next one's batch."""
+        """Record the time in seconds between the end of a step and the next batch on this rank."""
         self._own_seconds.append(seconds)
 
     def activity(self) -> Activity:
-        """Return what this rank does now. To be called about every second."""
+        """Return the current activity of this rank. Call it about every second."""
         now = time.monotonic()
-        before, cpu_before = self._cpu_at
+        before, cpu_before = self._last_cpu_sample
         if now - before >= 0.5:
-            self._cpu_at = now, self._computed()
-            if self._cpu_at[1] - cpu_before >= _COMPUTES * (now - before):
+            self._last_cpu_sample = now, self._cpu_seconds()
+            if self._last_cpu_sample[1] - cpu_before >= _MIN_CPU_FRACTION * (now - before):
                 self._last_computed = now
-        since, collective, is_guess = self._wait(now)
+        since, collective, is_guess = self._find_wait(now)
         return Activity(
             self._kind,
             self._step,
-            now - self._begin,
+            now - self._start,
             now - self._last_computed,
             self._longest,
             statistics.median(self._own_seconds.copy() or [0.0]),
@@ -121,38 +131,41 @@ class ActivityTracker:
             is_guess,
         )
 
-    def _computed(self):
-        """Return the seconds that this process has computed, without what asks and watches."""
-        return time.process_time() - time.thread_time() - sum(map(_seconds, self._polling))
+    def _cpu_seconds(self):
+        """Return the CPU seconds of this process without polling threads and the calling thread."""
+        return (
+            time.process_time() - time.thread_time() - sum(map(_thread_cpu_seconds, self._polling))
+        )
 
-    def _wait(self, now):
-        """Return since when this rank waits, in what, and whether that is a guess."""
-        main, waits = threading.main_thread().ident, self._waits.copy()
+    def _find_wait(self, now):
+        """Return the start time of this rank's wait, its description, and whether it is a guess."""
+        main = threading.main_thread().ident
+        waits = self._waits.copy()
         if main in waits:
             return (*waits[main], False)
-        if self._kind == "saving" and waits:  # for a thread that writes
+        if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.
             since, collective = min(waits.values())
-            return max(since, self._begin), collective, False
+            return max(since, self._start), collective, False
         call = _compat.call_of_function(main)
         if call != self._call[0]:
             self._call = call, now
-        # A function in which nothing is computed may wait in a collective that it has.
+        # A function that uses no CPU time may be waiting in one of its collectives.
         since = max(self._call[1], self._last_computed)
-        is_known = self._kind not in _OF_THE_PROGRAM or self._has_own_functions
-        may_wait = call is not None and is_known and self._kind not in _WITHOUT_GUESS
-        if not may_wait or now - since < _SECONDS_TO_GUESS:
+        is_known = self._kind not in _USER_ACTIVITIES or self._has_user_collectives
+        may_wait = call is not None and is_known and self._kind not in _NEVER_GUESSED
+        if not may_wait or now - since < _MIN_GUESS_SECONDS:
             return now, "", False
-        return since, f"a function of TensorFlow ({call[1]})", True
+        return since, f"a TensorFlow function ({call[1]})", True
 
 
 def _threads():
-    """Return for each of this process' threads its file of scheduling figures (proc(5)), on Linux."""
+    """Return the scheduling statistics files (see proc(5)) of this process' threads."""
     return set(pathlib.Path("/proc/self/task").glob("*/schedstat"))
 
 
-def _seconds(schedstat):
-    """Return the seconds that a thread has computed."""
+def _thread_cpu_seconds(schedstat):
+    """Return the CPU seconds of a thread."""
     try:
         return int(schedstat.read_text().split()[0]) / 1e9
-    except OSError:  # it has ended
+    except OSError:  # The thread has ended.
         return 0.0

@@ -1,9 +1,9 @@
-"""Stop barrier: ranks stop together after a step that all agree on.
+"""Stop barrier: ranks stop together after an agreed step.
 
-When a rank is asked to stop, rank 0 asks all to hold. From then on a rank waits at its next gate,
-and answers how many it has passed; no rank can have passed more than one beyond another. The
-greatest of the answers is the last gate that is passed, which all are told. There are gates for
-each purpose: to leave the job, and to end a `fit`.
+When a rank is asked to stop, rank 0 asks all ranks to hold. From then on each rank waits at its
+next gate and answers with the number of gates that it has passed. These counts differ by at most
+one. The maximum is the last gate to pass, and rank 0 sends it to all ranks. Each purpose, leaving
+the job or ending a `fit`, has separate gates.
 """
 
 import itertools
@@ -12,62 +12,78 @@ from collections.abc import Iterable
 
 
 class StopBarrier:
-    """The gates of this rank; the main thread passes them, another one holds and opens them."""
+    """Gates of this rank for one purpose.
+
+    The main thread passes the gates, and the watchdog thread holds and opens them.
+    """
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._passed, self._last, self._holds = 0, None, False
+        self._passed = 0
+        self._last = None
+        self._is_holding = False
 
     def hold(self) -> int:
-        """Let no gate be passed for now; return how many have been."""
+        """Block the gates for now and return the number of gates passed so far."""
         with self._changed:
-            self._holds = True
+            self._is_holding = True
             return self._passed
 
     def open_until(self, last: int) -> None:
-        """Let gates be passed up to one, and none after."""
+        """Open the gates up to the count `last` and block the ones after it."""
         with self._changed:
             self._last = last
             self._changed.notify_all()
 
     def passes(self) -> bool:
-        """Return whether this rank goes on, once that is known."""
+        """Wait at the gate and return whether this rank continues."""
         with self._changed:
-            while self._holds and self._last is None:
-                self._changed.wait(1.0)  # so that signals are seen
-            if self._holds and self._passed >= self._last:
+            while self._is_holding and self._last is None:
+                self._changed.wait(1.0)  # The timeout lets Python handle signals.
+            if self._is_holding and self._passed >= self._last:
                 return False
             self._passed += 1
             return True
 
 
 class StopBarriers:
-    """The `StopBarrier` of this rank for each purpose, a str."""
+    """`StopBarrier` objects of this rank by purpose, a string."""
 
     def __init__(self):
-        self._gates, self._numbers = {}, itertools.count()
+        self._gates = {}
+        self._counter = itertools.count()
 
     def new_purpose(self) -> str:
-        """Return a purpose that is new, the same on ranks that call alike."""
-        return f"number {next(self._numbers)}"
+        """Return a new purpose, identical on ranks that make the same calls."""
+        return f"number {next(self._counter)}"
 
     def __getitem__(self, purpose: str) -> StopBarrier:
-        return self._gates.setdefault(purpose, StopBarrier())  # a signal's handler calls it, too
+        return self._gates.setdefault(
+            purpose, StopBarrier()
+        )  # `setdefault` is safe in signal handlers, which also call this.
 
 
 class Agreement:
-    """Rank 0's part: asks all ranks to hold, and tells the last gate.
+    """Agreement on the last gate, computed by rank 0.
 
     Args:
-        ranks: the ranks of the job.
+        ranks: Iterable of the ranks of the job.
     """
 
     def __init__(self, ranks: Iterable[int]):
-        self._missing, self._greatest = set(ranks), 0
+        self._missing = set(ranks)
+        self._max_passed = 0
         self.is_asked = self.is_settled = False
 
     def answer(self, rank: int, passed: int | None) -> int | None:
-        """Take a rank's answer, None where it has left; return the last gate once it is known.
+        """Record a rank's answer and return the last gate once all ranks have answered.
+
+        Args:
+            rank: Integer. The rank that answers.
+            passed: Number of gates passed, or `None` if the rank has left.
+
+        Returns:
+            The maximum number of passed gates with the last missing answer, and otherwise `None`.
 
         Example:
 
@@ -77,8 +93,8 @@ class Agreement:
         7
         """
         self._missing.discard(rank)
-        self._greatest = max(self._greatest, passed or 0)
+        self._max_passed = max(self._max_passed, passed or 0)
         if self._missing or self.is_settled:
             return None
         self.is_settled = True
-        return self._greatest
+        return self._max_passed

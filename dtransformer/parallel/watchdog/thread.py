@@ -1,6 +1,6 @@
-"""The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in.
+"""The watchdog thread: exchanges heartbeats and ends this rank after a verdict.
 
-A rank that cannot go on writes the stacks of its threads, says its last words, and leaves.
+Before it ends the process, it writes the stacks of all threads and prints the cause.
 """
 
 import collections
@@ -20,26 +20,26 @@ from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.links import End
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
-from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
+from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, describe_verdict
 
-_BEAT = 1.0  # seconds
-_FOR_OTHERS = 2.0  # seconds that a rank waits with its end, so that others have the verdict
-_FOR_THE_FAILED = 5.0  # and so that the one which failed tells it itself
+_HEARTBEAT_SECONDS = 1.0  # Seconds between two heartbeats.
+_VERDICT_DELAY = 2.0  # Seconds before this rank exits, so that the others receive the verdict.
+_FAILED_RANK_DELAY = 5.0  # Seconds for a failed rank to print an error.
 
 
-_SECONDS_TO_WRITE = 3.0  # after which a standard error that nobody reads is given up
-_AT_ONCE = 0.01
+_SECONDS_TO_WRITE = 3.0  # Time limit for writes to a standard error that nobody reads.
+_MIN_DELAY = 0.01
 
 
 def write_stacks(rank: int, message: str) -> str:
-    """Write where all threads are to a new file that only this user can read.
+    """Write the stacks of all threads to a new file that only this user can read.
 
     Args:
-        rank: this rank.
-        message: the verdict, for its first line.
+        rank: Integer. This rank.
+        message: String. The verdict, written to the first line.
 
     Returns:
-        The file's path; or why there is none.
+        The path of the file, or the reason why it was not written.
     """
     try:
         handle, path = tempfile.mkstemp(f"-rank-{rank}.stacks", "dtransformer-")
@@ -51,57 +51,58 @@ def write_stacks(rank: int, message: str) -> str:
     return path
 
 
-def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
-    """Return the line that a rank ends with.
+def final_message(message: str, rank: int, host: str, activity: Activity, stacks: str) -> str:
+    """Return the line that a rank prints before it ends.
 
     Args:
-        message: the verdict, as `watch.say` has it.
-        rank, host: this rank, and its host.
-        own: what it did.
-        stacks: the file with its stacks.
+        message: String. Result of `watch.describe_verdict`.
+        rank: Integer. This rank.
+        host: String. Host of this rank.
+        activity: `Activity` of this rank.
+        stacks: String. Result of `write_stacks`.
     """
-    text = f"rank {rank} on host {host} was in {own}"
+    text = f"rank {rank} on host {host} was in {activity}"
     return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
 
 
-def leave(words: str, seconds: float) -> None:
-    """Print a line and end this process, whatever its other threads are doing and hold.
+def leave(line: str, seconds: float) -> None:
+    """Print a line and end this process with code 1, even if other threads block.
 
     Args:
-        words: the line.
-        seconds: to wait in between, so that the other ranks can say theirs.
+        line: String. The line.
+        seconds: Time to wait before the exit, so that the other ranks can print their lines.
     """
-    _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # whatever comes
-    _within(_SECONDS_TO_WRITE, lambda: os.write(2, f"{words}\n".encode()))
-    _within(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
-    _exit_in(max(seconds, _AT_ONCE))
+    _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # Exit even if the writes below block.
+    _run_with_timeout(_SECONDS_TO_WRITE, lambda: os.write(2, f"{line}\n".encode()))
+    _run_with_timeout(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    _exit_in(max(seconds, _MIN_DELAY))
 
 
-def end_unless_again(seconds: float) -> None:
-    """End this process after some seconds, unless this is called again before.
+def schedule_exit(seconds: float) -> None:
+    """End this process after some seconds, unless this function is called again before.
 
-    This needs nothing of Python: where the main thread waits in C++ and holds the interpreter's
-    lock, no other thread of Python runs. All stacks are printed on standard error.
+    The timer needs no Python thread. It works even if the main thread waits in C++ and keeps the
+    interpreter lock. It prints all stacks on standard error.
     """
     with contextlib.suppress(
         ValueError, OSError, AttributeError
-    ):  # of a standard error that is none
+    ):  # Standard error may be missing or invalid.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-def go_on() -> None:
-    """Take back `end_unless_again`."""
+def cancel_exit() -> None:
+    """Cancel the timer of `schedule_exit`."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def _exit_in(seconds):
-    """End this process with code 1, from a thread that needs nothing of Python."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # the stacks are written already
+    """End this process with code 1 after some seconds, without the help of Python threads."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # The stacks are already in the file.
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
-def _within(seconds: float, action: Callable) -> None:
-    """Do something that may block, and wait for it at most so long."""
+def _run_with_timeout(seconds: float, action: Callable) -> None:
+    """Run an action that may block in a thread, and wait for it for at most `seconds`."""
 
     def run():
         with contextlib.suppress(Exception):
@@ -113,16 +114,17 @@ def _within(seconds: float, action: Callable) -> None:
 
 
 class Watchdog:
-    """Watches over the job, in a thread of its own.
+    """Thread that monitors the job.
 
     Args:
-        rank: this rank.
-        hosts: the names of all ranks' hosts.
-        link: this rank's end of the connections.
-        stall_seconds: how long a step may take.
-        recorder: what this rank does.
-        gates: where it stops when a rank is asked to.
-        end: ends this process; a function of the line and of seconds to wait.
+        rank: Integer. This rank.
+        hosts: Sequence of host names, one per rank.
+        link: `End` of this rank: a `Hub` on rank 0, a `Member` elsewhere.
+        stall_seconds: Time limit in seconds of a step.
+        recorder: `ActivityTracker` of this rank.
+        gates: `StopBarriers` of this rank.
+        end: Function that ends this process, called with the last line and the seconds to wait.
+            Defaults to `leave`.
     """
 
     def __init__(
@@ -135,162 +137,172 @@ class Watchdog:
         gates: StopBarriers,
         end: Callable[[str, float], None] = leave,
     ):
-        faulthandler.enable(2)  # who crashes outside of Python tells where
-        self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
-        self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
-        everyone = range(len(hosts))
-        self._watch = Watch(everyone if rank == 0 else [0], stall_seconds, time.monotonic())
-        self._present, self._stragglers = set(everyone), Stragglers()
+        faulthandler.enable(2)  # Print the stacks if the process crashes outside of Python.
+        self.rank = rank
+        self.hosts = hosts
+        self.stall_seconds = stall_seconds
+        self._link = link
+        self._recorder = recorder
+        self._gates = gates
+        self._end = end
+        ranks = range(len(hosts))
+        self._watch = Watch(ranks if rank == 0 else [0], stall_seconds, time.monotonic())
+        self._present = set(ranks)
+        self._stragglers = Stragglers()
         self._agreements = collections.defaultdict(lambda: Agreement(self._present))
-        self._ask, self._asked = socket.socketpair()
-        self._asked.setblocking(False)
-        self._link.selector.register(self._asked, selectors.EVENT_READ)
-        self._wishes = []  # of the main thread: what to send
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._link.selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._requests = []  # Values that the main thread wants to send.
         self._is_leaving = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="dtransformer-watchdog", daemon=True)
         self._thread.start()
 
-    # Called by the main thread.
+    # The main thread calls the following methods.
 
     def ask_to_stop(self, purpose: str) -> None:
-        """Let all ranks stop at the same gate. From a signal's handler, too."""
-        self._wish({"stop": purpose})
+        """Ask all ranks to stop at the same gate. Signal handlers may call this."""
+        self._request({"stop": purpose})
 
     def leave(self, error: str | None = None) -> None:
-        """Say farewell to the other ranks, with the error that ends this one."""
-        self._wish({"left": True, "error": error})
-        self._thread.join(2 * _BEAT)
+        """Announce to the other ranks that this rank leaves, with the error that ends it."""
+        self._request({"left": True, "error": error})
+        self._thread.join(2 * _HEARTBEAT_SECONDS)
 
-    def _wish(self, value):
-        self._wishes.append(value)
+    def _request(self, value):
+        self._requests.append(value)
         with contextlib.suppress(OSError):
-            self._ask.send(b".")
+            self._wake_sender.send(b".")
 
-    # The thread.
+    # The methods below run in the watchdog thread.
 
     def _run(self):
         try:
             self._watch_until_left()
-        except Exception as error:  # of this code: no reason to end a job that goes on
+        except Exception as error:  # An error in the watchdog is no reason to end a job that works.
             with contextlib.suppress(Exception):
-                print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
-                self._carry_out({"left": True, "error": None})
+                print(f"dtransformer: The watchdog failed: {error!r}.", file=sys.stderr)
+                self._handle_request({"left": True, "error": None})
         if self._end is leave and not self._has_ended:
-            go_on()
+            cancel_exit()
         self._link.close()
 
     def _watch_until_left(self):
-        next_beat, is_process = 0.0, self._end is leave  # and no test
+        # False in tests, which replace `end`.
+        next_beat = 0.0
+        is_process = self._end is leave
         while not self._is_leaving:
             now = time.monotonic()
             if now >= next_beat:
                 if is_process:
-                    end_unless_again(self.stall_seconds)
-                self._beat(now)
-                next_beat = now + _BEAT
-            for rank, said in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
-                self._hear(rank, said)
+                    schedule_exit(self.stall_seconds)
+                self._send_heartbeat(now)
+                next_beat = now + _HEARTBEAT_SECONDS
+            for rank, message in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
+                self._handle_message(rank, message)
             with contextlib.suppress(BlockingIOError):
-                self._asked.recv(4096)
-            while self._wishes:
-                self._carry_out(self._wishes.pop(0))
+                self._wake_receiver.recv(4096)
+            while self._requests:
+                self._handle_request(self._requests.pop(0))
 
-    def _beat(self, now):
+    def _send_heartbeat(self, now):
         activity = self._recorder.activity()
         if self.rank == 0:
             self._watch.heard(0, now, activity)
         verdict = self._watch.verdict(now)
         if verdict is not None:
-            self._carry_out_verdict(verdict)
+            self._execute_verdict(verdict)
             return
         if self.rank == 0:
-            self._tell_straggler()
-        self._to_others({"beat": activity.as_json()})
+            self._report_straggler()
+        self._send_to_others({"beat": activity.as_json()})
 
-    def _tell_straggler(self):
-        slow = self._stragglers.look(self._watch.own_seconds())
+    def _report_straggler(self):
+        slow = self._stragglers.check(self._watch.own_seconds())
         if slow is not None:
             rank, own, others = slow
             print(
-                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: between two "
-                f"steps, for data and callbacks, it takes {own:.3f} s, and the others {others:.3f} s",
+                f"dtransformer: rank {rank} on host {self.hosts[rank]} slows down the job: data "
+                f"and callbacks take {own:.3f} s between two steps, compared with {others:.3f} s "
+                "on the other ranks.",
                 file=sys.stderr,
             )
 
-    def _hear(self, rank, said):
-        if said is None:
+    def _handle_message(self, rank, message):
+        if message is None:
             self._watch.lost(rank, self._recorder.activity().step)
-            self._answer_nothing(rank)
-            self._beat(time.monotonic())
+            self._record_absence(rank)
+            self._send_heartbeat(time.monotonic())
             return
         self._watch.heard(rank, time.monotonic())
-        if "beat" in said:
-            self._watch.heard(rank, time.monotonic(), Activity(**said["beat"]))
-        if "left" in said:
-            self._watch.left(rank, said["error"])
-            self._answer_nothing(rank)
-        if "verdict" in said:
-            verdict = said["verdict"]
-            self._carry_out_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
-        if "stop" in said:
-            self._begin_stop(said["stop"])
-        if "hold" in said:
-            purpose = said["hold"]
+        if "beat" in message:
+            self._watch.heard(rank, time.monotonic(), Activity(**message["beat"]))
+        if "left" in message:
+            self._watch.left(rank, message["error"])
+            self._record_absence(rank)
+        if "verdict" in message:
+            verdict = message["verdict"]
+            self._execute_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
+        if "stop" in message:
+            self._start_stop(message["stop"])
+        if "hold" in message:
+            purpose = message["hold"]
             self._link.send(0, {"passed": [purpose, self._gates[purpose].hold()]})
-        if "passed" in said:
-            self._answer(rank, *said["passed"])
-        if "last_gate" in said:
-            purpose, last = said["last_gate"]
+        if "passed" in message:
+            self._answer(rank, *message["passed"])
+        if "last_gate" in message:
+            purpose, last = message["last_gate"]
             self._gates[purpose].open_until(last)
 
-    def _carry_out(self, wish):
-        if "stop" in wish:
+    def _handle_request(self, request):
+        if "stop" in request:
             if self.rank == 0:
-                self._begin_stop(wish["stop"])
+                self._start_stop(request["stop"])
             else:
-                self._link.send(0, wish)
+                self._link.send(0, request)
             return
-        self._to_others({"beat": self._recorder.activity().as_json(), **wish})
+        self._send_to_others({"beat": self._recorder.activity().as_json(), **request})
         self._is_leaving = True
 
-    def _begin_stop(self, purpose):
+    def _start_stop(self, purpose):
         if not self._agreements[purpose].is_asked:
             self._agreements[purpose].is_asked = True
-            self._to_others({"hold": purpose})
+            self._send_to_others({"hold": purpose})
             self._answer(0, purpose, self._gates[purpose].hold())
 
     def _answer(self, rank, purpose, passed):
         last = self._agreements[purpose].answer(rank, passed)
         if last is not None and self._agreements[purpose].is_asked:
-            self._to_others({"last_gate": [purpose, last]})
+            self._send_to_others({"last_gate": [purpose, last]})
             self._gates[purpose].open_until(last)
 
-    def _answer_nothing(self, rank):
-        """Know that a rank passes no gate any more."""
+    def _record_absence(self, rank):
+        """Record that a rank passes no more gates."""
         self._present.discard(rank)
         for purpose in list(self._agreements):
             self._answer(rank, purpose, None)
 
-    def _to_others(self, value):
+    def _send_to_others(self, value):
         for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
             self._link.send(rank, value)
 
-    def _carry_out_verdict(self, verdict):
-        """Tell the others, and end this process."""
+    def _execute_verdict(self, verdict):
+        """Send the verdict to the other ranks and end this process."""
         if self._is_leaving:
             return
         if self.rank == 0:
-            self._to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
-        if verdict.waits:  # it tells of it itself, and horovodrun of it
-            end = time.monotonic() + _FOR_THE_FAILED
-            while time.monotonic() < end and not self._wishes:
+            self._send_to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
+        if verdict.waits:  # Give the failed rank and horovodrun time to report the error.
+            end = time.monotonic() + _FAILED_RANK_DELAY
+            while time.monotonic() < end and not self._requests:
                 time.sleep(0.1)
-            if self._wishes:
+            if self._requests:
                 self._is_leaving = True
                 return
-        message, own = say(verdict, self.hosts), self._recorder.activity()
+        message = describe_verdict(verdict, self.hosts)
+        activity = self._recorder.activity()
         stacks = write_stacks(self.rank, message)
-        words = last_words(message, self.rank, self.hosts[self.rank], own, stacks)
+        line = final_message(message, self.rank, self.hosts[self.rank], activity, stacks)
         self._has_ended = True
-        self._end(words, _FOR_OTHERS)
-        self._is_leaving = True  # where a test's `end` returns
+        self._end(line, _VERDICT_DELAY)
+        self._is_leaving = True  # Only reached in tests, where `end` returns.

@@ -1,26 +1,32 @@
-"""The verdict on a job, by what is heard of its ranks: pure, times are given."""
+"""Verdict on a job from the heartbeats of its ranks.
+
+Callers pass all times, so tests need no clock.
+"""
 
 import collections
 import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
+from dtransformer.parallel.watchdog.activity import Activity, describe_ranks, is_over, needs_others
 
-_LATE = 5.0  # seconds without a look, after which this process itself was stopped
-SILENT_SHARE = 0.5  # of `stall_seconds`: a rank that is not heard of for so long has failed
-_MOST_TOLD = 4  # different things that ranks do
-_AT_ONCE = 0.8  # of that time: ranks that are silent for so long have the same cause
+_MAX_CHECK_INTERVAL = 5.0  # Seconds between two checks, above which this process was suspended.
+SILENT_FRACTION = 0.5  # A rank has failed if it is silent for this fraction of `stall_seconds`.
+_MAX_GROUPS = 4  # Maximum number of different activities in a verdict.
+_SIMULTANEOUS_FRACTION = (
+    0.8  # Fraction of that limit. Ranks that are silent for longer have the same cause.
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why a job ends.
+    """Reason why a job ends.
 
     Args:
-        ranks: the ranks at fault; empty where it is not known.
-        cause: what they have done, a clause without the ranks.
-        waits: whether they tell of it themselves, so that others give them a moment for it.
+        ranks: Tuple of the ranks at fault. Empty if unknown.
+        cause: Clause that describes the failure, without the ranks.
+        waits: Whether the ranks at fault report the error themselves. The other ranks then wait a
+            moment before they end.
     """
 
     ranks: tuple[int, ...]
@@ -29,8 +35,8 @@ class Verdict:
 
 
 @dataclasses.dataclass
-class _Heard:
-    """What is known of a rank."""
+class _Heartbeat:
+    """Last heartbeat of a rank."""
 
     at: float
     activity: Activity = Activity()
@@ -38,95 +44,104 @@ class _Heard:
 
 
 class Watch:
-    """Watches over ranks, and gives a verdict when one has failed or nothing goes on.
+    """Monitor of ranks that gives a verdict when one fails or the job stalls.
 
     Args:
-        ranks: the ranks that are watched. Stalls are judged where they are several, which is
-            on rank 0 only.
-        stall_seconds: how long a step may take.
-        now: seconds.
+        ranks: Iterable of the monitored ranks. Stalls are only detected with several ranks, which
+            is the case on rank 0.
+        stall_seconds: Time limit in seconds of a step.
+        now: Current time in seconds.
     """
 
     def __init__(self, ranks: Iterable[int], stall_seconds: float, now: float):
-        self._ranks = {rank: _Heard(now) for rank in ranks}
-        self._stall_seconds, self._looked = stall_seconds, now
+        self._ranks = {rank: _Heartbeat(now) for rank in ranks}
+        self._stall_seconds = stall_seconds
+        self._last_check = now
         self._verdict = None
 
     def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
-        """Know that a rank lives, and what it does."""
+        """Record a heartbeat of a rank, and its activity unless `None`."""
         self._ranks[rank].at = now
         if activity is not None:
             self._ranks[rank].activity = activity
 
     def left(self, rank: int, error: str | None = None) -> None:
-        """Know that a rank has left the job, in good order or with an error."""
+        """Record that a rank has left the job, normally or with an error."""
         self._ranks[rank].is_left = True
         if error is not None:
             last = self._ranks[rank].activity
-            self._judge(Verdict((rank,), f"failed in {last}: {error}", waits=True))
+            self._set_verdict(Verdict((rank,), f"failed in {last}: {error}", waits=True))
 
     def lost(self, rank: int, step: int = 0) -> None:
-        """Know that a rank's connection is closed, without a farewell.
+        """Record that a rank's connection closed without notice.
 
         Args:
-            rank: it.
-            step: number of the step that this rank is in, which is newer than the last heartbeat.
+            rank: Integer. The lost rank.
+            step: Integer. Current step of this rank. It replaces the lost rank's last reported step
+                if it is newer.
         """
         if not self._ranks[rank].is_left:
             last = self._ranks[rank].activity
             last = Activity("step", step) if step > last.step else last
-            self._judge(Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed"))
+            self._set_verdict(
+                Verdict((rank,), f"ended in {last}: killed, out of memory, or crashed")
+            )
 
     def verdict(self, now: float) -> Verdict | None:
-        """Return why the job has to end; None as long as all is well. To be asked every second."""
-        late, self._looked = now - self._looked > _LATE, now
-        if late:  # nobody could be heard meanwhile
-            for one in self._ranks.values():
-                one.at = now
-        self._judge(self._silent(now))
-        self._judge(self._stalled(now))
+        """Return the verdict if the job must end, and `None` otherwise. Call it every second."""
+        late = now - self._last_check > _MAX_CHECK_INTERVAL
+        self._last_check = now
+        if late:  # This process was suspended and could not receive heartbeats.
+            for heartbeat in self._ranks.values():
+                heartbeat.at = now
+        self._set_verdict(self._find_silent(now))
+        self._set_verdict(self._find_stall(now))
         return self._verdict
 
     def own_seconds(self) -> dict[int, float]:
-        """Return `Activity.own_seconds` of the ranks that are there."""
-        return {rank: one.activity.own_seconds for rank, one in self._present().items()}
+        """Return `Activity.own_seconds` of the ranks that have not left."""
+        return {rank: heartbeat.activity.own_seconds for rank, heartbeat in self._present().items()}
 
-    def _judge(self, verdict):
+    def _set_verdict(self, verdict):
         self._verdict = self._verdict or verdict
 
     def _present(self):
-        return {rank: one for rank, one in self._ranks.items() if not one.is_left}
+        return {rank: heartbeat for rank, heartbeat in self._ranks.items() if not heartbeat.is_left}
 
-    def _silent(self, now):
-        limit = SILENT_SHARE * self._stall_seconds
-        silent = {rank: now - one.at for rank, one in self._present().items()}
+    def _find_silent(self, now):
+        limit = SILENT_FRACTION * self._stall_seconds
+        silent = {rank: now - heartbeat.at for rank, heartbeat in self._present().items()}
         if not silent or max(silent.values()) <= limit:
             return None
-        ranks = tuple(rank for rank, seconds in silent.items() if seconds > _AT_ONCE * limit)
+        ranks = tuple(
+            rank for rank, seconds in silent.items() if seconds > _SIMULTANEOUS_FRACTION * limit
+        )
         last = self._ranks[ranks[0]].activity
         seconds = max(silent.values())
         return Verdict(
             ranks,
-            f"not heard of for {seconds:.0f} s, last in {last}: frozen, or not reached any more",
+            f"no heartbeat for {seconds:.0f} s, last in {last}: frozen or unreachable",
         )
 
-    def _stalled(self, now):
+    def _find_stall(self, now):
         present = self._present()
-        if len(self._ranks) < 2 or not any(needs_others(one.activity) for one in present.values()):
+        if len(self._ranks) < 2 or not any(
+            needs_others(heartbeat.activity) for heartbeat in present.values()
+        ):
             return None
-        for one in present.values():
-            if not is_over(one.activity, now - one.at, self._stall_seconds):
+        for heartbeat in present.values():
+            if not is_over(heartbeat.activity, now - heartbeat.at, self._stall_seconds):
                 return None
-        left = [rank for rank, one in self._ranks.items() if one.is_left]
-        return stalled({rank: one.activity for rank, one in self._ranks.items()}, left)
+        left = [rank for rank, heartbeat in self._ranks.items() if heartbeat.is_left]
+        return stalled({rank: heartbeat.activity for rank, heartbeat in self._ranks.items()}, left)
 
 
 def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdict:
-    """Return the verdict on a job in which no rank goes on: who is behind, and in what.
+    """Return the verdict on a job without progress: the ranks that lag behind, and their activity.
 
     Args:
-        activities: of all ranks.
-        left: the ranks that have left the job, and are waited for.
+        activities: Dict of the `Activity` of each rank.
+        left: Sequence of the ranks that have left the job while others wait for them.
 
     Example:
 
@@ -134,78 +149,99 @@ def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdic
     >>> stalled({0: step, 1: step, 2: Activity("callbacks", 3, seconds=600)}).ranks
     (2,)
     """
-    ranks_of = collections.defaultdict(list)  # what ranks do -> which ones
-    for rank, one in activities.items():
-        ranks_of[str(one)].append(rank)
-    seconds = min(one.waited if one.waits_in else one.seconds for one in activities.values())
-    newest = max(one.step for one in activities.values())
-    behind = list(left) or [rank for rank, one in activities.items() if one.step < newest]
-    if not behind and len(ranks_of) == 1:
-        (same,) = ranks_of
-        return Verdict((), f"no rank went on for {seconds:.0f} s in {same}: their calls differ")
-    if not behind and all(one.waits_in for one in activities.values()):
-        theirs = [f"{say_ranks(some)} in {does}" for does, some in ranks_of.items()]
-        more = "; …" * (len(theirs) > _MOST_TOLD)
+    ranks_by_activity = collections.defaultdict(list)  # Maps each activity to its ranks.
+    for rank, activity in activities.items():
+        ranks_by_activity[str(activity)].append(rank)
+    seconds = min(
+        activity.waited if activity.waits_in else activity.seconds
+        for activity in activities.values()
+    )
+    newest = max(activity.step for activity in activities.values())
+    behind = list(left) or [rank for rank, activity in activities.items() if activity.step < newest]
+    if not behind and len(ranks_by_activity) == 1:
+        (same,) = ranks_by_activity
         return Verdict(
-            (), f"ranks have waited for each other for {seconds:.0f} s, after an error that one of "
-            f"them alone has caught, or a call that not all make: "
-            f"{'; '.join(theirs[:_MOST_TOLD])}{more}",
+            (), f"no rank made progress for {seconds:.0f} s in {same}: their calls differ"
+        )
+    if not behind and all(activity.waits_in for activity in activities.values()):
+        groups = [
+            f"{describe_ranks(ranks)} in {description}"
+            for description, ranks in ranks_by_activity.items()
+        ]
+        ellipsis = "; …" if len(groups) > _MAX_GROUPS else ""
+        return Verdict(
+            (), f"ranks have waited for each other for {seconds:.0f} s, after an error that only "
+            f"one of them caught or a call that only some of them make: "
+            f"{'; '.join(groups[:_MAX_GROUPS])}{ellipsis}",
         )  # fmt: skip
-    if not behind:  # all are in the same step, most of them in the same way
-        usual = max(ranks_of.values(), key=len)
-        behind = [rank for rank in activities if rank not in usual]
-    first, other = activities[behind[0]], next(r for r in activities if r not in behind)
-    does = f"held the job for {seconds:.0f} s in {first}"
+    if not behind:  # All ranks are in the same step, most of them in the same activity.
+        largest_group = max(ranks_by_activity.values(), key=len)
+        behind = [rank for rank in activities if rank not in largest_group]
+    first = activities[behind[0]]
+    waiting_rank = next(r for r in activities if r not in behind)
+    description = f"blocked the job for {seconds:.0f} s in {first}"
     if left:
-        does = "left the job, in which others wait"
-    return Verdict(tuple(behind), f"{does}: rank {other} is in {activities[other]}")
+        description = "left the job while others wait"
+    return Verdict(
+        tuple(behind), f"{description}: rank {waiting_rank} is in {activities[waiting_rank]}"
+    )
 
 
-def say(verdict: Verdict, hosts: Sequence[str]) -> str:
+def describe_verdict(verdict: Verdict, hosts: Sequence[str]) -> str:
     """Return a verdict as a clause that names ranks and hosts.
 
     Example:
 
-    >>> say(Verdict((1, 3), "ended in step 4"), ["a", "b", "a", "b"])
+    >>> describe_verdict(Verdict((1, 3), "ended in step 4"), ["a", "b", "a", "b"])
     'ranks 1, 3 on host b: ended in step 4'
     """
     if not verdict.ranks:
         return verdict.cause
     names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
-    places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
-    return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
+    noun = "hosts" if len(names) > 1 else "host"
+    ellipsis = ", …" if len(names) > 4 else ""
+    places = f"{noun} {', '.join(names[:4])}{ellipsis}"
+    return f"{describe_ranks(verdict.ranks)} on {places}: {verdict.cause}"
 
 
-_TIMES = 1.5  # as long as the others
-_LEAST = 0.01  # seconds more
-_LOOKS = 3  # one after the other, before it is told
+_MIN_RATIO = 1.5  # Minimum ratio to the median of the other ranks.
+_MIN_DIFFERENCE = 0.01  # Minimum difference in seconds.
+_MIN_CHECKS = 3  # Number of consecutive slow checks before a rank is reported.
 
 
 class Stragglers:
-    """Looks at how long each rank takes between two steps, for its data and callbacks."""
+    """Detector of ranks that need much longer than the others for data and callbacks."""
 
     def __init__(self):
-        self._looks = {}
+        self._slow_checks = {}
 
-    def look(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
-        """Look once more; return a rank that is slow, its seconds and the others', the first time.
+    def check(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
+        """Check for a slow rank and report it after three consecutive checks.
+
+        A rank is slow if it takes at least 1.5 times the median of the other ranks.
 
         Args:
-            own_seconds: seconds between two steps by rank; 0 where they are not known.
+            own_seconds: Dict of the seconds between two steps by rank. 0 means unknown.
+
+        Returns:
+            A `(rank, seconds, median of the others)` tuple at the third consecutive check, and
+            otherwise `None`.
 
         Example:
 
         >>> stragglers = Stragglers()
-        >>> [stragglers.look({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
+        >>> [stragglers.check({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
         [None, None, (2, 0.4, 0.2), None]
         """
         if len(own_seconds) < 2 or not all(own_seconds.values()):
             return None
         slowest = max(own_seconds, key=own_seconds.get)
-        own = own_seconds[slowest]
-        others = statistics.median(one for rank, one in own_seconds.items() if rank != slowest)
-        if own < _TIMES * others or own < others + _LEAST:
-            self._looks.clear()
+        seconds = own_seconds[slowest]
+        median = statistics.median(
+            other_seconds for rank, other_seconds in own_seconds.items() if rank != slowest
+        )
+        if seconds < _MIN_RATIO * median or seconds < median + _MIN_DIFFERENCE:
+            self._slow_checks.clear()
             return None
-        self._looks = {slowest: self._looks.get(slowest, 0) + 1}
-        return (slowest, own, others) if self._looks[slowest] == _LOOKS else None
+        self._slow_checks = {slowest: self._slow_checks.get(slowest, 0) + 1}
+        return (slowest, seconds, median) if self._slow_checks[slowest] == _MIN_CHECKS else None

@@ -1,1 +1,1 @@
-"""Storage of weights, and the part of one that a rank has."""
+"""Storage of weights, and the shards that a rank has."""

@@ -1,9 +1,9 @@
-"""Rectangular shards that a rank's local tensor consists of: pure functions.
+"""Rectangular shards that form a rank's local tensor, without side effects.
 
-The bounds of a shard are a tuple with its (start, stop) in each dimension. TensorFlow's
-checkpoints store such shards, and read any rectangle of a tensor, whatever shards it was written
-in. A device of a mesh holds one rectangle. A rank of a sharded optimizer holds a range of a
-flattened rectangle instead, which is a few rectangles that follow each other.
+The bounds of a shard are a tuple of `(start, stop)` for each dimension. TensorFlow's checkpoints
+store rectangular shards and can read any rectangle of a tensor, independent of the stored shards. A
+device of a mesh has one rectangle. A rank of a sharded optimizer has a range of a flattened
+rectangle instead, which consists of a few consecutive rectangles.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ FlatRange = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointShard:
-    """A rectangle of a tensor, and where a rank's local tensor has it.
+    """Rectangle of a tensor and its position in a rank's local tensor.
 
     Args:
-        bounds: where it lies in the full tensor, without padding.
-        local_offset: index of its first element in the flattened local tensor.
-        local_shape: its shape in the local tensor, padding included.
+        bounds: Bounds in the full tensor, without padding.
+        local_offset: Index of the first element in the flattened local tensor.
+        local_shape: Shape in the local tensor, with padding.
     """
 
     bounds: Bounds
@@ -30,24 +30,24 @@ class CheckpointShard:
 
     @property
     def local_range(self) -> slice:
-        """The elements of the flattened local tensor that it takes, padding included."""
+        """Slice of the flattened local tensor, with padding."""
         return slice(self.local_offset, self.local_offset + math.prod(self.local_shape))
 
     @property
     def num_elements(self) -> int:
-        """The number of its elements, without padding."""
+        """Number of elements, without padding."""
         return num_elements(self.bounds)
 
     @property
     def without_padding(self) -> tuple[slice, ...]:
-        """The index that leaves the padding out of an array of the shape `local_shape`."""
+        """Index that removes the padding from an array of shape `local_shape`."""
         return tuple(slice(size) for size in shape_of(self.bounds))
 
 
 def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointShard]:
     """Divide a shard along its first dimension into shards of at most `max_elements`.
 
-    A single row may have more: rows are not divided.
+    Rows are not divided, so a single row may have more.
 
     Example:
 
@@ -58,7 +58,8 @@ def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointSha
     if not shard.local_shape or shard.num_elements <= max_elements:
         return [shard]
     row_size = math.prod(shard.local_shape[1:])
-    step, (first, last) = max(max_elements // row_size, 1), shard.bounds[0]
+    step = max(max_elements // row_size, 1)
+    (first, last) = shard.bounds[0]
     return [
         CheckpointShard(
             ((start, stop), *shard.bounds[1:]),
@@ -73,13 +74,14 @@ def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointSha
 def local_shards(
     shape: Sequence[int], bounds: Bounds, flat_range: FlatRange | None = None
 ) -> list[CheckpointShard]:
-    """Return the shards that a rank's local tensor consists of, in their order.
+    """Return the shards that form a rank's local tensor, in order.
 
     Args:
-        shape: the full tensor's shape without padding; elements beyond it are left out.
-        bounds: the rectangle of the padded tensor that the rank holds.
-        flat_range: (start, stop) in the flattened rectangle, where the rank holds only this
-            range of it; what lies beyond the rectangle's end is padding, and left out.
+        shape: Shape of the full tensor without padding. Elements outside of it are omitted.
+        bounds: Rectangle of the padded tensor that the rank has.
+        flat_range: `(start, stop)` in the flattened rectangle if the rank has only this range.
+            Elements past the end of the rectangle are padding and omitted. `None` means the full
+            rectangle.
 
     Example:
 
@@ -87,26 +89,28 @@ def local_shards(
     [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
     """
     start, stop = flat_range or (0, num_elements(bounds))
-    shards, local_offset = [], 0
+    shards = []
+    local_offset = 0
     for inner in bounds_of_flat_range(shape_of(bounds), start, min(stop, num_elements(bounds))):
-        kept = tuple(
+        clipped = tuple(
             (offset + first, min(offset + last, size))
             for (offset, _), (first, last), size in zip(bounds, inner, shape)
         )
-        if all(first < last for first, last in kept):
-            shards.append(CheckpointShard(kept, local_offset, shape_of(inner)))
+        if all(first < last for first, last in clipped):
+            shards.append(CheckpointShard(clipped, local_offset, shape_of(inner)))
         local_offset += num_elements(inner)
     return shards
 
 
 def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bounds]:
-    """Return the bounds of the rectangles that follow each other in a flattened tensor's range.
+    """Return the bounds of the consecutive rectangles in a range of a flattened tensor.
 
-    There are at most two a dimension: the rest of a row, full rows, the beginning of a row.
+    Each dimension adds at most two: the rest of a row, full rows, and the start of a row.
 
     Args:
-        shape: the tensor's shape.
-        start, stop: the range, in elements of the flattened tensor.
+        shape: Shape of the tensor.
+        start: First element of the range in the flattened tensor.
+        stop: End of the range, exclusive.
 
     Example:
 
@@ -120,13 +124,13 @@ def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bo
     row_size = math.prod(shape[1:])
     first, first_rest = divmod(start, row_size)
     last, last_rest = divmod(stop, row_size)
-    if first == last:  # within one row
+    if first == last:  # The range is within one row.
         return _bounds_in_row(shape, first, first_rest, last_rest)
-    found = _bounds_in_row(shape, first, first_rest, row_size) if first_rest else []
+    bounds = _bounds_in_row(shape, first, first_rest, row_size) if first_rest else []
     first += bool(first_rest)
     if first < last:
-        found.append(((first, last), *((0, size) for size in shape[1:])))
-    return found + (_bounds_in_row(shape, last, 0, last_rest) if last_rest else [])
+        bounds.append(((first, last), *((0, size) for size in shape[1:])))
+    return bounds + (_bounds_in_row(shape, last, 0, last_rest) if last_rest else [])
 
 
 def _bounds_in_row(shape, row, start, stop):
@@ -134,7 +138,7 @@ def _bounds_in_row(shape, row, start, stop):
 
 
 def shape_of(bounds: Bounds) -> tuple[int, ...]:
-    """Return the sizes of a rectangle.
+    """Return the shape of a rectangle.
 
     Example:
 
@@ -150,9 +154,10 @@ def num_elements(bounds: Bounds) -> int:
 
 
 def slice_spec(shape: Sequence[int], bounds: Bounds) -> str:
-    """Return a rectangle as TensorFlow's `SaveV2` and `RestoreV2` take it.
+    """Return a rectangle in the format of TensorFlow's `SaveV2` and `RestoreV2`.
 
-    It is the full tensor's shape, and the offset and size in each dimension; "" is the full tensor.
+    The format has the shape of the full tensor, and the offset and size in each dimension. The full
+    tensor is "".
 
     Example:
 

@@ -1,4 +1,4 @@
-"""A tensor of the training state, of which a rank holds some shards."""
+"""Tensors of the training state and this rank's shards of them."""
 
 import dataclasses
 import math
@@ -26,15 +26,15 @@ _MAX_SHARD_BYTES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor by its name in checkpoints, and what this rank holds of it.
+    """Tensor with a name in checkpoints, and this rank's shards of it.
 
     Args:
-        name: its name in checkpoints.
-        shape: shape of the full tensor, without the padding of a vocabulary.
-        variable: the Keras or TensorFlow variable with this rank's local tensor.
-        shards: the shards that the local tensor consists of.
-        is_saved: whether it is saved from this variable. A copy that is made of other
-            variables is restored only.
+        name: Name in checkpoints.
+        shape: Shape of the full tensor, without the padding of a vocabulary.
+        variable: Keras or TensorFlow variable with this rank's local tensor.
+        shards: Tuple of the shards that form the local tensor.
+        is_saved: Whether checkpoints save this variable. Copies of other variables are only
+            restored. Defaults to `True`.
     """
 
     name: str
@@ -45,43 +45,43 @@ class ShardedTensor:
 
     @classmethod
     def of(cls, name, shape, variable, bounds, flat_range=None) -> "ShardedTensor":
-        """Make one of the bounds, and the range of the flattened rectangle, that a rank holds."""
+        """Create a tensor from this rank's bounds and range of the flattened rectangle."""
         return cls(name, shape, variable, tuple(local_shards(shape, bounds, flat_range)))
 
     @property
     def dtype(self) -> str:
-        """The name of its data type."""
+        """Name of the dtype."""
         return tf.as_dtype(self.variable.dtype).name
 
     @property
     def saved_shards(self) -> list[CheckpointShard]:
-        """The shards as they are saved: small, as a reader reads every shard that it touches."""
+        """Shards divided into small parts for saving, because readers read full shards."""
         max_elements = _MAX_SHARD_BYTES // tf.as_dtype(self.dtype).size
         return [small for shard in self.shards for small in split_shard(shard, max_elements)]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's local tensor, padding included."""
+        """Shape of this rank's local tensor, with padding."""
         return tuple(self.variable.shape)
 
     def num_bytes(self, shard: CheckpointShard) -> int:
-        """Return the bytes that a shard takes in a checkpoint."""
+        """Return the number of bytes of a shard in a checkpoint."""
         return shard.num_elements * tf.as_dtype(self.dtype).size
 
     def read(self) -> tf.Tensor:
-        """Return the local tensor as it is now; later updates do not change it."""
-        with tf.device("CPU:0"):  # the host has the memory for it
+        """Return a copy of the local tensor in host memory."""
+        with tf.device("CPU:0"):  # Host memory has room for the copy.
             return tf.identity(tf.convert_to_tensor(self.variable))
 
     def assign(self, value: tf.Tensor | np.ndarray) -> None:
-        """Set the local tensor from a value of its shape."""
+        """Set the local tensor to a value of the same shape."""
         self.variable.assign(tf.cast(value, self.dtype))
 
     def assemble(self, read: Callable[[Bounds], tf.Tensor | np.ndarray]) -> tf.Tensor | np.ndarray:
-        """Return the local tensor, put together from rectangles of the full tensor.
+        """Return the local tensor, assembled from rectangles of the full tensor.
 
         Args:
-            read: a function that returns the rectangle of the full tensor with given bounds.
+            read: Function that returns the rectangle of the full tensor with given bounds.
         """
         if [shard.local_shape for shard in self.shards] == [self.local_shape]:
             value = read(self.shards[0].bounds)
@@ -92,7 +92,7 @@ class ShardedTensor:
             values = (read(shard.bounds) for shard in self.shards)
         flat = np.zeros(math.prod(self.local_shape), tf.as_dtype(self.dtype).as_numpy_dtype)
         for shard, value in zip(self.shards, values):
-            padded = flat[shard.local_range].reshape(shard.local_shape)  # a view
+            padded = flat[shard.local_range].reshape(shard.local_shape)  # This is a view of `flat`.
             padded[shard.without_padding] = value
         return flat.reshape(self.local_shape)
 
@@ -105,9 +105,9 @@ class ShardedTensor:
 
 
 def tensors_of(name: str, variable: keras.Variable) -> list[ShardedTensor]:
-    """Return what this rank holds of a Keras variable.
+    """Return this rank's sharded tensors of a Keras variable.
 
-    A copy in 16 bits is among it, which is not saved.
+    They include the 16-bit copy if one exists. It is restored, but not saved.
     """
     shape = true_shape(variable)
     places = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)

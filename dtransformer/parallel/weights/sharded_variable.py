@@ -1,4 +1,4 @@
-"""Keras variables of which a rank holds shards only."""
+"""Keras variables with local shards."""
 
 import contextlib
 import itertools
@@ -13,37 +13,37 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds
 from dtransformer.tensor_memory import as_tensor
 
-# Where a shard lies: its bounds, and the range of the flattened block inside of them that the
-# shard is; None where it is all of that block.
+# Position of a shard: its bounds, and the shard's range in the flattened block inside of them. None
+# means the full block.
 ShardBounds = tuple[Bounds, tuple[int, int] | None]
 
 
 class ShardedVariable(keras.Variable):
-    """A Keras variable of which this rank holds shards only; its shape is the full one.
+    """Keras variable with the full shape and local shards.
 
     Attributes:
-        shards: list of what this rank holds of it, as ordinary Keras variables.
-        unsharded_for_use: whether it is unsharded wherever it is used.
-        copy: a replicated `tf.Variable` in 16 bits, which computations use in its place; or None.
-        num_assigned: how often the program has assigned it, of which this rank keeps its shards.
+        shards: List of this rank's shards, as ordinary Keras variables.
+        unsharded_for_use: Whether computations unshard the variable when they use it.
+        copy: Replicated `tf.Variable` in 16 bits that computations use instead, or `None`.
+        num_assigned: Number of assignments by the program.
     """
 
     unsharded_for_use = False
     copy = None
     num_assigned = 0
-    _unsharded = None  # its full value, in the host's memory, for `unsharded_on_chief`
+    _unsharded = None  # The full value in host memory. See `unsharded_on_chief`.
 
     @property
     def trained_value(self) -> tf.Tensor:
-        """What gradients are taken of: the value, or what is stored of it."""
+        """Tensor for gradients: the value, or its stored form."""
         return self.value
 
     @property
     def shard_bounds(self) -> list[ShardBounds]:
-        """Where the shards lie in the full tensor: a list of (bounds, flat range).
+        """Positions of the shards in the full tensor, a list of `(bounds, flat_range)`.
 
-        Bounds are a tuple of (start, stop), one a dimension; a flat range is that of the
-        flattened block inside of the bounds which the shard is, None where it is all of it.
+        Bounds are a tuple of `(start, stop)` for each dimension. The flat range is the shard's
+        range in the flattened block inside the bounds, or `None` for the full block.
         """
         raise NotImplementedError
 
@@ -52,18 +52,18 @@ class ShardedVariable(keras.Variable):
         current = _compat.stateless_value(self)
         if current is not None:
             return constant_if_frozen(self, self._as_used(self._maybe_autocast(current)))
-        if _compat.in_symbolic_scope():  # shapes are asked for only
+        if _compat.in_symbolic_scope():  # Keras only asks for shapes here.
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         dropped = _compat.dropped_value(self)
         value = constant_if_frozen(self, self._read() if dropped is None else dropped)
         return _compat.known_as(value, self.path)
 
     def _read(self):
-        """Return the full value where no value is given from outside."""
+        """Return the full value if no stateless scope supplies one."""
         raise NotImplementedError
 
     def _as_used(self, value):
-        """Return a value that was given from outside as computations use it."""
+        """Convert a value from a stateless scope to the layout of computations."""
         return value
 
     def assign(self, value):
@@ -76,17 +76,17 @@ class ShardedVariable(keras.Variable):
 
 
 class StoredValue:
-    """An initializer whose value is stored, of which any rectangle can be read by itself.
+    """Initializer that reads rectangles of a stored value.
 
     Args:
-        read: a function of bounds and of the name of a type that returns an array.
+        read: Function of the bounds and the name of a dtype that returns an array.
     """
 
     def __init__(self, read: Callable[[Bounds, str], np.ndarray]):
         self._read = read
 
     def rectangle(self, bounds: Bounds, dtype: str) -> tf.Tensor:
-        """Return what lies inside of some bounds."""
+        """Return the part of the value inside the bounds."""
         return as_tensor(self._read(bounds, dtype))
 
     def __call__(self, shape: tuple[int, ...], dtype: str) -> tf.Tensor:
@@ -95,10 +95,9 @@ class StoredValue:
 
 @contextlib.contextmanager
 def unsharded_on_chief(variables: Iterable[keras.Variable]):
-    """Inside the `with` block rank 0 alone can read the full values of variables.
+    """Context manager that lets rank 0 read the full values of variables.
 
-    All ranks have to come here, as each sends its shards; rank 0 keeps the values in the
-    host's memory.
+    All ranks must enter it to send their shards. Rank 0 keeps the values in host memory.
     """
     sharded = [v for v in variables if isinstance(v, ShardedVariable)]
     try:
@@ -113,17 +112,17 @@ def unsharded_on_chief(variables: Iterable[keras.Variable]):
 
 
 def trained_value(variable: keras.Variable) -> tf.Tensor:
-    """Return what gradients of any Keras variable are taken of."""
+    """Return the tensor for gradients of any Keras variable."""
     return variable.trained_value if isinstance(variable, ShardedVariable) else variable.value
 
 
 def is_unsharded_for_use(variable) -> bool:
-    """Return whether a tensor or variable is one that is unsharded where it is used."""
+    """Return whether a tensor or variable is unsharded when it is used."""
     return getattr(variable, "unsharded_for_use", False)
 
 
 def own_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Return what this rank holds of variables: their shards, or the variable itself."""
+    """Return this rank's shards of variables. Variables that are not sharded are kept."""
     return list(
         itertools.chain.from_iterable(
             v.shards if isinstance(v, ShardedVariable) else [v] for v in variables
@@ -132,7 +131,10 @@ def own_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def shard_bounds_of(variable: keras.Variable) -> list[ShardBounds]:
-    """Return where what this rank holds of any variable lies; see `ShardedVariable`."""
+    """Return the bounds of this rank's shards of any variable.
+
+    See `ShardedVariable.shard_bounds`.
+    """
     if isinstance(variable, ShardedVariable):
         return variable.shard_bounds
     return [(full_bounds(variable.shape), None)]
@@ -155,10 +157,10 @@ def full_bounds(shape: Iterable[int]) -> Bounds:
 
 
 class Weight(keras.Variable):
-    """A Keras variable whose value is a constant to gradients where `trainable` is False.
+    """Keras variable whose value is a constant for gradients if `trainable` is False.
 
-    A compiled function has a gradient for each variable that it reads, whether anyone asks for it: in
-    a stage of a pipeline, and in blocks that share a function. A constant has none.
+    In a pipeline stage and in blocks that share a function, a compiled function computes a gradient
+    for each variable that it reads. A constant needs none.
     """
 
     @property
@@ -167,7 +169,7 @@ class Weight(keras.Variable):
 
 
 def constant_if_frozen(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """Return what computations see of a variable's value: a constant, unless it is trained."""
+    """Return a value without gradient in functions, unless the variable is trainable."""
     if variable.trainable or not tf.inside_function():
         return value
     return tf.stop_gradient(value)

@@ -235,7 +235,10 @@ class RecordTask(Task):
         """Return the text of ids as (text, has_labels) pairs."""
         has_label = labels != -100
         bounds = [0, *(i for i in range(1, len(ids)) if has_label[i] != has_label[i - 1]), len(ids)]
-        decode = lambda part: self.tokenizer.decode_all(part.tolist())
+
+        def decode(part):
+            return self.tokenizer.decode_all(part.tolist())
+
         return [
             (decode(ids[a:b]), bool(has_label[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]

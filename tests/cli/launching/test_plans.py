@@ -8,7 +8,7 @@ from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
-from dtransformer.parallel.runtime.launch import fitting
+from dtransformer.parallel.runtime.launch import fit_to_devices
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import layout_plan
 
@@ -48,12 +48,12 @@ def test_uses_new_hosts():
 OUTPUTS = {
     "a frozen rank": (
         [
-            "[0]<stderr>:dtransformer: the job ends: ranks 2, 3 on host b: not heard of for 26 s, "
-            "last in step 5: frozen, or not reached any more; rank 0 on host a was in step 6\n",
+            "[0]<stderr>:dtransformer: the job ends: ranks 2, 3 on host b: no heartbeat for 26 s, "
+            "last in step 5: frozen or unreachable; rank 0 on host a was in step 6\n",
             "Process name: 0\n",
             "Exit code: 1\n",
         ],
-        ("ranks 2, 3 on host b: not heard of for 26 s", ("b",), False, False),
+        ("ranks 2, 3 on host b: no heartbeat for 26 s", ("b",), False, False),
     ),
     "several hosts": (
         ["x dtransformer: the job ends: ranks 1, 2 on hosts a, b: ended in step 5; and so on\n"],
@@ -62,9 +62,10 @@ OUTPUTS = {
     "no rank is at fault": (
         [
             "[1]<stderr>:urllib3: Connection refused\n",
-            "[0]<stderr>:dtransformer: the job ends: no rank went on in step 5: their calls differ; x\n",
+            "[0]<stderr>:dtransformer: the job ends: no rank made progress in step 5: "
+            "their calls differ; x\n",
         ],
-        ("no rank went on in step 5: their calls differ", (), False, False),
+        ("no rank made progress in step 5: their calls differ", (), False, False),
     ),
     "a rank cannot reach what is not ours": (
         ["[1]<stderr>:urllib3: Connection refused\n", "Exit code: 1\n"],
@@ -157,11 +158,11 @@ def test_planner_chooses_the_layout_of_fewer_ranks(monkeypatch):
     best = found.best.config
     assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
     best.resolve(3)
-    assert fitting(best, 3) == best
+    assert fit_to_devices(best, 3) == best
     given = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
-    assert fitting(given, 3) == refit(given, 3)
+    assert fit_to_devices(given, 3) == refit(given, 3)
     monkeypatch.delenv(FITS_LAYOUT)
-    assert fitting(given, 3) == given
+    assert fit_to_devices(given, 3) == given
 
 
 @pytest.mark.parametrize("ranks, launched, settings", [

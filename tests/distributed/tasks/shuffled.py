@@ -48,13 +48,18 @@ def losses(*data, **options):
 def shuffled():
     return {
         "arrays": losses(X, Y, batch_size=8),
+        "split": losses(X, Y, batch_size=8, validation_split=0.2),
+        "py_dataset": losses(Rows()),
+    }
+
+
+def shuffled_by_options():
+    return {
         "unseeded_arrays": losses({"a": X}["a"], Y, 8, shuffle=True, sample_weight=WEIGHT),
         "batches": losses(X, Y, batch_size=8, shuffle="batch"),
-        "split": losses(X, Y, batch_size=8, validation_split=0.2),
         "steps_per_epoch": losses(X, Y, batch_size=8, steps_per_epoch=3),
-        "py_dataset": losses(Rows()),
         "py_dataset_with_workers": losses(Rows(workers=2)),
     }
 
 
-TASKS = {"shuffled": shuffled}
+TASKS = {"shuffled": shuffled, "shuffled_by_options": shuffled_by_options}

@@ -26,10 +26,9 @@ def language_model(**options):
         20,
         hidden_size=8,
         num_heads=2,
-        num_layers=4,
         ffn_hidden_size=16,
         dropout_rate=0.0,
-        **options,
+        **{"num_layers": 4, **options},
     )
     network.build()
     return network
@@ -50,7 +49,7 @@ class LossThatRises(keras.callbacks.Callback):
 
 def weights_of_adapters(folder, layout, kind):
     """Read, set, restore, load and merge the weights of a network with adapters."""
-    network = language_model()
+    network = language_model(num_layers=2)
     add_lora(network, rank=2, alpha=4.0, kind=kind, targets=["*query_kernel", "*mapping_kernel"])
     trainer = Trainer(network)
     trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=0))

@@ -75,14 +75,14 @@ def test_alone_every_collective_is_the_identity(name, compiled):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda x: collectives.all_gather(x, 2), ["all_gather", "(2, 3)", "group of 1", "axis 2"]),
-        (lambda x: collectives.all_to_all(x, 0, -3), ["all_to_all", "concat_axis -3", "-2 to 1"]),
-        (lambda x: collectives.scatter(x[0, 0]), ["scatter", "()", "a scalar has no axis"]),
-        (lambda x: collectives.broadcast(x, 1), ["broadcast", "(2, 3)", "position 1"]),
-        (lambda x: collectives.all_reduce_sum(x > 0), ["all_reduce_sum", "bool", "cast"]),
+        (lambda x: collectives.all_gather(x, 2), ["all_gather", "(2, 3)", "group of 1", "axis=2"]),
+        (lambda x: collectives.all_to_all(x, 0, -3), ["all_to_all", "concat_axis=-3", "-2 to 1"]),
+        (lambda x: collectives.scatter(x[0, 0]), ["scatter", "()", "A scalar has no axis"]),
+        (lambda x: collectives.broadcast(x, 1), ["broadcast", "(2, 3)", "Position 1"]),
+        (lambda x: collectives.all_reduce_sum(x > 0), ["all_reduce_sum", "bool", "Cast"]),
         (lambda x: collectives.all_reduce_sum(tf.cast(x, "uint64")), ["uint64", "float32"]),
-        (lambda x: collectives.send(x, 0), ["send(to=0)", "(2, 3)", "this rank itself"]),
-        (lambda x: collectives.recv(x, 1), ["recv(source=1)", "position 1"]),
+        (lambda x: collectives.send(x, 0), ["send(to=0)", "(2, 3)", "from itself"]),
+        (lambda x: collectives.recv(x, 1), ["recv(source=1)", "Position 1"]),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])

@@ -106,11 +106,11 @@ def test_what_is_sent():
 
 
 def test_a_length_that_shards_do_not_divide():
-    with pytest.raises(ValueError, match="context_parallel=4 must divide .* got 30: pad .* 32"):
+    with pytest.raises(ValueError, match="`context_parallel=4` must divide .* got 30. Pad .* 32"):
         make_plan("auto", 4, (1, 8, 30, 4), (1, 8, 30, 4), True, False)
 
 
 @pytest.mark.parametrize("n, m", [(6, 6), (8, 3), (2, 2)])
 def test_heads_that_shards_do_not_divide(n, m):
-    with pytest.raises(ValueError, match="'ulysses' divides heads.*=4, .* set .*'all_gather'"):
+    with pytest.raises(ValueError, match="'ulysses'` divides heads.*=4`, .* Set .*'all_gather'"):
         check_heads(n, m, 4)

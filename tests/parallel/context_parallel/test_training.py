@@ -61,7 +61,7 @@ def test_a_batch_that_shards_do_not_divide_is_refused_before_a_step():
         (
             {"context_parallel_mode": "ulysses"},
             {},
-            "divides heads over context_parallel=4.*6 heads",
+            "divides heads over `context_parallel=4`.*6 heads",
         ),
         ({}, {"implementation": "reference"}, "'reference'` does not support .*context_parallel=4"),
     ],

@@ -1,4 +1,4 @@
-"""Promise: experts that are sharded compute what they do on one device, and send what the theory has."""
+"""Promise: sharded experts compute the results of one device and send the predicted bytes."""
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ CASES = [
 
 
 def computed(fields, arguments):
-    """Return the output, what is added to the loss, and gradients of a layer's weights."""
+    """Return the output, the auxiliary loss, and the gradients of the input and the weights."""
     layer = MoE(HIDDEN, 8, MoEConfig(**TWO | fields), dropout_rate=0.0, name="moe", **arguments)
     layer.build((None, None, HIDDEN))
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, HIDDEN)).astype("float32")
@@ -57,7 +57,7 @@ def computed(fields, arguments):
     return [local_value(part) for part in function(*put_sharded((x, mask)))]
 
 
-# Of sequences that are sharded: groups inside of a shard, of half a shard, and across shards.
+# Sharded sequences: a group is a full shard, half a shard, or crosses shards.
 LONG_CASES = [
     (
         {"capacity_factor": 0.8, "expert_group_size": 4, "shared_experts": 1, **BY_SIGMOID},
@@ -98,9 +98,16 @@ FULL_SEQUENCES = [
 
 @on_mesh
 def test_outputs_and_gradients_are_those_of_one_device():
-    check(CASES)
+    check(CASES[1:2])
 
 
+@pytest.mark.long
+@on_mesh
+def test_outputs_and_gradients_of_other_routers_are_those_of_one_device():
+    check([CASES[0], CASES[2]])
+
+
+@pytest.mark.long
 @on_mesh
 def test_groups_of_full_sequences_work_if_sequences_are_sharded():
     check(FULL_SEQUENCES)
@@ -124,7 +131,7 @@ def check(cases):
 @on_mesh
 def test_a_layout_that_does_not_fit_is_refused():
     start(data_parallel=2, model_parallel=1, expert_parallel=2)
-    raises(ValueError, ["expert_parallel=2 must divide expert_num=3"], lambda: make(3))
+    raises(ValueError, ["`expert_parallel=2` must divide `expert_num=3`"], lambda: make(3))
     model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
     trainer = Trainer(model)
     trainer.compile("sgd", CrossEntropyLoss())
@@ -162,6 +169,7 @@ def sent_between_experts(**fields):
     return theory, report.exchanged_bytes("blocks/block_0")
 
 
+@pytest.mark.long
 @on_mesh
 def test_all_to_alls_and_sums_are_those_of_the_theory():
     # Of a device: 2 rows of 2 groups, 4 experts, 2 places, 8 features of 4 bytes; half is sent,

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.pipeline_parallel.build import by_use, place_all, spread
+from dtransformer.parallel.pipeline_parallel.build import assign_by_use, assign_evenly, place_all
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import has_state, losses_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
@@ -212,8 +212,8 @@ class Backwards(Tied):
     [
         (Tied, "embeddings is used outside of a call of its layer"),
         (OwnLoss, "own_loss adds a loss in its call"),
-        (OwnWeight, "own_weight has weights of its own beside its layers"),
-        (Backwards, "stages may not go backwards"),
+        (OwnWeight, "own_weight has weights outside of its layers"),
+        (Backwards, "can only use results of earlier stages"),
     ],
 )
 def test_what_no_stage_can_compute_is_refused(kind, words):
@@ -222,7 +222,7 @@ def test_what_no_stage_can_compute_is_refused(kind, words):
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(ValueError, match="has 1 layers with weights .* 2 model chunks"):
+    with pytest.raises(ValueError, match="calls 1 layers with weights.* 2 model chunks"):
         placed(keras.Sequential([keras.layers.Dense(2), keras.layers.ReLU()]), X)
 
 
@@ -230,14 +230,14 @@ def test_a_place_that_there_is_not_is_refused():
     network = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(8)])
     network(X)
     network.layers[0].pipeline_stage, network.layers[1].pipeline_stage = 0, 2
-    with pytest.raises(ValueError, match="put on stage 2, but there are 2"):
+    with pytest.raises(ValueError, match="`pipeline_stage=2` of .* there are 2 stages"):
         placed(network, X)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 7])
 def test_layers_are_spread_so_that_the_largest_chunk_is_small(num_chunks):
     sizes = dict(enumerate([1, 9, 4, 4, 4, 9, 2, 30]))
-    found = spread(sizes, num_chunks)
+    found = assign_evenly(sizes, num_chunks)
     assert sorted(set(found.values())) == list(range(num_chunks))
     assert list(found.values()) == sorted(found.values())
     largest = max(sum(sizes[k] for k in found if found[k] == c) for c in range(num_chunks))
@@ -246,4 +246,9 @@ def test_layers_are_spread_so_that_the_largest_chunk_is_small(num_chunks):
 
 def test_places_by_use():
     calls = [("a", []), ("ids", []), ("b", ["a"]), ("c", ["b", "ids"]), ("d", ["c"]), ("e", [])]
-    assert by_use(calls, ["d", "e"], {"a": 0, "c": 2}, 4) == {"b": 0, "ids": 2, "d": 2, "e": 3}
+    assert assign_by_use(calls, ["d", "e"], {"a": 0, "c": 2}, 4) == {
+        "b": 0,
+        "ids": 2,
+        "d": 2,
+        "e": 3,
+    }

@@ -181,7 +181,7 @@ def test_a_wrong_shape_rule_is_an_error():
     network, x = Stack(WrongRule(), Shifts()), tf.ones([3, 5, 8])
     network(x)
     dataflow = Dataflow.of_network(network, x, Placement.looped(2))
-    rule = r"wrong_rule is float32 \(3, 5, 4\).*rule float32 \(3, 5, 8"
+    rule = r"wrong_rule is float32 \(3, 5, 4\).*declares float32 \(3, 5, 8"
     with pytest.raises(ValueError, match=rule):
         computed_in_chunks(network, x, dataflow)
 
@@ -197,5 +197,7 @@ def test_a_tables_type_is_that_of_its_weight():
 def test_a_stage_that_there_is_not_is_an_error(stage):
     layer = keras.layers.Dense(2, name="dense")
     layer.pipeline_stage = stage
-    with pytest.raises(ValueError, match=f"dense is put on stage {stage}, but there are 2 stages"):
+    with pytest.raises(
+        ValueError, match=f"`pipeline_stage={stage}` of dense is out of range: there are 2 stages"
+    ):
         chunk_of(layer, Placement.looped(2))

@@ -15,7 +15,7 @@ from dtransformer.parallel.schedules.instruction import (
     RECEIVE_GRADIENTS,
     SEND_ACTIVATIONS,
     SEND_GRADIENTS,
-    receive_of,
+    get_receive,
 )
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.simulator import ideal_of, simulate
@@ -160,7 +160,7 @@ def test_every_pass_once_and_every_send_is_received(case):
         assert len(passes) == len(expected) and set(passes) == expected
         for one in own:
             if one.kind.startswith("send"):
-                sent.append((one.peer, receive_of(one, placement)))
+                sent.append((one.peer, get_receive(one, placement)))
             elif one.kind.startswith("receive"):
                 received.append((stage, one))
     borders = sum(not placement.is_local(c) for c in range(placement.last_chunk))
@@ -228,10 +228,10 @@ def test_a_timeline_is_written_beside_the_ideal_one(tmp_path):
     write(slow, ideal_of(slow, everything), tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     titles = [x["args"]["name"] for x in events if x["name"] == "process_name"]
-    assert titles == [f"measured: {slow.bubble:.1%} idle", "if sends took no time: 20.0% idle"]
+    assert titles == [f"measured: {slow.bubble:.1%} idle", "with instant transfers: 20.0% idle"]
     passes = [x for x in events if x["name"] == "B3" and x["tid"] == 0]
     assert [x["pid"] for x in passes] == [0, 1] and passes[0]["ts"] > passes[1]["ts"]
-    with pytest.raises(ValueError, match="a .json file, got 'step.png'"):
+    with pytest.raises(ValueError, match="must end with .json, got 'step.png'"):
         write(slow, slow, "step.png")
 
 
@@ -246,14 +246,14 @@ def test_stages_that_wait_for_each_other_are_an_error():
     everything, placement = plan("1f1b", 2, 2, 1)
     own = everything[1]  # whose first send is forgotten
     del own[[i.kind for i in own].index(SEND_GRADIENTS)]
-    with pytest.raises(ValueError, match="stage 0 waits for the input of B0"):
+    with pytest.raises(ValueError, match="Stage 0 waits for the input of B0"):
         simulate(everything, placement)
 
 
 def test_a_stage_that_computes_before_its_own_neighbour_is_an_error():
     everything, placement = plan("v", 2, 2, 2)
     everything[1].sort(key=lambda one: one.chunk != 2)  # chunk 2 needs chunk 1, both on stage 1
-    with pytest.raises(ValueError, match="stage 1 waits for the input of F0.2"):
+    with pytest.raises(ValueError, match="Stage 1 waits for the input of F0.2"):
         simulate(everything, placement)
 
 
@@ -275,7 +275,7 @@ def test_where_chunks_are():
 
 
 def test_a_stage_without_a_chunk_is_an_error():
-    with pytest.raises(ValueError, match="each stage from 0 on needs a model chunk"):
+    with pytest.raises(ValueError, match="Each stage from 0 on needs a model chunk"):
         Placement((0, 2))
 
 
@@ -300,14 +300,20 @@ def test_the_config_takes_every_schedule_of_the_table():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("1f1b", 4, 3, 1), "micro_batch_num=3 is less than pipeline_stage=4"),
-        (("1f1b", 2, 4, 3), "set pipeline_chunks=1, or pipeline_schedule='interleaved'"),
-        (("1f1b", 2, 4, 2), "or pipeline_schedule='interleaved' or 'zb_v'"),
-        (("v", 2, 4, 3), "pipeline_chunks=3 does not work with pipeline_schedule='v'"),
-        (("zb_h1", 2, 4, 2), "pipeline_chunks=2 does not work with pipeline_schedule='zb_h1'"),
-        (("zb_v", 2, 4, 1), "set pipeline_chunks=2, or pipeline_schedule='1f1b' or 'gpipe'"),
-        (("interleaved", 2, 4, 1), "set pipeline_chunks=2 or more, or pipeline_schedule='1f1b'"),
-        (("interleaved", 2, 3, 2), "a multiple of pipeline_stage=2 as micro_batch_num, got 3"),
+        (("1f1b", 4, 3, 1), "`micro_batch_num=3` is less than `pipeline_stage=4`"),
+        (("1f1b", 2, 4, 3), "Set `pipeline_chunks` to 1, or `pipeline_schedule` to 'interleaved'"),
+        (("1f1b", 2, 4, 2), "or `pipeline_schedule` to 'interleaved' or 'zb_v'"),
+        (("v", 2, 4, 3), "`pipeline_chunks=3` does not work with `pipeline_schedule='v'`"),
+        (("zb_h1", 2, 4, 2), "`pipeline_chunks=2` does not work with `pipeline_schedule='zb_h1'`"),
+        (
+            ("zb_v", 2, 4, 1),
+            "Set `pipeline_chunks` to 2, or `pipeline_schedule` to '1f1b' or 'gpipe'",
+        ),
+        (
+            ("interleaved", 2, 4, 1),
+            "Set `pipeline_chunks` to 2 or more, or `pipeline_schedule` to '1f1b'",
+        ),
+        (("interleaved", 2, 3, 2), "`micro_batch_num=3` must be a multiple of `pipeline_stage=2`"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(arguments, words):

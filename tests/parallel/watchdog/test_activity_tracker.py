@@ -14,7 +14,7 @@ def test_the_outer_wait_is_told_with_those_who_are_waited_for():
     with recorder.doing("validating"), recorder.waiting("the barrier", [1, 2]):
         with recorder.waiting("an all-reduce", [1]):
             told = recorder.activity()
-    assert str(told).endswith("step 0, where it waits in the barrier for ranks 1, 2")
+    assert str(told).endswith("step 0, waiting in the barrier for ranks 1, 2")
     assert recorder.activity().waits_in == ""
 
 

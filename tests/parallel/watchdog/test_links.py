@@ -1,4 +1,4 @@
-"""Promise: ranks hear of each other over connections that nobody else can take part in.
+"""Promise: ranks exchange messages over authenticated connections.
 
 The watchdogs of several ranks run in this process here, with connections of the loopback.
 """
@@ -22,7 +22,7 @@ HOSTS = ["one", "one", "two"]
 
 
 class Doing:
-    """What a rank says that it does."""
+    """The activity that a rank reports."""
 
     def __init__(self):
         self.now = Activity("step", 4)
@@ -57,7 +57,7 @@ class Job:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    def last_words(self, number):
+    def final_message(self, number):
         return dict(self.ended.get(timeout=30) for _ in range(number))
 
 
@@ -78,12 +78,12 @@ def test_a_job_that_is_left_in_good_order_ends_without_a_word(job):
 
 def cut(link):
     """End a connection, as the kernel does for a process that is killed."""
-    link._of_ranks[0].connection.shutdown(socket.SHUT_RDWR)
+    link._links_by_rank[0].connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_rank_that_is_killed_ends_all_others_with_its_name(job):
     cut(job.links[2])
-    told = job.last_words(3)  # it is not dead here, and loses rank 0
+    told = job.final_message(3)  # it is not dead here, and loses rank 0
     for rank in (0, 1):
         assert "rank 2 on host two: ended in" in told[rank], told
         assert f"rank {rank} on host one was in step 4" in told[rank]
@@ -98,10 +98,10 @@ def test_a_rank_that_is_killed_ends_all_others_with_its_name(job):
 def test_a_rank_that_is_silent_ends_the_job_on_every_rank(job):
     """Frozen, or nothing of it comes through, though it hears the others."""
     job.links[1].send = lambda rank, value: None
-    told = job.last_words(3)
+    told = job.final_message(3)
     assert sorted(told) == [0, 1, 2]
     for words in told.values():
-        assert "rank 1 on host one: not heard of for" in words
+        assert "rank 1 on host one: no heartbeat for" in words
 
 
 @pytest.mark.parametrize("job", [10], indirect=True)
@@ -109,27 +109,27 @@ def test_a_stall_ends_the_job_on_every_rank(job):
     for doing in job.doing:
         doing.now = Activity("step", 5, seconds=20)
     job.doing[2].now = Activity("callbacks", 4, seconds=100)
-    told = job.last_words(3)
+    told = job.final_message(3)
     for words in told.values():
-        assert "rank 2 on host two: held the job" in words and "callbacks after step 4" in words
+        assert "rank 2 on host two: blocked the job" in words and "callbacks after step 4" in words
 
 
 def test_a_rank_that_fails_says_it_itself(job):
     """The others wait for its own words, which horovodrun prints, and end then."""
     job.watchdogs[1].leave("ValueError: no such column")
-    told = job.last_words(2)
+    told = job.final_message(2)
     assert "rank 1 on host one: failed in" in told[0] and "no such column" in told[2]
 
 
 def test_strangers_are_not_heard(job):
-    """Whatever they send: no rank is taken for lost, and none is asked to stop."""
+    """No message makes a rank count as lost, or asks it to stop."""
     stop = Seals("another token", 1, "rank").seal({"stop": True})
     again = Seals(TOKEN, 1, "rank").seal({"stop": True})  # as the rank that is there would send it
     lines = (b"0", b"3", b"[" * 5000, b"9" * 5000, b"1\n" + stop, b"1\n" + again, b"2\n{}")
     for data in (b"", b"\n", b"\xff" * 100, b"x" * 100_000, *(line + b"\n" for line in lines)):
         with contextlib.suppress(OSError), socket.create_connection(job.address) as stranger:
             stranger.sendall(data)
-            stranger.settimeout(5)
+            stranger.settimeout(1)
             while stranger.recv(4096):  # until it is closed, or says no more
                 if data in (b"", b"\n"):
                     break

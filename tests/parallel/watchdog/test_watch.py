@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
-from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say, stalled
+from dtransformer.parallel.watchdog.watch import (
+    Stragglers,
+    Verdict,
+    Watch,
+    describe_verdict,
+    stalled,
+)
 
 STALL = 50.0
 
@@ -68,7 +74,7 @@ def watch_until(seconds, activities, silent=(), size=3, begin=0.0):
 def test_a_frozen_rank_is_named_within_half_of_the_time():
     verdict, seconds = watch_until(60, [step()] * 3, silent=[1])
     assert verdict.ranks == (1,) and seconds < 30
-    assert "not heard of" in verdict.cause and "step 7" in verdict.cause
+    assert "no heartbeat" in verdict.cause and "step 7" in verdict.cause
 
 
 def test_a_host_that_is_cut_off_is_named_with_all_its_ranks():
@@ -165,7 +171,7 @@ def test_ranks_that_wait_for_one_that_has_left_end():
     for now in range(1, 60):
         watch.heard(0, now, step(7, now))
         verdict = watch.verdict(now)
-    assert verdict.ranks == (1,) and "left the job, in which others wait" in verdict.cause
+    assert verdict.ranks == (1,) and "left the job while others wait" in verdict.cause
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_what_each_waits_for():
@@ -173,8 +179,8 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_each_waits_for():
     cause = stalled({r: Activity("outside", 3, 99, 0, 0, 0, *one) for r, one in enumerate(waits)})
     for words in (
         "55 s",
-        "rank 0 in no fit, after step 3, where it waits in an all-gather for rank 1",
-        "rank 1 in no fit, after step 3, where it waits in the barrier for rank 0",
+        "rank 0 in code outside of fit, after step 3, waiting in an all-gather for rank 1",
+        "rank 1 in code outside of fit, after step 3, waiting in the barrier for rank 0",
     ):
         assert words in cause.cause
 
@@ -192,10 +198,12 @@ def test_a_process_that_was_stopped_itself_blames_nobody():
 
 def test_the_verdict_names_hosts():
     hosts = ["a", "a", "b", "b"]
-    assert say(Verdict((2,), "ended"), hosts) == "rank 2 on host b: ended"
-    assert say(Verdict((0, 3), "ended"), hosts) == "ranks 0, 3 on hosts a, b: ended"
-    assert say(Verdict((), "no rank went on"), hosts) == "no rank went on"
-    many = say(Verdict(tuple(range(1000)), "ended"), [f"host{rank}" for rank in range(1000)])
+    assert describe_verdict(Verdict((2,), "ended"), hosts) == "rank 2 on host b: ended"
+    assert describe_verdict(Verdict((0, 3), "ended"), hosts) == "ranks 0, 3 on hosts a, b: ended"
+    assert describe_verdict(Verdict((), "no rank made progress"), hosts) == "no rank made progress"
+    many = describe_verdict(
+        Verdict(tuple(range(1000)), "ended"), [f"host{rank}" for rank in range(1000)]
+    )
     assert len(many) < 100
 
 
@@ -209,12 +217,12 @@ def test_what_a_stalled_rank_did_is_told():
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_the_setting(given, environment, expected, monkeypatch):
-    from dtransformer.parallel.initialize import stall_seconds_of
+    from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
     if environment is not None:
         monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
-    assert stall_seconds_of(given) == expected
+    assert resolve_stall_seconds(given) == expected
 
 
 @pytest.mark.parametrize("given, environment", [
@@ -222,11 +230,11 @@ def test_the_setting(given, environment, expected, monkeypatch):
 ])  # fmt: skip
 @pytest.mark.tensorflow
 def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
-    from dtransformer.parallel.initialize import stall_seconds_of
+    from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises(ValueError, match="stall_seconds"):
-        stall_seconds_of(given)
+        resolve_stall_seconds(given)
 
 
 # Seconds of a step by rank, at each look -> who is named, and how often.
@@ -246,5 +254,5 @@ STRAGGLERS = {
 @pytest.mark.parametrize("looks, expected", STRAGGLERS.values(), ids=STRAGGLERS)
 def test_a_rank_that_holds_up_the_others_is_named(looks, expected):
     stragglers = Stragglers()
-    found = [stragglers.look(dict(enumerate(own))) for own in looks]
+    found = [stragglers.check(dict(enumerate(own))) for own in looks]
     assert [one[0] for one in found if one] == expected

@@ -33,7 +33,7 @@ def test_the_flat_plan(level):
     found = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
     assert [one.num_shards for one in found.parameters] == [4, 1, 4, 1, 1]
     whys = [one.why_replicated for one in found.parameters]
-    assert whys == ["", "less than 64 KB", "", "its constraint needs the whole", "excluded"]
+    assert whys == ["", "less than 64 KB", "", "its constraint needs the full weight", "excluded"]
     elements = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
     for index in range(4):
         assert [one.updated_elements(index) for one in found.parameters] == elements
@@ -89,7 +89,7 @@ def test_without_ranks_or_a_level_nothing_is_sharded():
 def test_the_plan_is_printed():
     text = str(plan(optimizer_shard=2, parallel_optimizer_threshold=0))
     assert "encoder/kernel 512×100 a part each of 4 12,800" in " ".join(text.split())
-    assert "its constraint needs the whole" in text
+    assert "its constraint needs the full weight" in text
     assert "level 2, flat: states and gradients are sharded over 4 ranks" in text
 
 

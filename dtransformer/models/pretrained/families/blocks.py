@@ -8,7 +8,8 @@ from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.pretrained.families.parts import differs
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # Keys of a block pattern that are not network arguments.
 _PATTERN_KEYS = "experts", "attention_norm"
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"

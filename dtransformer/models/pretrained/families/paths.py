@@ -4,7 +4,8 @@
 QUERY_KEY_VALUE = "attention/query", "attention/key", "attention/value"
 OUTPUT = ("attention/output",)
 GATE_MAPPING = "feed_forward/gate", "feed_forward/mapping"
-MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
+MAPPING = ("feed_forward/mapping",)
+PROJECTION = ("feed_forward/projection",)
 
 
 def attention(pattern: str, *hf_names: str, path: str = "attention") -> dict[str, tuple[str]]:

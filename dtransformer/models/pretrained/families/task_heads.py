@@ -18,7 +18,8 @@ from dtransformer.models.pretrained.folder import read_pooling_head
 from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear
 
 _MAX_LABELS = 2**20  # maximum number of labels that get a name
-SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+SEQUENCE = "ForSequenceClassification"
+TOKENS = "ForTokenClassification"
 # Families whose class without a head, which returns text vectors, can be saved.
 WITH_VECTORS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert"),
