@@ -1,4 +1,4 @@
-"""CausalLM: its size, what its logits depend on, its counts, its files; and that it learns."""
+"""CausalLM has the expected size and FLOPs, is causal, saves and loads, and learns."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ VARIANTS = {
     "post": {"post_layernorm_residual": True},
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
-# Every variant in float32, and the two arrangements of norms in 16 bits.
+# All variants run in float32. Both norm placements also run in 16 bits.
 each_variant_and_policy = pytest.mark.parametrize(
     "variant, policy",
     [(variant, "float32") for variant in VARIANTS]
@@ -40,7 +40,7 @@ def small_model(variant="tied", **options):
 
 
 def random_ids(batch=3, length=8, seed=0):
-    """Texts of different lengths; the last one has no padding."""
+    """Return texts of different lengths. The last one has no padding."""
     ids = np.random.default_rng(seed).integers(4, VOCAB, (batch, length), "int32")
     ids[:, 0] = 2
     for row in range(batch - 1):
@@ -48,7 +48,7 @@ def random_ids(batch=3, length=8, seed=0):
     return ids
 
 
-def logits_of(model, ids):
+def float32_logits(model, ids):
     return tf.cast(model(ids), "float32").numpy()
 
 
@@ -77,23 +77,23 @@ def test_number_of_parameters(positions, tied, bias, post):
     assert model.count_params() == expected
 
 
-def test_the_smallest_gpt_2():
-    """Radford et al., 2019: 124 M with all its tables."""
+def test_gpt_2_small_has_124_million_parameters():
+    """The count of Radford et al., 2019, includes all tables."""
     model = CausalLM(50257, hidden_size=768, num_heads=12, num_layers=12)
-    with keras.StatelessScope():  # shapes only
+    with keras.StatelessScope():  # No weight gets values.
         model.build()
     assert model.count_params() == 124_439_808
 
 
 @pytest.mark.parametrize("variant, tables", [("tied", 1), ("untied", 2)])
-def test_a_tied_table_is_held_once(variant, tables):
+def test_a_tied_table_is_stored_once(variant, tables):
     model = small_model(variant)
     model.build()
     assert sum(VOCAB in variable.shape for variable in model.variables) == tables
 
 
-def test_first_logits_are_of_size_one():
-    """The loss starts near that of guessing, log V, with a tied head, too."""
+def test_initial_logits_have_unit_scale():
+    """The first loss is close to log V, the loss of uniform guesses, with and without a tied head."""
     for variant in ("tied", "untied"):
         logits = small_model(variant, hidden_size=64)(random_ids(length=12)).numpy()
         assert 0.3 < logits.std() < 3.0, variant
@@ -111,7 +111,7 @@ def test_every_variant_runs_in_every_precision(policy, variant):
         model = small_model(variant, dropout_rate=0.0)
     with tf.GradientTape() as tape:
         logits = model(ids, training=True)
-        # Small enough for float16: the trainer scales the loss.
+        # A mean stays in the range of float16. Only the trainer scales losses.
         loss = tf.reduce_mean(tf.square(tf.cast(logits, "float32")))
     assert logits.dtype == model.compute_dtype
     assert logits.shape == (3, 8, VOCAB)
@@ -124,45 +124,45 @@ def test_every_variant_runs_in_every_precision(policy, variant):
         assert np.isfinite(tf.convert_to_tensor(gradient).numpy()).all(), variable.path
 
 
-def test_the_policy_may_be_an_argument():
+def test_dtype_policy_can_be_an_argument():
     model = small_model(dtype="mixed_bfloat16")
     assert model(random_ids()).dtype == "bfloat16"
     assert {layer.compute_dtype for layer in model.blocks._flatten_layers()} == {"bfloat16"}
 
 
-# What the logits depend on
+# Dependence of logits on tokens
 
 
 @each_variant_and_policy
 def test_a_later_token_never_changes_earlier_logits(variant, policy):
-    """Not by one bit: or training would see what it has to predict."""
+    """Logits are bitwise equal. Otherwise training could see its labels."""
     ids = random_ids()
     with dtype_policy(policy):
         model = small_model(variant)
-    logits = logits_of(model, ids)
+    logits = float32_logits(model, ids)
     for position in (1, 4, 7):
-        other = ids.copy()
-        other[:, position:] = np.where(ids[:, position:] == 5, 6, 5)
-        changed = logits_of(model, other)
+        changed_ids = ids.copy()
+        changed_ids[:, position:] = np.where(ids[:, position:] == 5, 6, 5)
+        changed = float32_logits(model, changed_ids)
         np.testing.assert_array_equal(changed[:, :position], logits[:, :position])
         assert (changed[2, position] != logits[2, position]).any()
 
 
 @each_variant
-def test_every_earlier_token_matters(variant):
+def test_every_token_changes_logits_from_its_position_on(variant):
     ids = random_ids(batch=1)
     model = small_model(variant)
-    logits = logits_of(model, ids)
+    logits = float32_logits(model, ids)
     for position in range(8):
-        other = ids.copy()
-        other[0, position] = 5 if ids[0, position] != 5 else 6
-        changed = (logits_of(model, other) != logits).any(axis=-1)[0]
+        changed_ids = ids.copy()
+        changed_ids[0, position] = 5 if ids[0, position] != 5 else 6
+        changed = (float32_logits(model, changed_ids) != logits).any(axis=-1)[0]
         np.testing.assert_array_equal(changed, np.arange(8) >= position)
 
 
 @pytest.mark.parametrize("variant", ["tied", "sinusoidal"])
-def test_the_order_of_the_words_matters(variant):
-    """Without positions, the last word would see a set."""
+def test_word_order_changes_the_last_logits(variant):
+    """Without positions, attention of the last word would ignore the order."""
     ids = random_ids(batch=1)
     swapped = ids.copy()
     swapped[:, 1:7] = ids[:, 6:0:-1]
@@ -171,34 +171,36 @@ def test_the_order_of_the_words_matters(variant):
 
 
 @each_variant_and_policy
-def test_padding_at_the_end_changes_nothing(variant, policy):
+def test_trailing_padding_does_not_change_logits(variant, policy):
     ids = random_ids()
     with dtype_policy(policy):
         model = small_model(variant)
-    logits = logits_of(model, ids)
-    wider = logits_of(model, np.pad(ids, [(0, 0), (0, 4)]))[:, :8]
+    logits = float32_logits(model, ids)
+    wider = float32_logits(model, np.pad(ids, [(0, 0), (0, 4)]))[:, :8]
     is_token = ids != 0
     assert_all_close({"": wider[is_token]}, {"": logits[is_token]}, BLOCKS[policy])
-    # And each text by itself, without its padding.
+    # Each unpadded text alone gives the same logits.
     for row in range(3):
         length = np.count_nonzero(ids[row])
-        alone = logits_of(model, ids[row : row + 1, :length])
+        alone = float32_logits(model, ids[row : row + 1, :length])
         assert_all_close({"": alone}, {"": logits[row : row + 1, :length]}, BLOCKS[policy])
 
 
-def test_a_text_of_padding_only_is_finite():
+def test_a_text_of_padding_only_gives_finite_logits():
     ids = random_ids()
     ids[1] = 0
     assert np.isfinite(small_model()(ids).numpy()).all()
 
 
-def test_another_id_of_the_padding():
+def test_padding_id_can_be_changed():
     ids = random_ids()
-    other = np.where(ids == 0, 1, ids)
-    model, expected = small_model(pad_id=1), small_model()
+    padded_with_1 = np.where(ids == 0, 1, ids)
+    model, reference = small_model(pad_id=1), small_model()
     is_token = ids != 0
     assert_all_close(
-        {"": model(other)[is_token]}, {"": expected(ids)[is_token].numpy()}, BLOCKS["float32"]
+        {"": model(padded_with_1)[is_token]},
+        {"": reference(ids)[is_token].numpy()},
+        BLOCKS["float32"],
     )
 
 
@@ -240,16 +242,17 @@ def test_a_padded_vocabulary_does_not_change_the_logits():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_flops_per_step(num_layers, tied):
-    """Two for every number of every product, and the backward pass has two for each."""
+    """Count a multiplication and an addition per product, and twice that for gradients."""
     h, f, (b, s) = 16, 40, (3, 8)
     model = small_model(ffn_hidden_size=f, num_layers=num_layers, tied_head=tied)
-    block = 4 * [(s, h, h)] + [(s, h, s), (s, s, h)]  # rows, inner, columns of each product
+    # Each product is (rows, inner, columns).
+    block = 4 * [(s, h, h)] + [(s, h, s), (s, s, h)]
     block += [(s, h, f), (s, f, h)]
     products = num_layers * block + [(s, h, VOCAB)]
     expected = 3 * 2 * b * sum(rows * inner * columns for rows, inner, columns in products)
     ids = random_ids(b, s)
     assert tokens_and_flops(model, ids, ids) == (b * s, pytest.approx(expected, rel=1e-6))
-    # As published: 6·N + 12·L·h·s for each token, N the parameters in products.
+    # The published count per token is 6·N + 12·L·h·s with N parameters in products.
     weights = num_layers * (4 * h * h + 2 * h * f) + h * VOCAB
     assert expected == b * s * (6 * weights + 12 * num_layers * h * s)
 
@@ -262,7 +265,7 @@ def test_stream_shapes_name_the_stack_of_blocks():
 # Configs and files
 
 
-def test_it_is_made_again_from_its_config():
+def test_model_is_rebuilt_from_its_config():
     options = {
         "vocab_size": 11,
         "hidden_size": 12,
@@ -285,16 +288,16 @@ def test_it_is_made_again_from_its_config():
     model = CausalLM(**options, dtype="mixed_bfloat16")
     model.build()
     stored = keras.saving.serialize_keras_object(model)
-    again = keras.saving.deserialize_keras_object(stored)
-    for made in (again, CausalLM.from_config(model.get_config())):
-        assert type(made) is CausalLM
-        assert made.get_config() == model.get_config()
-        assert {option: made.get_config()[option] for option in options} == options
-        assert made.dtype_policy.name == "mixed_bfloat16"
-        made.build()
-        for one, other in zip(made.variables, model.variables, strict=True):
-            assert one.path == other.path
-            np.testing.assert_array_equal(one.numpy(), other.numpy())
+    deserialized = keras.saving.deserialize_keras_object(stored)
+    for copy in (deserialized, CausalLM.from_config(model.get_config())):
+        assert type(copy) is CausalLM
+        assert copy.get_config() == model.get_config()
+        assert {option: copy.get_config()[option] for option in options} == options
+        assert copy.dtype_policy.name == "mixed_bfloat16"
+        copy.build()
+        for variable, original in zip(copy.variables, model.variables, strict=True):
+            assert variable.path == original.path
+            np.testing.assert_array_equal(variable.numpy(), original.numpy())
 
 
 @each_variant
@@ -303,14 +306,14 @@ def test_weights_are_saved_and_loaded(variant, tmp_path):
     model = small_model(variant)
     expected = model(ids).numpy()
     model.save_weights(tmp_path / "model.weights.h5")
-    dtransformer.set_seed(1)  # so that only the file can make them equal
-    other = small_model(variant)
-    assert not np.allclose(other(ids), expected)
-    other.load_weights(tmp_path / "model.weights.h5")
-    np.testing.assert_array_equal(other(ids), expected)
+    dtransformer.set_seed(1)  # Another seed gives other initial weights.
+    loaded = small_model(variant)
+    assert not np.allclose(loaded(ids), expected)
+    loaded.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(loaded(ids), expected)
 
 
-def test_the_whole_model_is_saved_and_loaded(tmp_path):
+def test_keras_file_of_the_model_is_saved_and_loaded(tmp_path):
     ids = random_ids()
     model = small_model("bias")
     expected = model(ids).numpy()
@@ -321,7 +324,7 @@ def test_the_whole_model_is_saved_and_loaded(tmp_path):
 # Errors
 
 
-def test_learned_positions_end():
+def test_more_tokens_than_learned_positions_raise_an_error():
     model = small_model()
     model(random_ids(length=12))
     with pytest.raises(ValueError, match="13 positions.*max_length=12"):
@@ -330,8 +333,8 @@ def test_learned_positions_end():
 
 
 @pytest.mark.parametrize("offset", [0, 2])
-def test_learned_positions_end_where_the_length_is_open(offset):
-    """A compiled function for any length fails, too: gathering beyond a table may not."""
+def test_learned_positions_are_checked_in_functions_of_any_length(offset):
+    """A compiled function checks the length at run time, as a gather beyond a table may not fail."""
     model = small_model(position_offset=offset)
     model.build()
     compiled = tf.function(
@@ -372,18 +375,18 @@ def test_learned_positions_end_where_the_length_is_open(offset):
         ({"prefix": True, "window": 4}, ValueError, "does not work with `window=4`"),
     ],
 )
-def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
+def test_invalid_arguments_raise_errors_that_name_them(options, error, message):
     with pytest.raises(error, match=message):
         small_model(**options)
 
 
-def test_a_wrong_vocabulary_is_an_error():
+def test_invalid_vocabulary_size_raises_an_error():
     with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1, got 0"):
         CausalLM(0)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_a_prefix_is_told_to_a_network_that_has_one(prefix):
+def test_prefix_input_must_match_the_prefix_argument(prefix):
     ids = random_ids()
     inputs = ids if prefix else {"tokens": ids, "prefix": tf.ones_like(ids)}
     with pytest.raises(ValueError, match=f"network has `prefix={prefix}`, but its inputs"):
@@ -394,8 +397,8 @@ def test_a_prefix_is_told_to_a_network_that_has_one(prefix):
 
 
 @each_policy
-def test_it_learns_to_count(policy):
-    """Texts whose tokens go up by one, of different lengths."""
+def test_learns_to_count(policy):
+    """Train on texts of different lengths whose tokens increase by one."""
     first = np.arange(4, 12)[:, None]
     texts = (first + np.arange(8)).astype("int32")
     texts[::2, 6:] = 0
@@ -415,19 +418,19 @@ def test_it_learns_to_count(policy):
     assert (logits.argmax(-1) == texts[:, 1:])[is_label].mean() > 0.9
 
 
-# Stages of a pipeline
+# Pipeline stages
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @each_variant
-def test_stages_together_are_the_network(variant, num_stages):
+def test_pipeline_stages_compute_the_same_logits(variant, num_stages):
     ids = tf.constant(random_ids())
     with parallel_config(pipeline_stage=num_stages):
         model = small_model(variant, num_layers=3)
         model.build()
         dataflow = Dataflow.of_network(model, ids, Placement.looped(num_stages))
     expected = model(ids).numpy()
-    # Nothing but the residual stream goes on; a tied table is copied.
+    # Stages send only the residual stream. A tied table has a copy on the last stage.
     for stage in range(num_stages - 1):
         assert [value.shape for value in dataflow.sent_after(stage)] == [(3, 8, 16)]
     received = {}

@@ -1,4 +1,4 @@
-"""Promise: a language model continues texts as if all of it were computed anew for each token."""
+"""Cached generation gives the same texts as full forward passes for each token."""
 
 import itertools
 
@@ -31,10 +31,10 @@ VARIANTS = {
     "prefix": {"positions": "rotary", "prefix": True},
     "no_padding": {"pad_id": None, "end_id": None},
 }
-IN_BEAMS = "llama", "no_padding"  # beams of the others are among the long tests
+BEAM_VARIANTS = "llama", "no_padding"  # Beam searches of other variants are in the long suite.
 
 
-def model(variant="learned", **options):
+def make_model(variant="learned", **options):
     sizes = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "max_length": 16}
     network = CausalLM(**{"vocab_size": VOCAB, **sizes, **VARIANTS[variant], **options})
     network.build()
@@ -53,53 +53,56 @@ def log_p(network, ids, num_prompt):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def anew(network, prompt):
-    """Return the greedy continuation, by the whole network for each token."""
+def greedy_without_cache(network, prompt):
+    """Return the greedy continuation, with a full forward pass for each token."""
     ids = list(prompt)
     while len(ids) < len(prompt) + NEW and (len(ids) == len(prompt) or ids[-1] != network.end_id):
         ids.append(int(log_p(network, ids, len(prompt))[-1].argmax()))
     return ids[len(prompt) :]
 
 
-def of_rows(found, network):
-    """Return the rows of a result without what comes after their end tokens."""
-    rows = [list(row) for row in found.numpy()]
+def rows_until_end(generated, network):
+    """Return generated rows, cut after their first end token."""
+    rows = [list(row) for row in generated.numpy()]
     end = network.end_id
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy(variant):
-    network = model(variant)
-    expected = [anew(network, prompt) for prompt in PROMPTS]
-    assert of_rows(network.generate(PROMPTS, max_new_tokens=NEW), network) == expected
-    if variant in IN_BEAMS:
-        drawn = network.generate(PROMPTS, NEW, temperature=0.5, top_k=1)
-        assert of_rows(drawn, network) == expected
+def test_greedy_search_matches_full_forward_passes(variant):
+    network = make_model(variant)
+    expected = [greedy_without_cache(network, prompt) for prompt in PROMPTS]
+    assert rows_until_end(network.generate(PROMPTS, max_new_tokens=NEW), network) == expected
+    if variant in BEAM_VARIANTS:
+        sampled = network.generate(PROMPTS, NEW, temperature=0.5, top_k=1)
+        assert rows_until_end(sampled, network) == expected
 
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(one, marks=[pytest.mark.long] * (one not in IN_BEAMS)) for one in VARIANTS],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in BEAM_VARIANTS))
+        for name in VARIANTS
+    ],
 )
-def test_beams_find_what_is_at_least_as_likely(variant):
-    network = model(variant)
+def test_beam_search_is_at_least_as_likely_as_greedy_search(variant):
+    network = make_model(variant)
 
     def score(prompt, ids):
-        all_of_it = log_p(network, prompt + ids, len(prompt))[len(prompt) - 1 : -1]
-        return all_of_it[range(len(ids)), ids].sum()
+        log_probabilities = log_p(network, prompt + ids, len(prompt))[len(prompt) - 1 : -1]
+        return log_probabilities[range(len(ids)), ids].sum()
 
-    found = network.generate(PROMPTS, NEW, beam_size=4, length_penalty=0.0)
-    for prompt, ids in zip(PROMPTS, of_rows(found, network), strict=True):
-        assert score(prompt, ids) >= score(prompt, anew(network, prompt)) - 1e-4
+    generated = network.generate(PROMPTS, NEW, beam_size=4, length_penalty=0.0)
+    for prompt, ids in zip(PROMPTS, rows_until_end(generated, network), strict=True):
+        assert score(prompt, ids) >= score(prompt, greedy_without_cache(network, prompt)) - 1e-4
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_window_bounds_what_is_kept(beams):
-    """Bytes of two texts' caches, with room for 40 tokens."""
+def test_window_bounds_the_cache_size(beams):
+    """Compare the cache sizes in bytes of two texts with room for 40 tokens."""
 
-    def kept(window):
-        network = model("window", window=window)
+    def cache_bytes(window):
+        network = make_model("window", window=window)
         options, ids = GenerationOptions(beam_size=beams), SpecialIds.of(network, None, (0,))
         search = BeamSearch(ids, 40, options) if beams > 1 else Sampling(ids, 40, None, options)
         decoding = Continuation(network, search)
@@ -107,15 +110,15 @@ def test_a_window_bounds_what_is_kept(beams):
         tensors = [x for block in cache["blocks"] for x in block.values() if x.shape.rank]
         return sum(4 * int(tf.size(x)) for x in tensors)
 
-    # Two blocks' keys and values of one head of 4 features in float32.
-    position = 2 * 2 * 2 * 4 * 4
-    assert kept(None) == position * (29 + 40 * beams)
-    assert kept(4) == position * (3 + 4 * beams)
+    # A position has keys and values of 4 float32 features in two blocks, for two texts.
+    position_bytes = 2 * 2 * 2 * 4 * 4
+    assert cache_bytes(None) == position_bytes * (29 + 40 * beams)
+    assert cache_bytes(4) == position_bytes * (3 + 4 * beams)
 
 
 @pytest.mark.long
 @on_mesh
-def test_windows_on_a_mesh():
+def test_window_on_a_mesh():
     options = {
         "vocab_size": 24,
         "num_kv_heads": 2,
@@ -123,76 +126,80 @@ def test_windows_on_a_mesh():
         "block_pattern": [{"window": 4}, {}],
     }
     searches = {}, {"beam_size": 3, "length_penalty": 0.0}
-    alone = model("window", **options)
-    expected = [alone.generate(PROMPTS, NEW, **own).numpy() for own in searches]
+    alone = make_model("window", **options)
+    expected = [alone.generate(PROMPTS, NEW, **search).numpy() for search in searches]
     start(model_parallel=2)
-    network = model("window", **options)
-    for own, ids in zip(searches, expected, strict=True):
-        np.testing.assert_array_equal(network.generate(PROMPTS, NEW, **own), ids)
+    network = make_model("window", **options)
+    for search, ids in zip(searches, expected, strict=True):
+        np.testing.assert_array_equal(network.generate(PROMPTS, NEW, **search), ids)
 
 
-def test_prompts_in_either_form_and_each_by_itself():
-    network = model("llama")
-    together = of_rows(network.generate(PROMPTS, NEW), network)
+def test_ragged_padded_and_single_prompts_give_equal_texts():
+    network = make_model("llama")
+    together = rows_until_end(network.generate(PROMPTS, NEW), network)
     padded = np.array([row + [0] * (7 - len(row)) for row in PROMPTS])
-    assert of_rows(network.generate(padded, NEW), network) == together
+    assert rows_until_end(network.generate(padded, NEW), network) == together
     for prompt, expected in zip(PROMPTS, together, strict=True):
-        assert of_rows(network.generate([prompt], NEW), network) == [expected]
+        assert rows_until_end(network.generate([prompt], NEW), network) == [expected]
 
 
-def test_drawing_depends_on_the_seed_only():
-    network = model()
-    first, again, other = (
+def test_sampling_depends_on_the_seed_only():
+    network = make_model()
+    first, repeated, other_seed = (
         network.generate(PROMPTS, NEW, temperature=2.0, seed=seed).numpy() for seed in (1, 1, 2)
     )
-    np.testing.assert_array_equal(first, again)
-    assert first.shape != other.shape or (first != other).any()
+    np.testing.assert_array_equal(first, repeated)
+    assert first.shape != other_seed.shape or (first != other_seed).any()
 
 
-def test_texts_end_and_are_padded():
-    tokens = anew(model("llama"), PROMPTS[0])
-    place = next(i for i, token in enumerate(tokens) if token != tokens[0])
-    network = model("llama", end_id=tokens[place])
-    found = network.generate(PROMPTS, NEW)
-    assert of_rows(found, network) == [anew(network, prompt) for prompt in PROMPTS]
-    assert list(found[0, : place + 1]) == tokens[: place + 1]
-    assert not found[0, place + 1 :].numpy().any()
-    assert network.generate(PROMPTS[:1], NEW).shape == (1, place + 1)
+def test_texts_stop_at_the_end_token_and_are_padded():
+    tokens = greedy_without_cache(make_model("llama"), PROMPTS[0])
+    end_index = next(i for i, token in enumerate(tokens) if token != tokens[0])
+    network = make_model("llama", end_id=tokens[end_index])
+    generated = network.generate(PROMPTS, NEW)
+    assert rows_until_end(generated, network) == [
+        greedy_without_cache(network, prompt) for prompt in PROMPTS
+    ]
+    assert list(generated[0, : end_index + 1]) == tokens[: end_index + 1]
+    assert not generated[0, end_index + 1 :].numpy().any()
+    assert network.generate(PROMPTS[:1], NEW).shape == (1, end_index + 1)
 
 
-def test_an_end_that_is_padding_too_is_found():
-    tokens = anew(model("llama"), PROMPTS[0])
-    network = model("llama", pad_id=tokens[1], end_id=tokens[1])
+def test_end_token_equal_to_padding_is_generated():
+    tokens = greedy_without_cache(make_model("llama"), PROMPTS[0])
+    network = make_model("llama", pad_id=tokens[1], end_id=tokens[1])
     for options in ({}, {"beam_size": 3, "length_penalty": 0.0}):
         assert tokens[1] in network.generate(PROMPTS[:1], NEW, **options).numpy()
 
 
-def test_no_two_tokens_follow_each_other_twice():
+def test_no_repeat_ngram_size_forbids_repeated_pairs():
     for options in ({"beam_size": 3}, {"temperature": 1.0}, {}):
-        found = model("llama").generate(PROMPTS, 9, no_repeat_ngram_size=2, **options).numpy()
-        for prompt, ids in zip(PROMPTS, found.tolist(), strict=True):
+        generated = (
+            make_model("llama").generate(PROMPTS, 9, no_repeat_ngram_size=2, **options).numpy()
+        )
+        for prompt, ids in zip(PROMPTS, generated.tolist(), strict=True):
             ids = prompt + ids[: ids.index(0)] if 0 in ids else prompt + ids
             pairs = list(itertools.pairwise(ids))
             assert len(set(pairs)) == len(pairs)
 
 
-def test_several_results_of_a_prompt():
-    network = model("llama")
+def test_num_return_sequences_gives_distinct_texts():
+    network = make_model("llama")
     best = network.generate(PROMPTS, NEW, beam_size=4).numpy()
     several = network.generate(PROMPTS, NEW, beam_size=4, num_return_sequences=3).numpy()
     np.testing.assert_array_equal(several[::3, : best.shape[1]], best)
     assert len({tuple(row) for row in several}) == 9
-    drawn = network.generate(PROMPTS, NEW, temperature=2.0, num_return_sequences=3).numpy()
-    assert len(drawn) == 9 and len({tuple(row) for row in drawn}) > 6
+    sampled = network.generate(PROMPTS, NEW, temperature=2.0, num_return_sequences=3).numpy()
+    assert len(sampled) == 9 and len({tuple(row) for row in sampled}) > 6
 
 
 @pytest.mark.parametrize("variant", ["llama", "no_padding"])
-def test_other_tokens_may_end_a_text(variant):
-    network = model(variant)
-    never = [anew(network, prompt) for prompt in PROMPTS]
-    stop_ids = [never[0][2], never[2][5]]
-    found = network.generate(PROMPTS, NEW, stop_ids=stop_ids).numpy()
-    for ids, row in zip(never, found.tolist(), strict=True):
+def test_stop_ids_end_a_text(variant):
+    network = make_model(variant)
+    unstopped = [greedy_without_cache(network, prompt) for prompt in PROMPTS]
+    stop_ids = [unstopped[0][2], unstopped[2][5]]
+    generated = network.generate(PROMPTS, NEW, stop_ids=stop_ids).numpy()
+    for ids, row in zip(unstopped, generated.tolist(), strict=True):
         length = next((n for n, x in enumerate(ids, 1) if x in stop_ids), len(ids))
         assert row[:length] == ids[:length]
         assert set(row[length:]) <= {stop_ids[0] if variant == "no_padding" else 0}
@@ -200,35 +207,35 @@ def test_other_tokens_may_end_a_text(variant):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "num_return_sequences": 2}], ids=str)
-def test_what_is_told_is_what_is_found(options):
-    network, told = model("llama"), []
-    end = anew(network, PROMPTS[0])[1]
-    for _ in range(2):  # the second time nothing is compiled
-        told.clear()
-        tell = lambda number, ids: told.append((number, *ids))
-        found = network.generate(PROMPTS, NEW, on_tokens=tell, stop_ids=[end], **options)
-        rows = [[x for number, x in told if number == row] for row in range(len(found))]
-        for row, ids in zip(rows, found.numpy().tolist(), strict=True):
+def test_on_tokens_receives_every_generated_token(options):
+    network, received = make_model("llama"), []
+    end = greedy_without_cache(network, PROMPTS[0])[1]
+    for _ in range(2):  # The second call compiles nothing.
+        received.clear()
+        on_tokens = lambda index, ids: received.append((index, *ids))
+        generated = network.generate(PROMPTS, NEW, on_tokens=on_tokens, stop_ids=[end], **options)
+        rows = [[x for index, x in received if index == row] for row in range(len(generated))]
+        for row, ids in zip(rows, generated.numpy().tolist(), strict=True):
             assert row == ids[: len(row)] and not any(ids[len(row) :])
             assert len(row) == NEW or row[-1] == end
-    assert told != sorted(told), "texts go on side by side"
+    assert received != sorted(received), "texts must be generated side by side"
 
 
-def test_an_error_of_the_callback_ends_it():
+def test_an_exception_in_on_tokens_stops_generation():
     class Enough(Exception):
         pass
 
-    def tell(number, ids):
-        raise Enough(f"after {number}")
+    def on_tokens(index, ids):
+        raise Enough(f"after {index}")
 
     with pytest.raises(Enough, match="after 0"):
-        model().generate(PROMPTS, NEW, on_tokens=tell)
+        make_model().generate(PROMPTS, NEW, on_tokens=on_tokens)
     with pytest.raises(ValueError, match="on_tokens.*Set `beam_size=1`"):
-        model().generate(PROMPTS, NEW, on_tokens=tell, beam_size=2)
+        make_model().generate(PROMPTS, NEW, on_tokens=on_tokens, beam_size=2)
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (([[]],), "Each prompt must have at least one token"),
         (([],), "Each prompt must have at least one token"),
@@ -242,6 +249,6 @@ def test_an_error_of_the_callback_ends_it():
         ((PROMPTS, 11), "17 positions exceed the learned positions, `max_length=16`"),
     ],
 )
-def test_wrong_options(arguments, told):
-    with pytest.raises(ValueError, match=told):
-        model().generate(*arguments)
+def test_invalid_prompts_and_lengths_raise_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_model().generate(*arguments)

@@ -1,4 +1,4 @@
-"""EncoderDecoderLM: what it adds to a translation model, and what its searches may start with."""
+"""EncoderDecoderLM ignores padding, is causal, searches with a cache and freezes weights."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def small_model(variant="bart", **options):
 
 
 def random_pairs(model, batch=3, source=8, target=6):
-    """Texts of different lengths; the last one has no padding."""
+    """Return texts of different lengths. The last one has no padding."""
     rng = np.random.default_rng(0)
     inputs = {
         "source": rng.integers(4, VOCAB - 1, (batch, source), "int32"),
@@ -63,7 +63,7 @@ def random_pairs(model, batch=3, source=8, target=6):
 
 
 @each_variant
-def test_padding_changes_nothing(variant):
+def test_padding_does_not_change_logits(variant):
     model = small_model(variant)
     inputs = random_pairs(model)
     logits = model(inputs).numpy()
@@ -92,25 +92,25 @@ def test_a_later_token_never_changes_earlier_logits(variant):
 
 @each_variant
 def test_greedy_search_follows_the_largest_logits(variant):
-    """With the cache, token by token; no padding, and no start that is not the end."""
+    """The cached search never returns padding, nor the start token unless it is the end token."""
     model = small_model(variant)
     source = random_pairs(model)["source"]
-    found = model.generate(source, max_length=6).numpy()
+    generated = model.generate(source, max_length=6).numpy()
     target = np.full((3, 1), model.start_id, "int32")
-    never = [x for x in (model.pad_id, model.start_id) if x != model.end_id]
-    for _ in range(found.shape[1]):
+    forbidden = [x for x in (model.pad_id, model.start_id) if x != model.end_id]
+    for _ in range(generated.shape[1]):
         logits = model({"source": source, "target": target}).numpy()[:, -1]
-        logits[:, never] = -np.inf
+        logits[:, forbidden] = -np.inf
         target = np.concatenate([target, logits.argmax(-1)[:, None]], axis=1).astype("int32")
-    for own, expected in zip(found, target[:, 1:], strict=True):
+    for row, expected in zip(generated, target[:, 1:], strict=True):
         ends = np.nonzero(expected == model.end_id)[0]
         length = ends[0] + 1 if ends.size else len(expected)
-        np.testing.assert_array_equal(own[:length], expected[:length])
-        assert (own[length:] == model.pad_id).all()
+        np.testing.assert_array_equal(row[:length], expected[:length])
+        assert (row[length:] == model.pad_id).all()
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_head_bias_that_is_not_trained(is_trained):
+def test_head_bias_can_be_frozen(is_trained):
     model = small_model(head_bias=True, trains_head_bias=is_trained)
     model.build()
     before = {x.path: x.numpy() for x in model.weights}
@@ -124,7 +124,7 @@ def test_a_head_bias_that_is_not_trained(is_trained):
 
 
 @pytest.mark.parametrize("trains_padding", [False, True])
-def test_padding_that_is_not_trained(trains_padding):
+def test_padding_embedding_can_be_frozen(trains_padding):
     model = small_model("marian", tied_head=False, trains_padding=trains_padding)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.square(model(random_pairs(model))))
@@ -135,18 +135,18 @@ def test_padding_that_is_not_trained(trains_padding):
 
 
 @each_variant
-def test_it_is_made_again_from_its_file(variant, tmp_path):
+def test_saved_model_is_loaded_with_equal_logits(variant, tmp_path):
     model = small_model(variant)
     inputs = random_pairs(model)
     expected = model(inputs).numpy()
     model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
-    assert again.get_config() == model.get_config()
-    np.testing.assert_array_equal(again(inputs), expected)
-    assert len(again.trainable_weights) == len(model.trainable_weights)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_config() == model.get_config()
+    np.testing.assert_array_equal(loaded(inputs), expected)
+    assert len(loaded.trainable_weights) == len(model.trainable_weights)
 
 
-def test_relative_positions_have_no_end_and_blocks_share_their_table():
+def test_relative_positions_are_unlimited_and_share_one_table_per_stack():
     model = small_model("t5", encoder_layers=2)
     logits = model(random_pairs(model, source=40, target=30))
     assert logits.shape == (3, 30, VOCAB)
@@ -154,21 +154,21 @@ def test_relative_positions_have_no_end_and_blocks_share_their_table():
     assert [path.split("/")[-3] for path in tables] == ["encoder", "decoder"]
 
 
-def test_the_order_of_the_source_matters():
+def test_source_order_changes_logits():
     model = small_model("t5")
     inputs = random_pairs(model, batch=1)
-    turned = {**inputs, "source": inputs["source"][:, ::-1].copy()}
-    assert (model(turned).numpy() != model(inputs).numpy()).any(axis=-1).all()
+    reversed_inputs = {**inputs, "source": inputs["source"][:, ::-1].copy()}
+    assert (model(reversed_inputs).numpy() != model(inputs).numpy()).any(axis=-1).all()
 
 
-def test_first_logits_are_of_size_one():
-    """The loss starts near that of guessing, whatever the form is."""
+def test_initial_logits_have_unit_scale():
+    """The first loss of every variant is close to the loss of uniform guesses."""
     for variant in VARIANTS:
         model = small_model(variant, hidden_size=64)
         assert 0.3 < model(random_pairs(model)).numpy().std() < 3.0, variant
 
 
-def test_positions_end():
+def test_generating_beyond_max_length_raises_an_error():
     model = small_model()
     source = np.full((1, 12), 5, "int32")
     assert model.generate(source).shape[1] <= 12
@@ -177,19 +177,19 @@ def test_positions_end():
 
 
 @on_mesh
-def test_one_search_after_the_other_on_a_mesh():
-    """DTensor compiles no second loop of such a network."""
+def test_consecutive_searches_on_a_mesh():
+    """DTensor cannot compile a second generation loop of this network."""
     options = {"head_bias": True, "dropout_rate": 0.0}
     sizes = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
     source = np.random.default_rng(0).integers(4, 40, (3, 6), "int32")
 
-    def found():
+    def generate():
         dtransformer.set_seed(0)
         network = EncoderDecoderLM(40, **sizes, **options)
         searches = {}, {"temperature": 0.8}, {"beam_size": 3}
-        return [network.generate(source, max_length=8, **each).numpy() for each in searches]
+        return [network.generate(source, max_length=8, **search).numpy() for search in searches]
 
-    expected = found()
+    expected = generate()
     start(model_parallel=2)
-    for own, theirs in zip(found(), expected, strict=True):
-        np.testing.assert_array_equal(own, theirs)
+    for mesh_ids, ids in zip(generate(), expected, strict=True):
+        np.testing.assert_array_equal(mesh_ids, ids)

@@ -1,4 +1,4 @@
-"""Promise: frozen weights are computed with and saved, and cost nothing of what training costs."""
+"""Frozen weights are used and saved, but need no gradients, optimizer states or reductions."""
 
 import keras
 import numpy as np
@@ -17,13 +17,13 @@ FROZEN = ["embedding/*", "positions/table", "blocks/block_[01]/*"]
 IDS = np.random.default_rng(0).integers(4, 50, (8, 9))
 
 
-def network_of(**options):
+def build_network(**options):
     network = CausalLM(50, **{**SIZES, **options})
     network.build()
     return network
 
 
-def trainer_of(network, optimizer=None):
+def make_trainer(network, optimizer=None):
     trainer = Trainer(network)
     trainer.compile(optimizer or keras.optimizers.AdamW(1e-2), CrossEntropyLoss())
     return trainer
@@ -34,12 +34,12 @@ def train(trainer, steps=3):
     return [float(step()["loss"]) for _ in range(steps)]
 
 
-def test_frozen_weights_stay_and_the_others_learn():
-    network = network_of(tied_head=False)
+def test_only_weights_that_are_not_frozen_change():
+    network = build_network(tied_head=False)
     paths = freeze(network, FROZEN)
     assert len(paths) == 2 + 2 * 16 and paths[:2] == ["embedding/table", "positions/table"]
     before = {weight.path: weight.numpy() for weight in network.weights}
-    trainer = trainer_of(network)
+    trainer = make_trainer(network)
     losses = train(trainer)
     assert losses[-1] < losses[0]
     for weight in network.weights:
@@ -53,48 +53,48 @@ def test_frozen_weights_stay_and_the_others_learn():
     assert report["weights"].planned == report["weights"].measured == everything
 
 
-def test_losses_are_those_of_a_keras_layer_that_is_not_trainable():
-    frozen, by_layer = network_of(), network_of()
+def test_losses_match_keras_layers_that_are_not_trainable():
+    frozen, by_layer = build_network(), build_network()
     freeze(frozen, ["blocks/block_1/*"])
     by_layer.blocks.blocks[1].trainable = False
-    assert train(trainer_of(frozen)) == train(trainer_of(by_layer))
+    assert train(make_trainer(frozen)) == train(make_trainer(by_layer))
 
 
-def test_recompute_changes_nothing():
+def test_recompute_does_not_change_losses():
     losses = []
     for recompute in (False, True):
         with parallel_config(recompute=recompute):
-            network = network_of()
+            network = build_network()
             freeze(network, ["blocks/block_0/*", "*/attention/(query|value)_kernel"])
-            losses.append(train(trainer_of(network)))
+            losses.append(train(make_trainer(network)))
     assert losses[0] == losses[1]
 
 
-def test_a_checkpoint_has_frozen_weights(tmp_path):
-    network, other = network_of(name="one"), network_of(name="two", hidden_act="relu")
+def test_checkpoint_contains_frozen_weights(tmp_path):
+    network, restored = build_network(name="one"), build_network(name="two", hidden_act="relu")
     freeze(network, FROZEN)
-    trainer = trainer_of(network)
+    trainer = make_trainer(network)
     train(trainer)
     trainer.save(tmp_path / "saved")
-    other.set_weights([0 * weight for weight in other.get_weights()])
-    freeze(other, FROZEN)
-    trainer_of(other).restore(tmp_path / "saved")
-    for found, expected in zip(other.get_weights(), network.get_weights(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    restored.set_weights([0 * weight for weight in restored.get_weights()])
+    freeze(restored, FROZEN)
+    make_trainer(restored).restore(tmp_path / "saved")
+    for value, expected in zip(restored.get_weights(), network.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
-def test_what_matches_nothing_is_told():
+def test_pattern_without_matches_raises_an_error():
     with pytest.raises(
         ValueError, match="'blocks/block_7/.*' matches no weight. Existing weights are .*/"
     ):
-        freeze(network_of(), ["embedding/*", "blocks/block_7/*"])
+        freeze(build_network(), ["embedding/*", "blocks/block_7/*"])
     with pytest.raises(ValueError, match="has no weights yet"):
         freeze(CausalLM(50, **SIZES), "embedding/*")
 
 
-def test_what_comes_too_late_is_told():
-    network = network_of()
-    trainer = trainer_of(network)
+def test_freezing_after_compile_raises_an_error():
+    network = build_network()
+    trainer = make_trainer(network)
     train(trainer, 1)
     freeze(network, "embedding/*")
     with pytest.raises(
@@ -111,24 +111,24 @@ def test_what_comes_too_late_is_told():
     assert len(network.trainable_variables) == len(network.variables)
 
 
-def test_mixed_precision_keeps_its_types():
-    network = network_of(dtype="mixed_bfloat16")
+def test_mixed_precision_keeps_float32_variables():
+    network = build_network(dtype="mixed_bfloat16")
     freeze(network, FROZEN)
-    assert np.isfinite(train(trainer_of(network))).all()
+    assert np.isfinite(train(make_trainer(network))).all()
     assert {weight.dtype for weight in network.variables} == {"float32"}
 
 
 @on_mesh
-def test_on_a_mesh_nothing_is_sent_for_what_is_frozen():
+def test_frozen_blocks_send_no_gradients_on_a_mesh():
     start(data_parallel=2, model_parallel=2)
-    network = network_of(tied_head=False)
+    network = build_network(tied_head=False)
     freeze(network, FROZEN)
-    trainer = trainer_of(network, keras.optimizers.SGD(0.1))
+    trainer = make_trainer(network, keras.optimizers.SGD(0.1))
     train(trainer, 1)
     report = trainer.communication_report()
-    for number in range(2):
-        of_block = report.of_layer(f"blocks/block_{number}")
-        assert {c.backward for c in of_block} == {False}
+    for index in range(2):
+        block_collectives = report.of_layer(f"blocks/block_{index}")
+        assert {c.backward for c in block_collectives} == {False}
     assert not report.of_layer("embedding")
     for block, elements in report.formula.items():
         over_model = [c for c in report.of_layer(block) if c.over == "model"]
@@ -137,14 +137,14 @@ def test_on_a_mesh_nothing_is_sent_for_what_is_frozen():
 
 @on_ranks("dp2@2x1")
 def test_gradients_of_frozen_weights_are_not_reduced():
-    """Of what is sent for a weight, by a ring of two: at level 3 it is still all-gathered."""
+    """Compare the elements sent in a ring of two ranks. Level 3 still all-gathers frozen weights."""
     for level, saved in {0: 1.0, 2: 1.0, 3: 0.5}.items():
         sent = {}
         with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0):
             for patterns in ((), "blocks/block_[01]/*"):
-                network = network_of()
+                network = build_network()
                 frozen = freeze(network, patterns)
-                trainer = trainer_of(network, keras.optimizers.SGD(1e-2, momentum=0.9))
+                trainer = make_trainer(network, keras.optimizers.SGD(1e-2, momentum=0.9))
                 assert np.isfinite(train(trainer, 1)).all()
                 sent[patterns] = elements_sent(trainer)
                 report = trainer.memory_report()

@@ -1,4 +1,4 @@
-"""Promise: an input's name that a network does not know is an error, and none is ignored."""
+"""Unknown input names raise an error; no input is silently ignored."""
 
 import keras
 import numpy as np
@@ -22,14 +22,14 @@ IDS = np.random.default_rng(0).integers(4, 20, (4, 6)).astype("int32")
 MASK = np.array([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]])
 
 
-def inputs_of(name, mask=MASK):
+def make_inputs(name, mask=MASK):
     if name in ("causal", "masked"):
         return {"input_ids": IDS, "attention_mask": mask}
     return {"input_ids": IDS, "attention_mask": mask, "decoder_input_ids": IDS[:, :4]}
 
 
 @pytest.mark.parametrize(
-    "name, inputs, told",
+    "name, inputs, message",
     [
         (
             "causal",
@@ -59,65 +59,67 @@ def inputs_of(name, mask=MASK):
         ("translation", {"source": IDS, "target": IDS, "targets": IDS}, "did you mean target"),
     ],
 )
-def test_names_that_are_not_known(name, inputs, told):
-    """One line, called and trained, before a step."""
+def test_unknown_input_names_raise_errors(name, inputs, message):
+    """Calling and training both raise a one-line error before the first step."""
     network = NETWORKS[name]()
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         network(inputs)
     assert "\n" not in str(caught.value)
     trainer = Trainer(NETWORKS[name]())
     trainer.compile("sgd")
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         trainer.fit(tf.data.Dataset.from_tensors((inputs, IDS)), verbose=0)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_mask_hides_what_it_says(name):
-    """Whatever stands where there is no token changes nothing of what is computed elsewhere."""
+def test_attention_mask_hides_positions(name):
+    """Ids at masked positions do not change other outputs."""
     network = NETWORKS[name]()
-    first, others = inputs_of(name), inputs_of(name)
-    others["input_ids"] = np.where(MASK, IDS, 5)
-    outputs = [np.asarray(network(x)) for x in (first, others)]
-    is_token = MASK[:, : outputs[0].shape[1]] > 0 if "decoder_input_ids" not in first else ...
+    inputs, changed_inputs = make_inputs(name), make_inputs(name)
+    changed_inputs["input_ids"] = np.where(MASK, IDS, 5)
+    outputs = [np.asarray(network(x)) for x in (inputs, changed_inputs)]
+    is_token = MASK[:, : outputs[0].shape[1]] > 0 if "decoder_input_ids" not in inputs else ...
     np.testing.assert_allclose(outputs[0][is_token], outputs[1][is_token], rtol=0, atol=1e-6)
-    unmasked = np.asarray(network({**first, "attention_mask": None}))
+    unmasked = np.asarray(network({**inputs, "attention_mask": None}))
     assert np.abs(unmasked - outputs[0])[is_token].max() > 1e-3
 
 
-def trained(name):
+def train_losses(name):
     keras.utils.set_random_seed(0)
     trainer = Trainer(NETWORKS[name]())
     trainer.compile("sgd")
-    inputs = inputs_of(name)
+    inputs = make_inputs(name)
     labels = inputs.get("decoder_input_ids", IDS)
     data = tf.data.Dataset.from_tensors((inputs, labels)).repeat(2)
     return trainer.fit(data, epochs=2, verbose=0).history["loss"]
 
 
 @pytest.mark.parametrize("name", ["causal", "pairs"])
-def test_masks_of_micro_batches(name):
-    expected = trained(name)
+def test_attention_mask_is_split_into_micro_batches(name):
+    expected = train_losses(name)
     with parallel_config(micro_batch_num=2):
-        np.testing.assert_allclose(trained(name), expected, rtol=1e-5)
+        np.testing.assert_allclose(train_losses(name), expected, rtol=1e-5)
 
 
 @on_mesh
-def test_masks_on_a_mesh():
+def test_attention_mask_on_a_mesh():
     start(model_parallel=2)
     network = NETWORKS["causal"]()
     trainer = Trainer(network)
     trainer.compile("sgd")
-    own = trainer.predict(inputs_of("causal"), verbose=0)
-    other = trainer.predict({**inputs_of("causal"), "input_ids": np.where(MASK, IDS, 5)}, verbose=0)
-    np.testing.assert_allclose(own[MASK > 0], other[MASK > 0], rtol=0, atol=1e-6)
+    outputs = trainer.predict(make_inputs("causal"), verbose=0)
+    changed_outputs = trainer.predict(
+        {**make_inputs("causal"), "input_ids": np.where(MASK, IDS, 5)}, verbose=0
+    )
+    np.testing.assert_allclose(outputs[MASK > 0], changed_outputs[MASK > 0], rtol=0, atol=1e-6)
 
 
-def test_prompts_with_their_mask():
+def test_generate_accepts_prompts_with_a_mask():
     network = NETWORKS["causal"]()
-    expected = network.generate([row[own > 0] for row, own in zip(IDS, MASK)], 3).numpy()
-    found = network.generate({"input_ids": IDS, "attention_mask": MASK}, 3).numpy()
-    np.testing.assert_array_equal(found, expected)
+    expected = network.generate([row[row_mask > 0] for row, row_mask in zip(IDS, MASK)], 3).numpy()
+    generated = network.generate({"input_ids": IDS, "attention_mask": MASK}, 3).numpy()
+    np.testing.assert_array_equal(generated, expected)
     ends = np.where(MASK, IDS, network.end_id)
     with pytest.raises(ValueError, match='Prompt 1 begins with the end token 3.*"attention_mask"'):
         network.generate(ends, 3)
@@ -130,8 +132,8 @@ def test_prompts_with_their_mask():
         pairs.generate({"input_ids": IDS, "attention_mask": MASK}, 3)
 
 
-def test_packed_texts_with_a_mask_have_their_own_positions():
-    """Where positions begin after padding, too: segments begin anew, whatever the mask says."""
+def test_positions_restart_in_packed_texts_with_a_mask():
+    """Segments restart positions even if a mask is passed."""
     network = CausalLM(20, num_layers=1, pad_id=None, position_offset=2, **SIZES)
     segments = np.array([[1, 1, 1, 2, 2, 2]] * 4)
     packed = network({"tokens": IDS, "segments": segments, "attention_mask": np.ones_like(IDS)})

@@ -1,6 +1,6 @@
-"""Promise: adapters begin as nothing, learn alone, and come and go without a trace.
+"""Adapters start without effect, are trained alone, and can be merged, saved and loaded.
 
-Their numbers are held to PyTorch's in `pretrained/test_adapters.py`.
+`pretrained/test_adapters.py` compares their results with PyTorch.
 """
 
 import json
@@ -23,7 +23,7 @@ from dtransformer.models import (
 )
 from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
-from tests.models.test_freezing import IDS, network_of, train, trainer_of
+from tests.models.test_freezing import IDS, build_network, make_trainer, train
 from tests.on_mesh import on_mesh, start
 from tests.tolerances import BLOCKS
 
@@ -39,157 +39,161 @@ LLAMA = {
 }
 
 
-def adapted(targets="*kernel", kind="lora", **options):
-    network = network_of(**{**LLAMA, **options})
+def network_with_lora(targets="*kernel", kind="lora", **options):
+    network = build_network(**{**LLAMA, **options})
     add_lora(network, rank=2, alpha=6, targets=targets, kind=kind)
     return network
 
 
-def adapted_in_two_ways(**options):
-    network = adapted("*feed_forward/*kernel", **options)
+def network_with_lora_and_dora(**options):
+    network = network_with_lora("*feed_forward/*kernel", **options)
     add_lora(network, rank=2, alpha=6, targets=["*attention/*kernel", "head/*"], kind="dora")
     return network
 
 
-def logits_of(network):
+def get_logits(network):
     return np.asarray(network(IDS[:, :-1]))
 
 
-def test_first_outputs_are_those_without_adapters():
-    expected = logits_of(network_of(**LLAMA))  # by other products on some processors
-    for make in (adapted, adapted_in_two_ways):
-        np.testing.assert_allclose(logits_of(make()), expected, rtol=0, atol=BLOCKS["float32"])
+def test_new_adapters_do_not_change_outputs():
+    expected = get_logits(build_network(**LLAMA))  # Some processors compute other products.
+    for make in (network_with_lora, network_with_lora_and_dora):
+        np.testing.assert_allclose(get_logits(make()), expected, rtol=0, atol=BLOCKS["float32"])
 
 
 def test_factors_depend_on_the_seed_and_their_paths_only():
-    one, other = (adapted(targets).blocks.blocks[1].attention for targets in ("*l", "*query_k*"))
-    a, b = one.query_kernel.low_rank.a, one.query_kernel.low_rank.b
+    attention, other_attention = (
+        network_with_lora(targets).blocks.blocks[1].attention for targets in ("*l", "*query_k*")
+    )
+    a, b = attention.query_kernel.low_rank.a, attention.query_kernel.low_rank.b
     assert a.shape == (16, 2) and b.shape == (2, 2, 8) and not b.numpy().any()
     assert np.abs(a.numpy()).max() <= 16**-0.5 and np.abs(a.numpy()).std() > 0.05
-    np.testing.assert_array_equal(a.numpy(), other.query_kernel.low_rank.a.numpy())
+    np.testing.assert_array_equal(a.numpy(), other_attention.query_kernel.low_rank.a.numpy())
     dtransformer.set_seed(1)
-    assert (adapted().blocks.blocks[1].attention.query_kernel.low_rank.a.numpy() != a.numpy()).all()
+    assert (
+        network_with_lora().blocks.blocks[1].attention.query_kernel.low_rank.a.numpy() != a.numpy()
+    ).all()
 
 
-def test_only_factors_learn():
-    network = adapted()
+def test_only_factors_are_trained():
+    network = network_with_lora()
     before = {weight.path: weight.numpy() for weight in network.weights}
-    trainer = trainer_of(network)
+    trainer = make_trainer(network)
     losses = train(trainer)
     assert losses[-1] < losses[0]
-    changed = {path for path, x in before.items() if (network_weight(network, path) != x).any()}
+    changed = {path for path, x in before.items() if (get_weight(network, path) != x).any()}
     assert changed == {path for path in before if "_lora_" in path}
     factors = sum(before[path].nbytes for path in changed)
     assert trainer.memory_report()["optimizer states"].measured == 2 * factors
 
 
-def network_weight(network, path):
+def get_weight(network, path):
     return next(weight.numpy() for weight in network.weights if weight.path == path)
 
 
-def test_flop_are_a_third_less_beside_frozen_kernels():
-    """But for the attention cores', which have no weights."""
-    all_trained, beside = (
+def test_frozen_kernels_save_a_third_of_the_flops():
+    """Attention cores have no weights, so their FLOPs stay the same."""
+    all_trained, with_adapters = (
         tokens_and_flops(network, IDS[:, :-1], IDS[:, 1:])[1]
-        for network in (network_of(**LLAMA), adapted())
+        for network in (build_network(**LLAMA), network_with_lora())
     )
-    assert 2 / 3 < beside / all_trained < 0.75
+    assert 2 / 3 < with_adapters / all_trained < 0.75
 
 
-def test_weights_that_are_not_frozen_learn_too():
-    network = network_of(**LLAMA)
+def test_freeze_others_false_trains_all_weights():
+    network = build_network(**LLAMA)
     add_lora(network, freeze_others=False)
     assert len(network.trainable_variables) == len(network.variables)
-    before = logits_of(network)
-    train(trainer_of(network), 1)
-    assert (logits_of(network) != before).any()
+    before = get_logits(network)
+    train(make_trainer(network), 1)
+    assert (get_logits(network) != before).any()
 
 
-def test_recompute_changes_nothing():
+def test_recompute_does_not_change_losses():
     losses = []
     for recompute in (False, True):
         with parallel_config(recompute=recompute):
-            losses.append(train(trainer_of(adapted())))
+            losses.append(train(make_trainer(network_with_lora())))
     assert losses[0] == losses[1]
 
 
-def test_a_base_in_16_bits_has_factors_in_32():
-    network = adapted(dtype="bfloat16")
+def test_16_bit_network_has_32_bit_factors():
+    network = network_with_lora(dtype="bfloat16")
     assert {w.dtype for w in network.trainable_variables} == {"float32"}
     assert {w.dtype for w in network.non_trainable_variables} == {"bfloat16"}
-    losses = train(trainer_of(network), 5)
+    losses = train(make_trainer(network), 5)
     assert losses[-1] < losses[0]
 
 
-def test_merged_kernels_give_what_adapters_gave():
-    network = adapted_in_two_ways()
+def test_merged_kernels_give_the_same_outputs():
+    network = network_with_lora_and_dora()
     prompts = [[5, 9], [7]]
     base = network.generate(prompts, max_new_tokens=5).numpy()
-    train(trainer_of(network, keras.optimizers.AdamW(0.1)))
-    expected, generated = logits_of(network), network.generate(prompts, max_new_tokens=5).numpy()
+    train(make_trainer(network, keras.optimizers.AdamW(0.1)))
+    expected, generated = get_logits(network), network.generate(prompts, max_new_tokens=5).numpy()
     assert (generated != base).any()
     assert len(merge_lora(network)) == 7 * 3 + 1
-    np.testing.assert_allclose(logits_of(network), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(get_logits(network), expected, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(network.generate(prompts, max_new_tokens=5).numpy(), generated)
-    assert len(network.weights) == len(network_of(**LLAMA).weights)
+    assert len(network.weights) == len(build_network(**LLAMA).weights)
     with pytest.raises(ValueError, match="`merge_lora` needs a network with adapters"):
         merge_lora(network)
-    add_lora(network)  # they may come again
+    add_lora(network)  # A merged network accepts new adapters.
 
 
-def test_configs_and_files_of_keras_keep_adapters(tmp_path):
-    network = adapted_in_two_ways()
-    trainer = trainer_of(network)
+def test_keras_configs_and_files_contain_adapters(tmp_path):
+    network = network_with_lora_and_dora()
+    trainer = make_trainer(network)
     train(trainer)
     copy = CausalLM.from_config(network.get_config())
     copy.build()
     copy.set_weights(network.get_weights())
-    np.testing.assert_array_equal(logits_of(copy), logits_of(network))
+    np.testing.assert_array_equal(get_logits(copy), get_logits(network))
     network.save(tmp_path / "network.keras")
     loaded = keras.models.load_model(tmp_path / "network.keras")
-    np.testing.assert_array_equal(logits_of(loaded), logits_of(network))
+    np.testing.assert_array_equal(get_logits(loaded), get_logits(network))
 
 
-def test_adapters_in_a_folder_of_their_own(tmp_path):
-    network = adapted_in_two_ways()
-    train(trainer_of(network))
+def test_adapters_are_saved_and_loaded(tmp_path):
+    network = network_with_lora_and_dora()
+    train(make_trainer(network))
     save_lora(network, tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size < 4 * sum(np.prod(w.shape) for w in network.trainable_variables) + 10000
-    other = network_of(**LLAMA)
-    assert len(load_lora(other, tmp_path)) == 7 * 3 + 1
-    np.testing.assert_array_equal(logits_of(other), logits_of(network))
-    load_lora(other, tmp_path)  # again, onto those that are there
+    loaded = build_network(**LLAMA)
+    assert len(load_lora(loaded, tmp_path)) == 7 * 3 + 1
+    np.testing.assert_array_equal(get_logits(loaded), get_logits(network))
+    load_lora(loaded, tmp_path)  # Loading replaces existing adapters.
     with pytest.raises(
         InputError, match="not match the network's adapters: .* has rank 8, alpha 16.0, kind lora"
     ):
-        fresh = network_of(**LLAMA)
+        fresh = build_network(**LLAMA)
         add_lora(fresh)
         load_lora(fresh, tmp_path)
     with pytest.raises(InputError, match="Factor A .* expected .*adapters belong to this network"):
-        load_lora(network_of(**{**LLAMA, "hidden_size": 32}), tmp_path)
+        load_lora(build_network(**{**LLAMA, "hidden_size": 32}), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config["kernels"].popitem()
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="do not match: only one of them has"):
-        load_lora(network_of(**LLAMA), tmp_path)
+        load_lora(build_network(**LLAMA), tmp_path)
     next(iter(config["kernels"].values()))["kin"] = "lora"
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="is damaged: kernels.*kin"):
-        load_lora(network_of(**LLAMA), tmp_path)
+        load_lora(build_network(**LLAMA), tmp_path)
     with pytest.raises(InputError, match="does not exist. Pass a folder with adapter_config.json"):
-        load_lora(network_of(**LLAMA), tmp_path / "nowhere")
+        load_lora(build_network(**LLAMA), tmp_path / "nowhere")
 
 
-def test_a_network_of_two_stacks():
+def test_encoder_decoder_has_adapters_in_cross_attention():
     network = TranslationTransformer(50, hidden_size=16, num_heads=2, encoder_layers=1)
     network.build()
     paths = add_lora(network, rank=2)
     assert any("cross" in path or "memory" in path for path in paths), paths
 
 
-def test_what_cannot_be_is_told(tmp_path):
-    network = network_of(**LLAMA)
+def test_invalid_arguments_raise_errors(tmp_path):
+    network = build_network(**LLAMA)
     for arguments, words in (
         ({"targets": "*/gamma"}, "gamma cannot have a low-rank adapter"),
         ({"targets": "embedding/*"}, "embedding/table cannot have"),
@@ -213,7 +217,7 @@ def test_what_cannot_be_is_told(tmp_path):
         save_pretrained(network, tmp_path / "folder", family="llama")
 
 
-def test_adapters_of_keras_own_layers_are_trained():
+def test_adapters_of_keras_layers_are_trained():
     inputs = keras.Input((4,))
     dense = keras.layers.Dense(3, name="dense")
     network = keras.Model(inputs, dense(inputs))
@@ -228,10 +232,10 @@ def test_adapters_of_keras_own_layers_are_trained():
 
 
 @on_mesh
-def test_adapters_send_what_the_theory_says():
+def test_adapter_communication_matches_the_formula():
     start(data_parallel=2, model_parallel=2)
-    network = adapted("*attention/*kernel", kind="dora", num_kv_heads=2)
-    trainer = trainer_of(network, keras.optimizers.SGD(0.1))
+    network = network_with_lora("*attention/*kernel", kind="dora", num_kv_heads=2)
+    trainer = make_trainer(network, keras.optimizers.SGD(0.1))
     train(trainer, 1)
     report = trainer.communication_report()
     for block, elements in report.formula.items():

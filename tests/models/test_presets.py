@@ -1,4 +1,4 @@
-"""Presets have the published numbers of parameters; none of their weights is made."""
+"""Presets have the published numbers of parameters, counted without creating weights."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models import from_preset
 from dtransformer.planner import from_network, named
 
-# As published, or counted from the published weights, tables of positions included.
+# The numbers are published or counted from the published weights, including position tables.
 PUBLISHED = {
     "gpt2_small": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -47,7 +47,7 @@ PUBLISHED = {
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
     "deepseek_v2_lite": 15_706_484_224,
-    "deepseek_v3": 671_026_404_352 + 58 * 256,  # the biases of choices are no parameters there
+    "deepseek_v3": 671_026_404_352 + 58 * 256,  # The published count excludes routing biases.
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -88,7 +88,7 @@ PUBLISHED = {
     "roberta_large": 355_412_057,
     "bart_base": 139_420_416,
     "bart_large": 406_291_456,
-    "marian_base": 74_410_496 - 2 * 512 * 512,  # sinusoidal positions are stored there
+    "marian_base": 74_410_496 - 2 * 512 * 512,  # The published files store sinusoidal positions.
     "t5_small": 60_506_624,
     "t5_base": 222_903_552,
     "t5_large": 737_668_096,
@@ -111,13 +111,13 @@ def test_number_of_parameters(name):
 
 
 def check_planner(name, network):
-    """The planner counts the same, but for a thousandth: tables of relative positions and the like."""
+    """Check the planner's count within 0.1%, as it ignores small tables such as relative positions."""
     assert named(name).parameters() == pytest.approx(network.num_parameters(), rel=1e-3)
     assert from_network(network).parameters() == named(name).parameters()
 
 
-# In billions, as printed; table 1 of Narayanan et al., 2021, model cards, and table 3 of Vaswani et al.,
-# 2017.
+# Billions of parameters and the number of printed digits are from table 1 of Narayanan et al., 2021,
+# table 3 of Vaswani et al., 2017, and model cards.
 ROUNDED = {
     "gpt_1.7b": (1.7, 1),
     "gpt_3.6b": (3.6, 1),
@@ -137,37 +137,37 @@ ROUNDED = {
     "helium_2b": (2.17, 2),
     "ernie4_5_0.3b": (0.36, 2),
     "exaone4_1.2b": (1.28, 2),
-    "transformer_base": (0.063, 3),  # 65 M there, with other pieces
+    "transformer_base": (0.063, 3),  # The paper counts 65 M with another vocabulary.
     "transformer_big": (0.214, 3),
 }
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_number_of_parameters_as_printed(name):
-    number, digits = ROUNDED[name]
+def test_rounded_number_of_parameters(name):
+    billions, digits = ROUNDED[name]
     network = from_preset(name)
-    assert round(network.num_parameters() / 1e9, digits) == number
+    assert round(network.num_parameters() / 1e9, digits) == billions
     check_planner(name, network)
 
 
-def test_every_preset_is_compared():
+def test_every_preset_has_a_published_number_of_parameters():
     assert {*PUBLISHED, *ROUNDED} == {*ARCHITECTURES}
 
 
-def test_arguments_replace_those_of_a_preset():
+def test_arguments_override_a_preset():
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 8, "ffn_hidden_size": 24}
     network = from_preset("llama3_8b", vocab_size=20, start_id=1, end_id=2, **sizes)
     assert network(tf.ones((1, 4), "int32")).shape == (1, 4, 20)
     assert network.arguments["rotary_base"] == 500000.0
 
 
-def test_a_preset_that_does_not_exist():
+def test_an_unknown_preset_raises_an_error_with_a_suggestion():
     with pytest.raises(ValueError, match="Unknown model 'gpt5': did you mean gpt"):
         from_preset("gpt5")
 
 
-def test_tables_have_each_key_once():
-    """YAML takes the last one, and says nothing of the others."""
+def test_yaml_tables_have_unique_keys():
+    """YAML silently keeps only the last of several equal keys."""
     for path in pathlib.Path(dtransformer.__file__).parent.rglob("*.yaml"):
         nodes = [yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)]
         while nodes:

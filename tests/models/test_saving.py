@@ -1,4 +1,4 @@
-"""Promise: what was trained is not lost to a name that is taken, and knows what it was made of."""
+"""Saving replaces other weights only on request, and saved adapters record their base network."""
 
 import json
 
@@ -24,84 +24,84 @@ from tests.models.pretrained.test_wrong_folders import GPT_2, LLAMA
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of a Llama with its tokenizer."""
+    """Folder of a Llama with its tokenizer."""
     network = CausalLM(30, **LLAMA)
     network.build()
     tokenizer = SubwordTokenizer.train(["one two three"], vocab_size=26)
     return save_pretrained(network, tmp_path / "llama", "llama", tokenizer=tokenizer)
 
 
-def adapted(folder, **options):
+def load_with_adapters(folder, **options):
     network = from_pretrained(folder)
     add_lora(network, rank=2, **options)
     return network
 
 
-def test_adapters_that_are_saved_twice(folder, tmp_path):
-    """What is the same is no other; what is other goes beside, and the message says where."""
-    network, place = adapted(folder), tmp_path / "mine"
-    assert save_lora(network, place) == place == save_lora(network, place)
+def test_different_adapters_are_saved_beside_existing_ones(folder, tmp_path):
+    """Equal adapters are not saved again. Different ones go to a new folder, named in a warning."""
+    network, target = load_with_adapters(folder), tmp_path / "mine"
+    assert save_lora(network, target) == target == save_lora(network, target)
     network.trainable_variables[0].assign_add(np.ones([16, 2]))
     with pytest.warns(
         UserWarning, match=r"mine already exists and was not changed.* saved to .*mine-2"
     ):
-        beside = save_lora(network, place)
+        second = save_lora(network, target)
     with pytest.warns(UserWarning, match="mine-3"):
-        save_lora(network, place, family="dtransformer")
-    assert load_lora(from_pretrained(folder), place) == load_lora(from_pretrained(folder), beside)
-    for x, other in ((place, False), (beside, True)):
-        again = from_pretrained(folder)
-        load_lora(again, x)
-        value = again.trainable_variables[0].numpy()
-        assert np.array_equal(value, network.trainable_variables[0].numpy()) == other
-    assert save_lora(network, place, overwrite=True) == place
+        save_lora(network, target, family="dtransformer")
+    assert load_lora(from_pretrained(folder), target) == load_lora(from_pretrained(folder), second)
+    for path, is_equal in ((target, False), (second, True)):
+        loaded = from_pretrained(folder)
+        load_lora(loaded, path)
+        value = loaded.trainable_variables[0].numpy()
+        assert np.array_equal(value, network.trainable_variables[0].numpy()) == is_equal
+    assert save_lora(network, target, overwrite=True) == target
     (tmp_path / "file").write_text("precious")
     with pytest.warns(UserWarning, match="file-2"):
         save_lora(network, tmp_path / "file", overwrite=True)
 
 
-def test_a_network_that_is_saved_where_another_is(folder):
+def test_a_different_network_is_saved_beside_an_existing_one(folder):
     network = from_pretrained(folder, name="other")
     assert save_pretrained(network, folder) == folder
     network.weights[0].assign_add(np.ones(network.weights[0].shape))
     with pytest.warns(UserWarning, match="llama-2"):
-        beside = save_pretrained(network, folder)
-    np.testing.assert_array_equal(from_pretrained(beside).weights[0], network.weights[0])
-    (beside / "model.safetensors").rename(beside / "model-00001-of-00001.safetensors")
-    names = load_file(beside / "model-00001-of-00001.safetensors")
+        second = save_pretrained(network, folder)
+    np.testing.assert_array_equal(from_pretrained(second).weights[0], network.weights[0])
+    (second / "model.safetensors").rename(second / "model-00001-of-00001.safetensors")
+    names = load_file(second / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
-    (beside / "model.safetensors.index.json").write_text(json.dumps(index))
+    (second / "model.safetensors.index.json").write_text(json.dumps(index))
     network.weights[0].assign_add(np.ones(network.weights[0].shape))
-    with pytest.warns(UserWarning, match="llama-2-2"):  # where an index would be read instead
-        save_pretrained(network, beside)
-    assert save_pretrained(network, beside, overwrite=True) == beside
-    np.testing.assert_array_equal(from_pretrained(beside).weights[0], network.weights[0])
+    with pytest.warns(UserWarning, match="llama-2-2"):  # Loading would prefer the existing index.
+        save_pretrained(network, second)
+    assert save_pretrained(network, second, overwrite=True) == second
+    np.testing.assert_array_equal(from_pretrained(second).weights[0], network.weights[0])
 
 
 def test_a_target_is_checked_before_training(folder, tmp_path):
     check_target(tmp_path / "new" / "folder")
     (tmp_path / "empty").mkdir()
     check_target(tmp_path / "empty")
-    save_lora(adapted(folder), tmp_path / "adapters")
+    save_lora(load_with_adapters(folder), tmp_path / "adapters")
     (tmp_path / "one.weights.h5").write_text("")
-    for taken in (folder, tmp_path / "adapters", tmp_path / "one.weights.h5"):
+    for path in (folder, tmp_path / "adapters", tmp_path / "one.weights.h5"):
         with pytest.raises(
             InputError, match="exists already. Choose another name, or set `overwrite=True`"
         ):
-            check_target(taken)
-        check_target(taken, overwrite=True)
+            check_target(path)
+        check_target(path, overwrite=True)
 
 
-def test_a_network_of_a_folder_knows_where_it_is_from(folder, tmp_path):
-    network = adapted(folder)
+def test_a_loaded_network_records_its_folder(folder, tmp_path):
+    network = load_with_adapters(folder)
     copy = CausalLM.from_config(network.get_config())
     copy.build()
     assert network.origin == copy.origin == ("llama", str(folder))
     config = json.loads((save_lora(copy, tmp_path / "x") / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == str(folder)
-    again = save_pretrained(from_pretrained(folder), tmp_path / "again")
+    saved = save_pretrained(from_pretrained(folder), tmp_path / "again")
     assert (
-        load_tokenizer(again).encode(["two"]).to_list()
+        load_tokenizer(saved).encode(["two"]).to_list()
         == load_tokenizer(folder).encode(["two"]).to_list()
     )
     for path in folder.iterdir():
@@ -114,17 +114,17 @@ def test_a_network_of_a_folder_knows_where_it_is_from(folder, tmp_path):
 
 
 def copy_without_adapters(network):
-    own = CausalLM(30, **LLAMA)
-    own.build()
-    own.origin = network.origin
-    return own
+    copy = CausalLM(30, **LLAMA)
+    copy.build()
+    copy.origin = network.origin
+    return copy
 
 
-def test_adapters_that_their_family_cannot_hold_are_saved_by_own_names(tmp_path):
+def test_adapters_that_a_family_cannot_store_keep_library_names(tmp_path):
     network = CausalLM(30, **{**LLAMA, **GPT_2})
     network.build()
     save_pretrained(network, tmp_path / "gpt2", "gpt2")
-    network = adapted(tmp_path / "gpt2")  # queries and values, which share a tensor there
+    network = load_with_adapters(tmp_path / "gpt2")  # Queries and values share a tensor in GPT-2.
     with pytest.warns(
         UserWarning, match="gpt2 has no separate tensor for .* The adapters are in .*one in this"
     ):
@@ -137,7 +137,7 @@ def test_adapters_that_their_family_cannot_hold_are_saved_by_own_names(tmp_path)
         assert len(load_lora(from_pretrained(tmp_path / "gpt2"), tmp_path / name)) == 2
 
 
-def test_experts_are_no_llama(tmp_path):
+def test_saving_experts_as_llama_raises_an_error(tmp_path):
     moe = {"expert_num": 2, "num_experts_chosen": 1}
     network = CausalLM(30, **LLAMA, moe_config=moe)
     network.build()
@@ -146,36 +146,38 @@ def test_experts_are_no_llama(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"tied_head": False}])
-def test_adapters_of_a_larger_network(options, tmp_path):
-    """Blocks that a network lacks, a head where it is tied: named, whatever the family."""
-    own = {**LLAMA, "num_layers": 1, "tied_head": True}
-    larger = CausalLM(30, **{**own, **options})
+def test_loading_adapters_of_a_larger_network_names_missing_kernels(options, tmp_path):
+    """For every family, the error names missing blocks and the head that a tied network lacks."""
+    arguments = {**LLAMA, "num_layers": 1, "tied_head": True}
+    larger = CausalLM(30, **{**arguments, **options})
     larger.build()
     head = ["head/kernel"] if "tied_head" in options else []
     add_lora(larger, rank=2, targets=["blocks/*query_kernel", *head])
     save_lora(larger, tmp_path, family="llama")
-    network = CausalLM(30, **own)
+    network = CausalLM(30, **arguments)
     network.build()
-    told = "model.layers.1.self_attn.q_proj" if "num_layers" in options else "lm_head"
-    with pytest.raises(InputError, match=f"do not match the network's kernels: {told}"):
+    missing = "model.layers.1.self_attn.q_proj" if "num_layers" in options else "lm_head"
+    with pytest.raises(InputError, match=f"do not match the network's kernels: {missing}"):
         load_lora(network, tmp_path)
 
 
-def test_beside_a_folder_whose_parent_takes_none_it_is_inside(tmp_path, monkeypatch):
-    """As where the folder is a disk of its own."""
+def test_new_folder_is_inside_if_the_parent_accepts_none(tmp_path, monkeypatch):
+    """The parent in /proc accepts no new folders, like the parent of a mounted disk."""
     monkeypatch.chdir(tmp_path)
-    write = lambda text: lambda fresh: (fresh / "n").write_text(text)
+    write = lambda text: lambda new_folder: (new_folder / "n").write_text(text)
     first = write_into("/proc/self/cwd", write("1"))
     with pytest.warns(UserWarning, match="cwd"):
         second = write_into("/proc/self/cwd", write("2"))
     assert second.is_relative_to(first)
-    assert [(one / "n").read_text() for one in (first, second)] == ["1", "2"]
+    assert [(path / "n").read_text() for path in (first, second)] == ["1", "2"]
 
 
-def test_adapters_are_read_as_the_own_family_s_alone(folder, tmp_path, monkeypatch):
-    """Other families' forms need the shapes of all weights once more, each."""
-    save_lora(adapted(folder), tmp_path / "mine")
-    network, counted, of_network = from_pretrained(folder), [], weight_shapes.of_network
-    monkeypatch.setattr(weight_shapes, "of_network", lambda *x: counted.append(x) or of_network(*x))
+def test_adapters_are_parsed_for_one_family_only(folder, tmp_path, monkeypatch):
+    """Each other family would need the shapes of all weights again."""
+    save_lora(load_with_adapters(folder), tmp_path / "mine")
+    network, calls, original = from_pretrained(folder), [], weight_shapes.of_network
+    monkeypatch.setattr(
+        weight_shapes, "of_network", lambda *args: calls.append(args) or original(*args)
+    )
     load_lora(network, tmp_path / "mine")
-    assert len(counted) == 3
+    assert len(calls) == 3

@@ -1,4 +1,4 @@
-"""TranslationTransformer: its size, its variants, and what its logits depend on."""
+"""TranslationTransformer has the expected size, and each logit depends on the right tokens."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ VARIANTS = {
     "decoder_heavy": {"encoder_layers": 0, "decoder_layers": 2},
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
-# Every variant in float32, and the two arrangements of norms in 16 bits.
+# All variants run in float32. Both norm placements also run in 16 bits.
 each_variant_and_policy = pytest.mark.parametrize(
     "variant, policy",
     [(variant, "float32") for variant in VARIANTS]
@@ -39,7 +39,7 @@ def small_model(variant="untied", **options):
 
 
 def random_ids(batch=3, source=8, target=6, seed=0):
-    """Sentences of different lengths; the last one has no padding."""
+    """Return sentences of different lengths. The last one has no padding."""
     rng = np.random.default_rng(seed)
     inputs = {
         "source": rng.integers(4, 17, (batch, source)),
@@ -52,12 +52,12 @@ def random_ids(batch=3, source=8, target=6, seed=0):
     return {name: ids.astype("int32") for name, ids in inputs.items()}
 
 
-def widen(ids, columns):
+def pad_columns(ids, columns):
     return np.pad(ids, [(0, 0), (0, columns)])
 
 
-def test_the_samples_model_has_its_number_of_parameters():
-    """spec/sample.md: 7,948,032, as the published example has."""
+def test_sample_model_has_the_published_number_of_parameters():
+    """The published example, described in spec/sample.md, has 7,948,032 parameters."""
     model = TranslationTransformer(
         20000,
         hidden_size=128,
@@ -82,7 +82,7 @@ def test_the_samples_model_has_its_number_of_parameters():
 @pytest.mark.parametrize(
     "variant, tables", [("untied", 3), ("shared", 2), ("tied", 1), ("learned", 3)]
 )
-def test_tied_tables_are_held_once(variant, tables):
+def test_tied_tables_are_stored_once(variant, tables):
     model = small_model(variant)
     model.build()
     assert sum(VOCAB in variable.shape for variable in model.variables) == tables
@@ -98,7 +98,7 @@ def test_every_variant_runs_in_every_precision(policy, variant):
         model = small_model(variant, dropout_rate=0.0)
     with tf.GradientTape() as tape:
         logits = model(inputs, training=True)
-        # Small enough for float16: the trainer scales the loss.
+        # A mean stays in the range of float16. Only the trainer scales losses.
         loss = tf.reduce_mean(tf.square(tf.cast(logits, "float32")))
     assert logits.dtype == model.compute_dtype
     assert logits.shape == (3, 6, model.vocab_size)
@@ -112,7 +112,7 @@ def test_every_variant_runs_in_every_precision(policy, variant):
         assert np.isfinite(tf.convert_to_tensor(gradient).numpy()).all(), variable.path
 
 
-def test_the_policy_may_be_an_argument():
+def test_dtype_policy_can_be_an_argument():
     model = small_model(dtype="mixed_bfloat16")
     assert model(random_ids()).dtype == "bfloat16"
     policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
@@ -121,15 +121,15 @@ def test_the_policy_may_be_an_argument():
 
 
 @each_variant_and_policy
-def test_padding_of_the_source_changes_nothing(variant, policy):
+def test_source_padding_does_not_change_logits(variant, policy):
     inputs = random_ids()
     with dtype_policy(policy):
         model = small_model(variant)
     logits = tf.cast(model(inputs), "float32").numpy()
-    wider = {**inputs, "source": widen(inputs["source"], 3)}
+    wider = {**inputs, "source": pad_columns(inputs["source"], 3)}
     padded = {"logits": model(wider)}
     assert_all_close(padded, {"logits": logits}, BLOCKS[policy])
-    # And each sentence by itself, without its padding.
+    # Each unpadded sentence alone gives the same logits.
     for row in range(3):
         length = np.count_nonzero(inputs["source"][row])
         alone = {
@@ -142,11 +142,11 @@ def test_padding_of_the_source_changes_nothing(variant, policy):
 
 
 @each_variant
-def test_padding_of_the_target_changes_nothing(variant):
+def test_target_padding_does_not_change_logits(variant):
     inputs = random_ids()
     model = small_model(variant)
     logits = model(inputs).numpy()
-    wider = model({**inputs, "target": widen(inputs["target"], 4)})
+    wider = model({**inputs, "target": pad_columns(inputs["target"], 4)})
     is_token = inputs["target"] != 0
     assert_all_close(
         {"logits": wider[:, :6][is_token]}, {"logits": logits[is_token]}, BLOCKS["float32"]
@@ -155,33 +155,33 @@ def test_padding_of_the_target_changes_nothing(variant):
 
 @each_variant_and_policy
 def test_a_later_token_never_changes_earlier_logits(variant, policy):
-    """Not by one bit: or training would see what it has to predict."""
+    """Logits are bitwise equal. Otherwise training could see its labels."""
     inputs = random_ids()
     inputs["target"][2] = [2, 5, 6, 7, 8, 9]
     with dtype_policy(policy):
         model = small_model(variant)
     logits = tf.cast(model(inputs), "float32").numpy()
     for position in (1, 3, 5):
-        other = inputs["target"].copy()
-        other[:, position:] = 16 - position
-        changed = tf.cast(model({**inputs, "target": other}), "float32").numpy()
+        target = inputs["target"].copy()
+        target[:, position:] = 16 - position
+        changed = tf.cast(model({**inputs, "target": target}), "float32").numpy()
         np.testing.assert_array_equal(changed[:, :position], logits[:, :position])
         assert (changed[2, position] != logits[2, position]).any()
 
 
 @each_variant
-def test_every_source_token_matters(variant):
+def test_every_source_token_changes_logits(variant):
     inputs = random_ids(batch=1)
     model = small_model(variant)
     logits = model(inputs).numpy()
     for position in (0, 3, 7):
-        other = inputs["source"].copy()
-        other[0, position] = (other[0, position] - 3) % 13 + 4
-        assert (model({**inputs, "source": other}).numpy() != logits).any(), position
+        source = inputs["source"].copy()
+        source[0, position] = (source[0, position] - 3) % 13 + 4
+        assert (model({**inputs, "source": source}).numpy() != logits).any(), position
 
 
-def test_the_order_of_the_words_matters():
-    """Without positions, attention sees a set."""
+def test_word_order_changes_logits():
+    """Without positions, attention would ignore the order."""
     inputs = random_ids(batch=1)
     swapped = {**inputs, "source": inputs["source"][:, ::-1]}
     for variant in ("untied", "learned"):
@@ -206,14 +206,14 @@ def test_any_batch_size_and_length_without_rebuilding():
         np.testing.assert_array_equal(variable.numpy(), before[variable.path])
 
 
-def test_a_sentence_of_padding_only_is_finite():
+def test_a_sentence_of_padding_only_gives_finite_logits():
     inputs = random_ids()
     inputs["source"][1] = 0
     assert np.isfinite(small_model()(inputs).numpy()).all()
 
 
 @pytest.mark.parametrize("side, limit", [("source", 12), ("target", 11)])
-def test_learned_positions_end(side, limit):
+def test_more_tokens_than_learned_positions_raise_an_error(side, limit):
     model = small_model("learned")
     lengths = {"source": 8, "target": 6, side: limit}
     model(random_ids(**lengths))
@@ -233,16 +233,16 @@ def test_a_padded_vocabulary_does_not_change_the_logits(model_parallel):
     assert_all_close({"logits": logits[..., :VOCAB]}, {"logits": expected}, BLOCKS["float32"])
 
 
-def test_other_special_ids():
-    """The sample has its padding at 1."""
+def test_padding_id_can_be_changed():
+    """The sample pads with 1."""
     inputs = random_ids()
-    expected = small_model()
+    reference = small_model()
     model = small_model(pad_id=1)
-    other = {name: np.where(ids == 0, 1, ids) for name, ids in inputs.items()}
+    padded_with_1 = {name: np.where(ids == 0, 1, ids) for name, ids in inputs.items()}
     is_token = inputs["target"] != 0
     assert_all_close(
-        {"logits": model(other)[is_token]},
-        {"logits": expected(inputs).numpy()[is_token]},
+        {"logits": model(padded_with_1)[is_token]},
+        {"logits": reference(inputs).numpy()[is_token]},
         BLOCKS["float32"],
     )
 
@@ -250,7 +250,7 @@ def test_other_special_ids():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(1, 1), (2, 3), (0, 1)])
 def test_flops_per_step(encoder_layers, decoder_layers, tied):
-    """Two for every number of every product, and the backward pass has two for each."""
+    """Count a multiplication and an addition per product, and twice that for gradients."""
     h, f, vocab, (b, s, t) = 16, 40, VOCAB, (3, 8, 6)
     model = TranslationTransformer(
         vocab,
@@ -263,7 +263,8 @@ def test_flops_per_step(encoder_layers, decoder_layers, tied):
         tied_head=tied,
     )
 
-    def attention(queries, keys):  # rows, inner, columns of each product
+    def attention(queries, keys):
+        # Each product is (rows, inner, columns).
         projections = [(queries, h, h), (keys, h, h), (keys, h, h), (queries, h, h)]
         return projections + [(queries, h, keys), (queries, keys, h)]
 
@@ -275,5 +276,5 @@ def test_flops_per_step(encoder_layers, decoder_layers, tied):
     products += [(t, h, vocab)]
     expected = 3 * 2 * b * sum(rows * inner * columns for rows, inner, columns in products)
     ids = random_ids(b, s, t)
-    found = tokens_and_flops(model, ids, ids["target"])
-    assert found == (b * (s + t), pytest.approx(expected, rel=1e-6))
+    counted = tokens_and_flops(model, ids, ids["target"])
+    assert counted == (b * (s + t), pytest.approx(expected, rel=1e-6))

@@ -1,4 +1,4 @@
-"""Shapes of weights are known before any is made, and are those that are made."""
+"""Weight shapes are known before any weight is created and match the built weights."""
 
 import pytest
 
@@ -67,18 +67,18 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_shapes_are_those_of_the_weights(name):
+def test_weight_shapes_match_built_weights(name):
     network = NETWORKS[name]()
     shapes = network.weight_shapes()
     assert not network.weights
     network.build()
-    found = {x.path.removeprefix(f"{network.name}/"): tuple(x.shape) for x in network.variables}
-    assert shapes == found
+    built = {x.path.removeprefix(f"{network.name}/"): tuple(x.shape) for x in network.variables}
+    assert shapes == built
     assert network.num_parameters() == network.count_params()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "translation"])
-def test_shapes_have_no_padding(name):
+def test_weight_shapes_exclude_padding(name):
     expected = NETWORKS[name]().weight_shapes()
     with parallel_config(model_parallel=2):
         network = NETWORKS[name]()
