@@ -29,7 +29,7 @@ def checks(num_ranks):
         if size in sizes
     ],
 )
-def test_check(num_ranks, name, ranks_of):
+def test_collective_check_passes_on_every_rank(num_ranks, name, ranks_of):
     failures = [
         f"rank {rank}: {text}"
         for rank, results in enumerate(ranks_of(checks(num_ranks)))
@@ -44,7 +44,7 @@ ALONE = f"{TASKS}hybrid_example/alone@1x1"
 @each(
     [f"{TASKS}hybrid_example/dp2@2x1", f"{TASKS}hybrid_example/dp4@4x1"], reads=lambda run: [ALONE]
 )
-def test_hybrid_parallel_has_the_losses_of_one_process(run, ranks_of):
+def test_hybrid_parallel_example_matches_the_losses_of_one_process(run, ranks_of):
     expected = ranks_of(ALONE)[0]["losses"]
     assert len(expected) == 10 and expected[-1] < expected[0] / 2
     for rank in ranks_of(run):
