@@ -1,4 +1,4 @@
-"""Promise: data that Keras shuffles have one order for every number of ranks, from the seed."""
+"""Promise: the seed determines the order of shuffled data, for every number of ranks."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ RUNS = [f"tests.distributed.tasks.shuffled:shuffled/{layout}" for layout in ("dp
 
 
 @pytest.mark.parametrize("run", [pytest.param(x, marks=pytest.mark.runs(x, ALONE)) for x in RUNS])
-def test_losses_of_shuffled_data_are_those_of_one_process(run, ranks_of):
+def test_losses_of_shuffled_data_match_one_process(run, ranks_of):
     (expected,) = ranks_of(ALONE)
     for rank in ranks_of(run):
         assert rank.keys() == expected.keys()
