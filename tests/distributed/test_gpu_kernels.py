@@ -52,7 +52,7 @@ ON_HOST = {
 
 # Transfer of a result from a GPU to the host -> reason why it is allowed.
 WAITED_FOR = {
-    "Cumsum -> SplitV": "how many tokens each expert takes, where their number has no bound",
+    "Cumsum -> SplitV": "token counts of the experts, if they have no capacity limit",
 }
 
 

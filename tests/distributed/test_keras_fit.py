@@ -40,7 +40,7 @@ IN_TEST_ALL = {
 }
 LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
 RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG
-# In the logged losses of single outputs, Keras ignores that the last batch has fewer rows.
+# Keras' logged losses of single outputs ignore that the last batch has fewer rows.
 OUTPUT_LOSSES = {"tag_loss", "value_loss"}
 
 

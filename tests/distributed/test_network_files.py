@@ -1,4 +1,4 @@
-"""Promise: Keras' save methods of a network write one complete file, like those of the trainer."""
+"""Promise: Keras' save methods of a network write one complete file, as the trainer does."""
 
 import pathlib
 

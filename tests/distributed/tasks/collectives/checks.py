@@ -1,4 +1,7 @@
-"""Checks that every rank makes: one never stops in its middle, or the others would wait."""
+"""Helpers for checks that run on every rank.
+
+A failed check does not raise an error, because the other ranks would then wait forever.
+"""
 
 import functools
 
@@ -13,7 +16,10 @@ CHECKS = {}
 
 
 def is_quick(name, size):
-    """Whether a check on so many ranks is in the quick suite: on four, what two do not show."""
+    """Return whether the quick suite runs a check on `size` ranks.
+
+    On four ranks it runs only checks that do not run on two, or that depend on the order of ranks.
+    """
     shows_order = "all_to_all" in name or "all_gather" in name
     return size == 2 or (size == 4 and (2 not in CHECKS[name][0] or shows_order))
 
@@ -26,7 +32,7 @@ def eager(function):
 
 
 def check(*sizes):
-    """Register a check for jobs of these numbers of ranks."""
+    """Register a check for jobs with each of these sizes."""
 
     def register(function):
         CHECKS[function.__name__] = sizes, function
@@ -55,13 +61,13 @@ def expect_error(function, *words, error_type=ValueError):
         result = function()
     except error_type as error:
         missing = [word for word in words if word not in str(error)]
-        expect(not missing, f"the error does not say {missing}: {error}")
+        expect(not missing, f"the error does not contain {missing}: {error}")
     except Exception as error:
         expect(False, f"expected a {error_type.__name__}, got {error!r}")
     else:
-        expect(False, f"expected an error that says {words}, got {result}")
+        expect(False, f"expected an error with {words}, got {result}")
 
 
-def mine(values):
-    """This rank's entry of a list that has one for each rank, repeating its last."""
+def value_for_rank(values):
+    """Return the value for this rank. Ranks beyond the end of the list use the last value."""
     return values[min(job.rank(), len(values) - 1)]
