@@ -33,7 +33,7 @@ import paths  # noqa: F401
 # Limits in processor time, which does not depend on other load, and in wall time.
 SECONDS, WATCHED_SECONDS, START_SECONDS = 20, 120, 1200
 MAX_BYTES = 2**30
-# Messages of Python about types. They do not name the wrong value.
+# Type errors of Python, which do not name the wrong value.
 PYTHON_MESSAGES = re.compile(
     "unhashable|object is not|not supported between|' object has no attribute|unsupported operand|"
     "positional argument|unexpected keyword|must be real number|cannot unpack|object cannot be"

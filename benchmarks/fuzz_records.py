@@ -51,7 +51,7 @@ RECORDS = {
                    for a in WORDS for b in WORDS[:3]],
     "token_classification": [{"tokens": [a, "or", b], "labels": ["n", "w", "n"]}
                              for a in WORDS for b in WORDS[:3]],
-    "embedding": [{"query": f"{a}?", "positive": a, "negative": b}
+    "embedding": [{"query": f"{a}?", "positive": f"{a}, not {b}"}
                   for a in WORDS for b in WORDS[:3] if a != b],
 }  # fmt: skip
 SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}

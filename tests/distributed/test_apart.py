@@ -7,7 +7,7 @@ import pytest
 from harness.launch import launch, tail
 from tests.shared_runs import needs_horovod
 
-# (action or error of a single rank, parallel axis) -> patterns of the message that ends the job.
+# (action or error of a single rank, parallel axis) -> patterns of the final error.
 SCENARIOS = {
     ("read", "shards"): ["rank 0 in no fit, .* waits in .*'read/.*' for rank 1", "the barrier"],
     ("fit_after_a_callback", "data"): ["rank 1 .* waits in .*first_rows.* for rank 0", "step 6"],
