@@ -1,22 +1,22 @@
-"""Speed of one process beside PyTorch, KerasHub and `transformers`, in turn; prints JSON.
+"""Compare the speed of one process with PyTorch, KerasHub and `transformers`; print JSON.
 
     python benchmarks/against_peers.py [--pairs SOURCE TARGET] [--environments FOLDER]
         [--workloads translation,wide,language_model,sentences,greedy,beam_search,llama,gpt2,bert,t5,
         mixtral,qwen3,llama_lora] [--rounds 5] [--steps 4] [--picture FILE.png] [--processor]
         [--without-onednn]
 
-Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
-trains a few steps, or generates, while the others wait, round after round: a machine whose speed
-drifts is the same for all. One of them computes the products of a step alone, which is the limit;
-of a generation all but those of attention. Where other programs take the processors, threads that
-wait for each other tell more of these than of the contestants: `taskset -c 0 python … --processor` gives
-each one core, and counts the seconds that it computes.
-The first round of each is not counted. Those that generate have the same weights: `same_ids` is
-the share of the tokens that are ours. The workload `sentences` is real text, of two files with a
-sentence a line, or the embedded corpus: tokens that count are counted, not what they are padded to.
-Models of published families, and adapters, begin with the weights that the peer has drawn:
-`largest_difference_of_losses` is that of the first three steps from ours, as a part of them; more
-than 1e-4 is an error. An environment is made where this one has other versions than it asks for.
+Every contestant runs in a separate process. If this environment lacks the required versions, the
+benchmark creates another one in FOLDER. In each round, the contestants take turns to train a few steps
+or to generate, so that changes in the machine's speed affect all of them. The first round does not
+count. The contestant `products` only computes the matrix products of a step, except for attention
+during generation, and gives the upper limit of speed. On a busy machine,
+`taskset -c 0 python … --processor` gives each contestant one core and measures processor time.
+
+Generating contestants have the same weights. `same_ids` is the fraction of tokens that equal ours. The
+workload `sentences` is real text from two files with one sentence per line, or from the embedded
+corpus. It does not count padding. Published models and adapters start from the initial weights of the
+peer. `largest_difference_of_losses` is the largest relative difference from our losses in the first
+three steps. More than 1e-4 is an error.
 """
 
 import argparse
@@ -37,7 +37,7 @@ import numpy as np
 PEERS = pathlib.Path(__file__).parent / "peers"
 PYTORCH = ["torch==2.13.0", "numpy", "transformers==5.23.0", "peft==0.21.2"]
 KERAS_HUB = ["tensorflow==2.21.0", "keras==3.15.1", "keras-hub"]
-# Name -> packages of its environment (None for this one), script, arguments.
+# Name -> (packages of its environment or `None` for this environment, script, arguments).
 TRAINING = {
     "dtransformer": (None, "ours.py", []),
     "dtransformer_xla": (None, "ours.py", ["xla"]),
@@ -71,23 +71,25 @@ CONTESTANTS = {
     **dict.fromkeys(GENERATES, GENERATING),
     **dict.fromkeys(("llama", "gpt2", "bert", "t5", "mixtral", "qwen3", "llama_lora"), PUBLISHED),
 }
-TOLERANCE = 1e-4  # of the losses of the first steps
+TOLERANCE = 1e-4  # Relative difference of the losses of the first steps.
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(CONTESTANTS), help="names, with commas")
-    parser.add_argument("--contestants", help="names, with commas; all by default")
+    parser.add_argument(
+        "--workloads", default=",".join(CONTESTANTS), help="names, separated by commas"
+    )
+    parser.add_argument("--contestants", help="names, separated by commas (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--steps",
         type=int,
         default=4,
-        help="of a round, which is one pass, or one call, of real text",
+        help="training steps in each round; other workloads make one pass or one call",
     )
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("build/peers"))
-    parser.add_argument("--pairs", nargs=2, metavar="FILE", help="of the workload sentences")
-    parser.add_argument("--before", type=pathlib.Path, help="another checkout, to compare with")
+    parser.add_argument("--pairs", nargs=2, metavar="FILE", help="files for the workload sentences")
+    parser.add_argument("--before", type=pathlib.Path, help="another checkout to compare with")
     parser.add_argument(
         "--without-onednn",
         action="store_true",
@@ -97,41 +99,43 @@ def parse_arguments():
     parser.add_argument(
         "--processor",
         action="store_true",
-        help="seconds of the processor, not of the clock: for a machine that others use, on one core",
+        help="measure processor time instead of wall time, for one core of a busy machine",
     )
     return parser.parse_args()
 
 
-def python_of(packages, folder):
-    """Return the Python of an environment with these packages, which is made if it is missing."""
-    if packages is None or all(map(is_here, packages)):
+def environment_python(packages, folder):
+    """Return the Python of an environment with these packages. Create it if necessary."""
+    if packages is None or all(map(is_installed, packages)):
         return sys.executable
     home = folder.absolute() / packages[0].partition("=")[0]
     python = home / "bin" / "python"
     if not (home / "complete").exists():
-        print(f"making the environment {home}", file=sys.stderr)
+        print(f"Creating the environment {home}.", file=sys.stderr)
         venv.create(home, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
         (home / "complete").touch()
     return python
 
 
-def is_here(package):
-    """Return whether this environment has a package, in the version that is asked for."""
+def is_installed(package):
+    """Return whether this environment has a package in the required version."""
     name, _, version = package.partition("==")
     try:
-        found = importlib.metadata.version(name).partition("+")[0]  # without a build's name
+        installed_version = importlib.metadata.version(name).partition("+")[
+            0
+        ]  # Drop the local version.
     except importlib.metadata.PackageNotFoundError:
         return False
-    return version in ("", found)
+    return version in ("", installed_version)
 
 
 class Contestant:
-    """A process that trains when it is asked to.
+    """Process that runs steps on request.
 
     Attributes:
-        started: what it has printed of its start.
-        peak_bytes: the most resident memory that it has had, from `close` on.
+        started: Dict that the process prints after its start.
+        peak_bytes: Peak resident memory of the process. Set by `close`.
     """
 
     def __init__(self, python, script, arguments, root, variables):
@@ -151,7 +155,7 @@ class Contestant:
         self.started = self._answer()
 
     def run(self, steps):
-        """Return the seconds of each of so many steps."""
+        """Run `steps` steps and return the seconds of each."""
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
         return self._answer()
@@ -159,7 +163,7 @@ class Contestant:
     def close(self):
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        if self._process.returncode is not None:  # it died, and was waited for
+        if self._process.returncode is not None:  # It died earlier.
             return
         _, _, usage = os.wait4(self._process.pid, 0)
         self._process.returncode, self.peak_bytes = 0, usage.ru_maxrss * 1024
@@ -167,34 +171,39 @@ class Contestant:
     def _answer(self):
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a contestant ended: exit code {self._process.wait()}")
+            raise SystemExit(f"A contestant ended with exit code {self._process.wait()}.")
         return json.loads(line)
 
 
 def measured(workload, args):
-    """Return the medians of every round, {contestant: list of seconds}, and how each started."""
+    """Run all rounds of a workload.
+
+    Returns:
+        A `(seconds, starts)` tuple: dicts of contestants to lists of the median seconds of each
+        round, and to reports of their start.
+    """
     root = pathlib.Path(__file__).parents[1]
     steps = args.steps if CONTESTANTS[workload] is TRAINING else 1
-    known = CONTESTANTS[workload]
-    names = args.contestants.split(",") if args.contestants else known
-    chosen = {name: known[name] for name in names if name in known}
+    all_contestants = CONTESTANTS[workload]
+    names = args.contestants.split(",") if args.contestants else all_contestants
+    chosen = {name: all_contestants[name] for name in names if name in all_contestants}
     contestants, seconds = {}, {}
     roots = dict.fromkeys(chosen, root)
     if args.before:
-        chosen["before"], roots["before"] = known[OURS], args.before.absolute()
+        chosen["before"], roots["before"] = all_contestants[OURS], args.before.absolute()
     if args.without_onednn:
-        chosen[WITHOUT_ONEDNN], roots[WITHOUT_ONEDNN] = known[OURS], root
+        chosen[WITHOUT_ONEDNN], roots[WITHOUT_ONEDNN] = all_contestants[OURS], root
     try:
         for name, (packages, script, arguments) in chosen.items():
-            python = python_of(packages, args.environments)
+            python = environment_python(packages, args.environments)
             variables = {"TF_ENABLE_ONEDNN_OPTS": "0"} if name == WITHOUT_ONEDNN else {}
             command_line = [workload, *arguments]
             contestants[name] = Contestant(python, script, command_line, roots[name], variables)
             print(f"{workload}: {name} started", file=sys.stderr)
-        for number in range(args.rounds + 1):
+        for round_index in range(args.rounds + 1):
             for name, contestant in contestants.items():
                 median = statistics.median(contestant.run(steps))
-                if number:
+                if round_index:
                     seconds.setdefault(name, []).append(median)
     finally:
         for contestant in contestants.values():
@@ -206,8 +215,8 @@ def measured(workload, args):
     return seconds, starts
 
 
-def report_of(workload, seconds, started):
-    """Return what is printed of a workload."""
+def make_report(workload, seconds, started):
+    """Return the report of a workload as a dict."""
     sys.path.insert(0, str(PEERS))
     from workloads import workload_of
 
@@ -236,11 +245,11 @@ def report_of(workload, seconds, started):
         if name != LIMIT
     }
     if ours and peers:
-        ratios = {name: ratios_of(values, ours) for name, values in peers.items()}
+        ratios = {name: compute_ratios(values, ours) for name, values in peers.items()}
         report["times_as_fast_as"] = {name: rounded(values) for name, values in ratios.items()}
         rivals = [x for name, x in peers.items() if name != "before" and not name.startswith(OURS)]
         if rivals:
-            best = ratios_of([min(values) for values in zip(*rivals)], ours)
+            best = compute_ratios([min(values) for values in zip(*rivals)], ours)
             report["times_as_fast_as_the_best_peer"] = rounded(best)
             report["median_against_the_best_peer"] = round(statistics.median(best), 3)
     results = {name: start["result"] for name, start in started.items()}
@@ -251,7 +260,7 @@ def report_of(workload, seconds, started):
             for name, losses in results.items()
         }
         if max(report["largest_difference_of_losses"].values()) > TOLERANCE:
-            raise SystemExit(f"{workload}: not the same work: {json.dumps(report, indent=1)}")
+            raise SystemExit(f"{workload}: the losses differ: {json.dumps(report, indent=1)}")
     if workload in GENERATES:
         report["same_ids"] = {
             name: round(same_ids(results[OURS], ids), 4)
@@ -260,7 +269,7 @@ def report_of(workload, seconds, started):
         }
     if limit:
         report["share_of_the_products_limit"] = {
-            name: round(statistics.median(ratios_of(limit, values)), 3)
+            name: round(statistics.median(compute_ratios(limit, values)), 3)
             for name, values in seconds.items()
             if name != LIMIT
         }
@@ -271,13 +280,13 @@ def report_of(workload, seconds, started):
 
 
 def same_ids(ours, ids):
-    """Return the share of the tokens of translations that are ours."""
+    """Return the fraction of translated tokens that equal ours."""
     pairs = [pair for rows in zip(ours, ids, strict=True) for pair in zip(*rows, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-def ratios_of(values, others):
-    return [value / other for value, other in zip(values, others)]
+def compute_ratios(values, denominators):
+    return [value / denominator for value, denominator in zip(values, denominators)]
 
 
 def rounded(values, factor=1.0, digits=3):
@@ -285,11 +294,11 @@ def rounded(values, factor=1.0, digits=3):
 
 
 def tokenized(pairs, folder):
-    """Return a file with the ids of sentence pairs, as `peers/sentences.py` reads it.
+    """Write the ids of sentence pairs to a file for `peers/sentences.py` and return its path.
 
     Args:
-        pairs: the names of two files; the embedded corpus if None.
-        folder: where the file is written.
+        pairs: Names of two files, or `None` for the embedded corpus.
+        folder: Folder of the new file.
     """
     sys.path.insert(0, str(PEERS))
     import paths  # noqa: F401
@@ -298,17 +307,20 @@ def tokenized(pairs, folder):
     from dtransformer.datasets import SubwordTokenizer, read_pairs
     from dtransformer.datasets.embedded import sentence_pairs
 
-    work, some = Sentences(), slice(20_000)
-    sides = [side[some] for side in (read_pairs(*pairs) if pairs else zip(*sentence_pairs(20_000)))]
+    work, first_pairs = Sentences(), slice(20_000)
+    sides = [
+        side[first_pairs]
+        for side in (read_pairs(*pairs) if pairs else zip(*sentence_pairs(20_000)))
+    ]
     tokenizer = SubwordTokenizer.train([*sides[0], *sides[1]], vocab_size=work.vocab_size)
     ids = [tokenizer.encode(side).to_list() for side in sides]
-    fits = [i for i, both in enumerate(zip(*ids)) if 0 < max(map(len, both)) < work.length]
+    fits = [i for i, pair_ids in enumerate(zip(*ids)) if 0 < max(map(len, pair_ids)) < work.length]
     fits = fits[: work.batch_size * work.num_batches]
     arrays = {}
     for name, side in zip(("source", "target"), ids):
-        kept = [side[i] for i in fits]
-        arrays[name] = np.concatenate(kept)
-        arrays[f"{name}_ends"] = np.cumsum([*map(len, kept)])
+        selected = [side[i] for i in fits]
+        arrays[name] = np.concatenate(selected)
+        arrays[f"{name}_ends"] = np.cumsum([*map(len, selected)])
     path = pathlib.Path(folder) / "sentences.npz"
     np.savez(path, **arrays)
     return path
@@ -324,18 +336,18 @@ def main():
         if published := [x for x in args.workloads.split(",") if CONTESTANTS[x] is PUBLISHED]:
             os.environ["DTRANSFORMER_PUBLISHED"] = folder
             script = PEERS / "transformers_training.py"
-            python = python_of(PYTORCH, args.environments)
+            python = environment_python(PYTORCH, args.environments)
             subprocess.run([python, script, "make", folder, *published], check=True)
         compare(args)
 
 
 def compare(args):
-    """Run all workloads; print the report."""
+    """Run all workloads and print the report."""
     report = {"machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
     report["seconds"] = "of the processor" if args.processor else "of the clock"
     report.update(rounds=args.rounds, steps_of_a_round=args.steps, workloads={})
     for workload in args.workloads.split(","):
-        report["workloads"][workload] = report_of(workload, *measured(workload, args))
+        report["workloads"][workload] = make_report(workload, *measured(workload, args))
         print(json.dumps(report["workloads"][workload]), file=sys.stderr)
     print(json.dumps(report, indent=2))
     if args.picture:
@@ -343,7 +355,7 @@ def compare(args):
 
 
 def draw(workloads, path):
-    """Draw the tokens per second of every contestant."""
+    """Plot the tokens per second of every contestant."""
     import matplotlib
 
     matplotlib.use("Agg")

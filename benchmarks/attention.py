@@ -1,11 +1,11 @@
-"""Measure attention by blocks against attention that keeps all scores; print JSON.
+"""Compare blockwise attention with attention that stores all scores and print JSON.
 
     python benchmarks/attention.py [--rounds 5] [--lengths 2048,4096,8192]
 
-`time` is that of forward and backward pass of the core, 8 heads of 64 features: in each round both
-ways one after the other, and their ratio. `memory` is the peak of a training step of a translation
-model with one block of each kind, above the process that sees four tokens, each in a process of its
-own; `growth` is what twice the length takes more.
+`time` has the ratios between the seconds of the forward and backward pass, with 8 heads of 64 features.
+Both implementations take turns in each round. `memory` is the peak of a training step of a translation
+model with one encoder and one decoder block, minus the peak for four tokens, each in a fresh process.
+`growth` is the ratio for twice the length.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import paths  # noqa: F401
 
 from harness.measure import peak_bytes, translation_trainer
 
-# Length, batch size, whether causal.
+# (length, batch size, whether attention is causal).
 SHAPES = ((128, 16, False), (512, 4, True), (1024, 2, True), (2048, 1, True), (2048, 1, False))
 HEADS, FEATURES = 8, 64
 
 
-def seconds_of(implementation, length, rows, causal):
-    """Return a function that computes forward and backward pass, and returns the seconds."""
+def make_timer(implementation, length, rows, causal):
+    """Return a function that runs the forward and backward pass and returns the seconds."""
     import tensorflow as tf
 
     from dtransformer.layers.attention_core import attention
@@ -54,12 +54,18 @@ def seconds_of(implementation, length, rows, causal):
 def time_report(rounds):
     reports = []
     for length, rows, causal in SHAPES:
-        ways = {way: seconds_of(way, length, rows, causal) for way in ("reference", "blockwise")}
-        seconds = {way: [] for way in ways}
+        timers = {
+            implementation: make_timer(implementation, length, rows, causal)
+            for implementation in ("reference", "blockwise")
+        }
+        seconds = {implementation: [] for implementation in timers}
         for _ in range(rounds):
-            for way, timed in ways.items():
-                seconds[way].append(timed())
-        ratios = [own / whole for whole, own in zip(seconds["reference"], seconds["blockwise"])]
+            for implementation, timed in timers.items():
+                seconds[implementation].append(timed())
+        ratios = [
+            blockwise / reference
+            for reference, blockwise in zip(seconds["reference"], seconds["blockwise"])
+        ]
         reports.append(
             {
                 "length": length,
@@ -73,7 +79,7 @@ def time_report(rounds):
 
 
 def work(length, hidden_size):
-    """Train two steps of one sequence; print the peak of the process."""
+    """Train two steps on one sequence and print the peak memory of the process."""
     import numpy as np
 
     trainer = translation_trainer(100, hidden_size, 1)
@@ -84,18 +90,18 @@ def work(length, hidden_size):
 
 
 def memory_report(lengths, hidden_size):
-    peaks = {length: peak_of(length, hidden_size) for length in (4, *lengths)}
-    taken = {length: peaks[length] - peaks[4] for length in lengths}
+    peaks = {length: measure_peak(length, hidden_size) for length in (4, *lengths)}
+    increases = {length: peaks[length] - peaks[4] for length in lengths}
     return {
-        "megabytes": {length: round(number / 2**20) for length, number in taken.items()},
-        "growth": [round(taken[y] / taken[x], 2) for x, y in itertools.pairwise(lengths)],
+        "megabytes": {length: round(num_bytes / 2**20) for length, num_bytes in increases.items()},
+        "growth": [round(increases[y] / increases[x], 2) for x, y in itertools.pairwise(lengths)],
     }
 
 
-def peak_of(length, hidden_size):
+def measure_peak(length, hidden_size):
     command = [sys.executable, __file__, "--worker", str(length), "--hidden_size", str(hidden_size)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1200)
-    return json.loads(done.stdout.splitlines()[-1])["peak"]
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1200)
+    return json.loads(completed.stdout.splitlines()[-1])["peak"]
 
 
 def main():

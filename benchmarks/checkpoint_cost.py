@@ -1,10 +1,10 @@
-"""Measure what saving while training costs; print JSON.
+"""Measure the cost of saving during training and print JSON.
 
     python benchmarks/checkpoint_cost.py
     python benchmarks/checkpoint_cost.py --ranks 2 --optimizer_shard 2
 
-Rounds of `--steps` steps without a save and with one take turns, in one run. `cost` is the
-median over pairs of rounds of the time with a save over that without, minus 1.
+Rounds of `--steps` steps with and without a save take turns in one run. `cost` is the median of
+the ratio between the seconds of both rounds, minus 1.
 """
 
 import argparse
@@ -25,17 +25,19 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--optimizer_shard", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=50, help="of a round")
+    parser.add_argument("--steps", type=int, default=50, help="steps in each round")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of rounds")
-    parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="layers of the encoder and of the decoder"
+    )
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=8000)
-    parser.add_argument("--batch_size", type=int, default=32, help="sentences of all ranks")
-    parser.add_argument("--length", type=int, default=32, help="tokens of each side")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--folder", help="where checkpoints are written; a temporary one by default"
+        "--batch_size", type=int, default=32, help="sentences on all ranks together"
     )
+    parser.add_argument("--length", type=int, default=32, help="tokens on each side")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help="folder for checkpoints (default: a temporary folder)")
     return parser.parse_args()
 
 
@@ -54,11 +56,11 @@ def work(args):
     ids = rng.integers(4, args.vocab_size, shape, "int32")
     path = pathlib.Path(args.folder) / "last"
 
-    def steps(number, saves):
+    def steps(num_steps, saves):
         start = time.perf_counter()
         if saves:
             trainer.save(path, wait=False)
-        for _ in range(number):
+        for _ in range(num_steps):
             trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
         trainer.wait_until_saved()
         return time.perf_counter() - start

@@ -1,11 +1,11 @@
-"""Kill a training run at random moments, start it again each time, and compare; print JSON.
+"""Kill and restart a training run at random moments, compare the weights, and print JSON.
 
     python benchmarks/checkpoint_kills.py
     python benchmarks/checkpoint_kills.py --ranks 2 --kills 5
 
-The run saves a checkpoint after every step, so that most kills come while one is written. Each
-life has to go on from the newest checkpoint that was complete at the kill; in the end the
-weights have to be those of a run without a break, to the last bit.
+The run saves a checkpoint after every step, so that most kills happen during a save. Each restart
+must resume from the newest complete checkpoint. At the end, the weights must equal the weights of an
+uninterrupted run bit for bit.
 """
 
 import argparse
@@ -30,16 +30,18 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=60, help="of 26 steps")
-    parser.add_argument("--seconds", type=float, default=1.0, help="longest life after a start")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs of 26 steps")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="maximum seconds from start to kill"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--worker", choices=["train", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def work(args):
-    """Train; with `--worker train` from the newest checkpoint on, and saving every step."""
+    """Train. With `--worker train`, resume from the newest checkpoint and save every step."""
     import hashlib
 
     import keras
@@ -53,8 +55,10 @@ def work(args):
     from dtransformer.trainers import ModelCheckpoint, Trainer
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(optimizer_shard=args.ranks > 1))
-    rng, (index, count) = np.random.default_rng(0), job.data_shard()
-    ids = tf.ragged.constant([rng.integers(4, 200, 8).tolist() for _ in range(416)], "int32")
+    random_generator, (index, count) = np.random.default_rng(0), job.data_shard()
+    ids = tf.ragged.constant(
+        [random_generator.integers(4, 200, 8).tolist() for _ in range(416)], "int32"
+    )
     batches = TranslationBatches(ids, ids, batch_size=16, shard_index=index, num_shards=count)
     model = TranslationTransformer(
         200, hidden_size=64, num_heads=2, encoder_layers=1, decoder_layers=1, dropout_rate=0.1
@@ -66,7 +70,7 @@ def work(args):
         def on_train_begin(self, logs=None):
             self.first = int(self.model.optimizer.iterations)
 
-        def on_train_batch_end(self, batch, logs=None):  # the first step takes seconds to compile
+        def on_train_batch_end(self, batch, logs=None):  # The first step compiles.
             if dtransformer.is_chief() and self.model.optimizer.iterations == self.first + 1:
                 print(f"begun at {self.first}", flush=True)
 
@@ -88,7 +92,7 @@ def work(args):
 
 
 class Life:
-    """One start of the run."""
+    """Process that starts or resumes the run."""
 
     def __init__(self, args, folder, worker):
         arguments = [__file__, *sys.argv[1:], "--folder", folder, "--worker", worker]
@@ -101,21 +105,21 @@ class Life:
         )
 
     def wait_for(self, word, timeout=120):
-        """Return what follows a word in the output."""
-        seen, timer = [], threading.Timer(timeout, os.killpg, (self.process.pid, signal.SIGKILL))
-        timer.start()  # it may say nothing at all
+        """Wait for a line of output with this word and return the words after it."""
+        lines, timer = [], threading.Timer(timeout, os.killpg, (self.process.pid, signal.SIGKILL))
+        timer.start()  # The run may print nothing.
         try:
             for line in self.process.stdout:
-                seen.append(line)
+                lines.append(line)
                 if word in line:
                     return line.partition(word)[2].split()
         finally:
             timer.cancel()
         self.kill()
-        sys.exit(f"the run did not say {word!r}:\n{''.join(seen)[-4000:]}")
+        sys.exit(f"The run did not print {word!r}. Its output:\n{''.join(lines)[-4000:]}")
 
     def kill(self):
-        """Kill all ranks, and wait until they are gone."""
+        """Kill all ranks and wait until they have ended."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
@@ -131,36 +135,36 @@ def main():
     args = parse_arguments()
     if args.worker:
         return work(args)
-    moments, kills = random.Random(args.seed), []
+    random_moments, kills = random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as folder:
-        whole = Life(args, folder, "whole")
-        expected = whole.wait_for("ended at", 600)
-        whole.process.communicate()
+        uninterrupted = Life(args, folder, "whole")
+        expected = uninterrupted.wait_for("ended at", 600)
+        uninterrupted.process.communicate()
         began_at, saved = 0, 0
-        for number in range(args.kills):
+        for kill_index in range(args.kills):
             life = Life(args, folder, "train")
-            if number % 5 == 4:  # some while it starts
-                time.sleep(moments.uniform(0, 5))
+            if kill_index % 5 == 4:  # Kill some runs during their start.
+                time.sleep(random_moments.uniform(0, 5))
             else:
                 began_at = int(life.wait_for("begun at")[0])
                 if began_at != saved:
-                    sys.exit(f"a life began at {began_at}, and the newest checkpoint is {saved}")
-                time.sleep(moments.uniform(0, args.seconds))
+                    sys.exit(f"A run resumed at step {began_at} instead of the newest {saved}.")
+                time.sleep(random_moments.uniform(0, args.seconds))
             life.kill()
             saved, is_writing = newest(folder)
             kills.append({"began_at": began_at, "saved": saved, "while_saving": is_writing})
             print(kills[-1], file=sys.stderr)
         last = Life(args, folder, "train")
         began_at = int(last.wait_for("begun at")[0])
-        found = last.wait_for("ended at", 600)
+        ended = last.wait_for("ended at", 600)
         last.process.communicate()
     report = {
         "kills": len(kills),
         "while_saving": sum(kill["while_saving"] for kill in kills),
         "all_began_at_the_newest": began_at == saved,
         "steps_when_killed": [kill["saved"] for kill in kills],
-        "steps": int(found[0]),
-        "same_weights": found == expected,
+        "steps": int(ended[0]),
+        "same_weights": ended == expected,
     }
     print(json.dumps(report, indent=2))
     sys.exit(not (report["same_weights"] and report["all_began_at_the_newest"]))

@@ -1,12 +1,15 @@
-"""Measure the memory that restoring a checkpoint takes; print JSON.
+"""Measure the memory for restoring a checkpoint and print JSON.
 
     python benchmarks/checkpoint_memory.py
     python benchmarks/checkpoint_memory.py --cases 'alone,mp2' --layers 2
 
-One process saves a network of 200 million parameters with AdamW's states; then the jobs of each
-case restore it. `share_bytes` is what a rank holds in the end; `tensor_bytes` what TensorFlow's
-allocator needs besides while it restores. `peak_bytes` is the highest resident memory while it
-makes the trainer and restores, above that before: with what the allocator keeps for later.
+One process saves a network of 200 million parameters with AdamW's states. Then the job of each case
+restores it:
+
+- `share_bytes`: size of the weights and states of a rank
+- `tensor_bytes`: peak of additional memory from TensorFlow's allocator during the restore
+- `peak_bytes`: increase of the peak resident memory while a rank creates the trainer and restores,
+  including memory that the allocator keeps
 """
 
 import argparse
@@ -23,7 +26,7 @@ from dtransformer.parallel.weights.sharded_variable import own_shards
 from harness.measure import passing_bytes, peak_bytes, translation_trainer
 from harness.printed import report_of
 
-# Name -> number of ranks, fields of the parallel config.
+# Name -> (number of ranks, fields of the parallel config).
 CASES = {
     "alone": (1, {}),
     "dp2": (2, {}),
@@ -36,8 +39,12 @@ CASES = {
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="alone,mp2,pp2,shard1,shard3", help="with commas")
-    parser.add_argument("--layers", type=int, default=6, help="of the encoder, and of the decoder")
+    parser.add_argument(
+        "--cases", default="alone,mp2,pp2,shard1,shard3", help="names, separated by commas"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=6, help="layers of the encoder and of the decoder"
+    )
     parser.add_argument("--hidden_size", type=int, default=1024)
     parser.add_argument("--vocab_size", type=int, default=12000)
     parser.add_argument("--worker", choices=["save", *CASES], help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Count what each rank sends in a training step at every level of optimizer sharding; print JSON.
+"""Count the elements that a rank sends in a step at each level of optimizer sharding; print JSON.
 
     python benchmarks/communication.py
     python benchmarks/communication.py --ranks 4 --hidden_size 512
 
-The entries come from the compiled step's collectives. `parameters_sent` is their number in
-units of all parameters, by a ring's algorithm, without the factor (d - 1) / d of d ranks: the
-theory has 2, 2, 2 and 3. Tables of embeddings are looked up without a second gather, so that
-level 3 sends 2 of theirs.
+The counts come from the collectives of the compiled step. `parameters_sent` is the number of
+elements sent by a ring algorithm, divided by the number of parameters and without the factor
+(d - 1) / d of d ranks. The theory gives 2, 2, 2 and 3. Level 3 sends embedding tables only
+twice, because lookups need no second all-gather.
 """
 
 import argparse
@@ -21,9 +21,11 @@ from harness.printed import report_of
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--levels", default="0,1,2,3", help="with commas")
+    parser.add_argument("--levels", default="0,1,2,3", help="levels, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument(
+        "--layers", type=int, default=2, help="layers of the encoder and of the decoder"
+    )
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=1000)
     parser.add_argument("--gradient_dtype", default="float32")
@@ -32,7 +34,7 @@ def parse_arguments():
 
 
 def work(args):
-    """Train a step at one level on this rank; rank 0 prints what it sends."""
+    """Train a step at one level on this rank. Rank 0 prints its communication."""
     import math
 
     import numpy as np
@@ -44,11 +46,11 @@ def work(args):
     )
     dtransformer.init(config)
     trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
-    # As many tokens as entries of the vocabulary: the gradients of tables travel as tables.
+    # With one token per vocabulary entry, ranks send the full gradient of a table.
     ids = np.tile(np.arange(args.vocab_size, dtype="int32") % 60 + 4, 2).reshape(-1, 40)
     trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
     sent = [c for c in trainer.communication_report().collectives if c.over == "ranks"]
-    # Of the two ways in which a table's gradient can travel, that of few rows is not taken.
+    # Ignore the branch that sends only a few rows of a table's gradient, as it does not run.
     sent = [c for c in sent if None not in c.shape]
     weights = trainer.network.trainable_variables
     parameters = sum(math.prod(w.shape) for w in weights)

@@ -1,13 +1,13 @@
-"""Let ranks and hosts fail while a job trains under `dtransformer launch`, and compare; print JSON.
+"""Inject faults into a job under `dtransformer launch`, compare the results, and print JSON.
 
     python benchmarks/drills.py --layout dp2@2x1 --faults kill,freeze,preempt
     sudo python benchmarks/drills.py --layout mp2@2x1 --faults cut,one-way --two-hosts
-    python benchmarks/drills.py --table FILE ...           # of what it has printed
+    python benchmarks/drills.py --table FILE ...           # table of the printed results
 
-A run saves every second step. Each fault comes some steps after the one before it; then the time
-until the ranks have ended and until the next step is taken, and the steps that were lost are
-counted. In the end the weights have to be those of an undisturbed run, to the last bit, where the
-layout is the same; with fewer ranks in between, the losses. See harness/two_hosts.py for the hosts.
+The job saves every second step. A few steps separate the faults. For each fault the benchmark
+measures the seconds until all ranks have ended and until the next step, and the number of lost steps.
+At the end the weights must equal the weights of an undisturbed run bit for bit. With fewer ranks in
+between, the losses must match. See harness/two_hosts.py for the hosts.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from harness.drill_run import ENDED, Failed, Run
 from harness.drill_table import ASKED, table
 from harness.two_hosts import TwoHosts
 
-STEPS_BETWEEN = 4  # a start and the next fault
+STEPS_BETWEEN = 4  # Steps between a start and the next fault.
 SECONDS_OF_A_STEP = 0.2
 
 
@@ -40,19 +40,27 @@ def parse_arguments():
     parser.add_argument("--min-ranks", type=int)
     parser.add_argument("--seconds", type=float, default=50.0, help="stall_seconds")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--steps", type=int, default=100, help="of the whole job")
+    parser.add_argument("--steps", type=int, default=100, help="total steps of the job")
     parser.add_argument("--hidden", type=int, default=32, help="features")
-    parser.add_argument("--timeout", type=float, default=240.0, help="of a fault, in seconds")
-    parser.add_argument("--undisturbed", metavar="FILE", help="keeps that run between drills")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds; no fault after them")
-    parser.add_argument("--log", help="a file for what the job prints")
+    parser.add_argument(
+        "--timeout", type=float, default=240.0, help="timeout of a fault in seconds"
+    )
+    parser.add_argument(
+        "--undisturbed",
+        metavar="FILE",
+        help="JSON file that stores the undisturbed run for later drills",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, help="seconds after which no fault starts"
+    )
+    parser.add_argument("--log", help="file for the output of the job")
     return parser.parse_args()
 
 
 def drill(args):
-    """Return what is seen: the records of the faults, and how the run has ended."""
-    names, begin = args.faults.split(","), time.monotonic()
-    seen = {
+    """Run the job with all faults and return the records of the faults and the final comparison."""
+    names, start_time = args.faults.split(","), time.monotonic()
+    report = {
         "layout": args.layout,
         "hosts": 2 if args.two_hosts else 1,
         "stall_seconds": args.seconds,
@@ -63,30 +71,32 @@ def drill(args):
     }
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         disk = stack.enter_context(Disk(f"{folder}/run", "disk-full" in names))
-        two = TwoHosts(folder, f"dt{os.getpid()}") if args.two_hosts else contextlib.nullcontext()
-        hosts = stack.enter_context(two)
+        host_context = (
+            TwoHosts(folder, f"dt{os.getpid()}") if args.two_hosts else contextlib.nullcontext()
+        )
+        hosts = stack.enter_context(host_context)
         run = Run(args, f"{folder}/run", args.steps, SECONDS_OF_A_STEP, args.min_ranks, hosts)
         stack.callback(run.end)
-        at = "the start"
+        phase = "the start"
         try:
             *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
-            for at in names:
-                if time.monotonic() - begin > args.limit:
+            for phase in names:
+                if time.monotonic() - start_time > args.limit:
                     break
-                record, last = one_fault(run, at, last, disk, args)
-                seen["faults"].append(record)
+                record, last = run_fault(run, phase, last, disk, args)
+                report["faults"].append(record)
                 print(json.dumps(record), file=sys.stderr, flush=True)
-            at = "the end"
+            phase = "the end"
             run.hurry()
             _, ended = run.wait_for(ENDED, args.timeout)
             run.process.wait(60)
-            at = "the undisturbed run"
+            phase = "the undisturbed run"
             expected = undisturbed(args, f"{folder}/whole")
         except Failed as error:
-            seen["failed"] = f"{at}: {error}"
+            report["failed"] = f"{phase}: {error}"
         else:
             losses = run.losses()
-            seen |= {
+            report |= {
                 "weights_equal": [int(ended[1]), ended[2]] == [args.steps, expected["weights"]],
                 "losses_differ_by": max(
                     abs(losses[int(step)] / loss - 1) for step, loss in expected["losses"].items()
@@ -96,32 +106,32 @@ def drill(args):
         if args.log:
             with open(args.log, "w") as file:
                 file.writelines(run.seen)
-    return seen
+    return report
 
 
 def undisturbed(args, folder):
-    """Return the weights' checksum and the losses of a run to which nothing happens."""
+    """Return settings, checksum of the weights and losses of a run without faults."""
     file = args.undisturbed and pathlib.Path(args.undisturbed)
-    what = {name: getattr(args, name) for name in ("layout", "steps", "dropout", "hidden")}
+    settings = {name: getattr(args, name) for name in ("layout", "steps", "dropout", "hidden")}
     if file and file.exists():
-        found = json.loads(file.read_text())
-        if found["what"] != what:
-            raise Failed(f"{file} is of {found['what']}, and not of {what}")
-        return found
+        report = json.loads(file.read_text())
+        if report["what"] != settings:
+            raise Failed(f"{file} has a run with {report['what']}, but this drill has {settings}.")
+        return report
     run = Run(args, folder, args.steps, 0.0)
     try:
         _, ended = run.wait_for(ENDED, args.timeout)
         run.process.wait(60)
     finally:
         run.end()
-    found = {"what": what, "weights": ended[2], "losses": run.losses()}
+    report = {"what": settings, "weights": ended[2], "losses": run.losses()}
     if file:
-        file.write_text(json.dumps(found))
-    return found
+        file.write_text(json.dumps(report))
+    return report
 
 
-def one_fault(run, name, last, disk, args):
-    """Let something fail; return what is seen, and the last step after it."""
+def run_fault(run, name, last, disk, args):
+    """Inject a fault and return its record and the last step after it."""
     mark, fault = len(run.seen), FAULTS[name](run, disk)
     seen_at, _ = run.wait_for(fault.seen, args.timeout)
     fault.mend()
@@ -137,8 +147,8 @@ def one_fault(run, name, last, disk, args):
     }, last
 
 
-def asked_to_end(number, frame):
-    """End with what has been seen."""
+def end_on_signal(signal_number, frame):
+    """End the drill on SIGTERM and report the results so far."""
     raise Failed(ASKED)
 
 
@@ -147,7 +157,7 @@ if __name__ == "__main__":
     if arguments.table:
         print(table(arguments.table))
     else:
-        signal.signal(signal.SIGTERM, asked_to_end)
+        signal.signal(signal.SIGTERM, end_on_signal)
         result = drill(arguments)
         print(json.dumps(result, indent=2))
         sys.exit(result["failed"])

@@ -1,11 +1,11 @@
-"""Measure the speed of layouts against one process with all cores; print JSON.
+"""Compare the speed of layouts with one process on all cores and print JSON.
 
     python benchmarks/efficiency.py
     python benchmarks/efficiency.py --layouts mp2_devices,dp2 --rounds 3
 
-Layouts take turns, a process start each, so that a machine that others use slows all of
-them alike. A layout's figure is its best round's, and its efficiency the ratio of its
-tokens per second to those of one process.
+Layouts take turns in fresh processes, so that other load on the machine slows all of them
+equally. The result of a layout is its best round. Its efficiency is the ratio of its tokens
+per second to the tokens per second of one process.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dtransformer.parallel.runtime import job
 from harness.measure import translation_trainer
 from harness.printed import printed_json
 
-# Name -> ranks, local devices of each, fields of the parallel config.
+# Name -> (ranks, local devices per rank, fields of the parallel config).
 LAYOUTS = {
     "one_process": (1, 1, {}),
     "mp2_devices": (1, 2, {"model_parallel": 2}),
@@ -34,14 +34,18 @@ LAYOUTS = {
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of a round")
-    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps in each round")
+    parser.add_argument(
+        "--layers", type=int, default=2, help="layers of the encoder and of the decoder"
+    )
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--vocab_size", type=int, default=8000)
-    parser.add_argument("--batch_size", type=int, default=64, help="sentences of all ranks")
-    parser.add_argument("--length", type=int, default=32, help="tokens of each side")
+    parser.add_argument(
+        "--batch_size", type=int, default=64, help="sentences on all ranks together"
+    )
+    parser.add_argument("--length", type=int, default=32, help="tokens on each side")
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--whole_tables", action="store_true", help="vocab_emb_dp=True")
     parser.add_argument("--worker", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -49,7 +53,7 @@ def parse_arguments():
 
 
 def work(args):
-    """Train with one layout on this rank; rank 0 prints the seconds of every step."""
+    """Train with one layout on this rank. Rank 0 prints the seconds of every step."""
     import numpy as np
 
     import dtransformer
@@ -67,7 +71,7 @@ def work(args):
     shape = (args.batch_size, args.length)
     ids = np.random.default_rng(0).integers(4, args.vocab_size, shape, "int32")[index::count]
     seconds = []
-    for _ in range(args.steps + 2):  # the first ones compile
+    for _ in range(args.steps + 2):  # The first two steps compile.
         start = time.perf_counter()
         trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
         seconds.append(time.perf_counter() - start)
@@ -77,7 +81,7 @@ def work(args):
 
 
 def launch(layout, arguments):
-    """Run a layout's ranks; return what rank 0 printed."""
+    """Run the ranks of a layout and return the JSON that rank 0 prints."""
     num_ranks = LAYOUTS[layout][0]
     arguments = [__file__, *arguments, "--worker", layout]
     return printed_json(layout, num_ranks, arguments, "step_seconds", timeout=900)
@@ -94,7 +98,7 @@ def main():
         for layout in layouts:
             result = launch(layout, sys.argv[1:])
             rounds[layout].append(statistics.median(result["step_seconds"]))
-            print(f"{layout}: {rounds[layout][-1]:.3f} s a step", file=sys.stderr)
+            print(f"{layout}: {rounds[layout][-1]:.3f} s per step", file=sys.stderr)
     tokens = 2 * args.batch_size * args.length
     best = {layout: min(seconds) for layout, seconds in rounds.items()}
     report = {

@@ -1,11 +1,10 @@
-"""Tokens per second of a mixture of experts, beside the dense model of the same active FLOP.
+"""Compare the speed of a mixture of experts with a dense model of equal active FLOP.
 
     python benchmarks/experts.py [--experts 8] [--chosen 1] [--rounds 5] [--steps 5]
 
-Both train in one process, in turn, a round of steps each, on the same random tokens; the ratio of
-their speeds is that of each round, so that what else the machine does counts for both. Prints JSON:
-the rounds' ratios and their median, tokens per second, parameters and those that are active, FLOP of
-a step, and the share of choices that was dropped.
+Both models train in one process on the same random tokens and take turns in each round, so that other
+load on the machine affects both. Prints JSON: the speed ratio of each round and the median, tokens per
+second, total and active parameters, FLOP of a step, and the fraction of dropped choices.
 """
 
 import argparse
@@ -34,11 +33,11 @@ def parse_arguments():
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--vocab_size", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps in each round")
     return parser.parse_args()
 
 
-def trainer_of(args, moe_config=None, width=4):
+def make_trainer(args, moe_config=None, width=4):
     network = CausalLM(
         args.vocab_size,
         hidden_size=args.hidden_size,
@@ -53,7 +52,7 @@ def trainer_of(args, moe_config=None, width=4):
     return trainer
 
 
-def seconds_of(trainer, batch, steps):
+def measure_seconds(trainer, batch, steps):
     began = time.perf_counter()
     for _ in range(steps):
         trainer.train_on_batch(*batch)
@@ -69,18 +68,23 @@ def main():
         expert_group_size=args.length,
         dropless=args.dropless,
     )
-    # A token's k experts compute what a feed-forward layer of k times the width does.
-    trainers = {"experts": trainer_of(args, moe), "dense": trainer_of(args, width=4 * args.chosen)}
+    # The k experts of a token need as much FLOP as one feed-forward layer of k times the width.
+    trainers = {
+        "experts": make_trainer(args, moe),
+        "dense": make_trainer(args, width=4 * args.chosen),
+    }
     texts = np.random.default_rng(0).integers(4, args.vocab_size, (args.rows, args.length + 1))
     batch = texts[:, :-1].astype("int32"), texts[:, 1:].astype("int32")
-    for trainer in trainers.values():  # compile, and let the load settle
-        seconds_of(trainer, batch, 10)
+    for trainer in trainers.values():  # Compile and warm up.
+        measure_seconds(trainer, batch, 10)
     seconds = {name: [] for name in trainers}
-    for number in range(args.rounds):
-        order = list(trainers) if number % 2 else list(trainers)[::-1]
+    for round_index in range(args.rounds):
+        order = list(trainers) if round_index % 2 else list(trainers)[::-1]
         for name in order:
-            seconds[name].append(seconds_of(trainers[name], batch, args.steps))
-    ratios = [dense / own for own, dense in zip(seconds["experts"], seconds["dense"], strict=True)]
+            seconds[name].append(measure_seconds(trainers[name], batch, args.steps))
+    ratios = [
+        dense / experts for experts, dense in zip(seconds["experts"], seconds["dense"], strict=True)
+    ]
     tokens = args.rows * args.length * args.steps
     report = {"ratio": statistics.median(ratios), "ratios": sorted(ratios)}
     for name, trainer in trainers.items():
@@ -92,7 +96,7 @@ def main():
             "gflop_of_a_step": round(tokens_and_flops(network, *batch[:2])[1] / 1e9, 2),
         }
     layers = trainers["experts"].expert_load().layers
-    report["dropped_share"] = round(float(np.mean([one.dropped_share for one in layers])), 3)
+    report["dropped_share"] = round(float(np.mean([layer.dropped_share for layer in layers])), 3)
     print(json.dumps(report, indent=2))
 
 

@@ -1,11 +1,11 @@
-"""Fits the planner's constants of the A100, and prints them as JSON, with the errors.
+"""Fit the planner's constants of the A100 and print them with their errors as JSON.
 
     python benchmarks/fit_planner.py
 
-Fitted on table 1 of Narayanan et al., 2021, and on the measured layouts of the models that
-`harness.published_tables.published.FITTED_MODELS` names; the others are held out. Also prints what other
-halves to fit on would have given: mean error on what was held out each time. Least absolute errors
-of the logarithm, by Gauss-Newton with weights; no randomness.
+The data are table 1 of Narayanan et al., 2021, and the measured layouts of the models in
+`harness.published_tables.published.FITTED_MODELS`. The other models are held out. The benchmark also
+fits on every other pair of models and prints the mean error on the held-out models. It minimizes the
+absolute errors of the logarithm with weighted Gauss-Newton steps and uses no random numbers.
 """
 
 import argparse
@@ -29,44 +29,44 @@ FITTED = (
     "hop_us",
 )
 START = dict(zip(FITTED, (0.8, 200, 100, 10, 0.5, 10)))
-TABLE_1_WEIGHT = 4  # of each of its ten rows, beside some dozens of layouts
-PRIOR = 0.02  # of (log constant − log start)²: keeps what data do not tell where it was
+TABLE_1_WEIGHT = 4  # Weight of each of the ten rows. Other tables have dozens of layouts.
+PRIOR = 0.02  # Weight of (log constant − log start)², for constants that the data do not determine.
 
 
-def parts(models):
-    """Return (steps, system, weight) of what constants are fitted on."""
+def fitting_data(models):
+    """Return a list of (steps, system, weight) for table 1 and the layouts of some models."""
     rows = [row.step for row in published.table_1()]
-    found = [([s], OVERLAPPING if s.overlaps else MEGATRON, TABLE_1_WEIGHT) for s in rows]
-    return found + [(published.layouts_of(model), DEEPSPEED, 1) for model in models]
+    data = [([s], OVERLAPPING if s.overlaps else MEGATRON, TABLE_1_WEIGHT) for s in rows]
+    return data + [(published.layouts_of(model), DEEPSPEED, 1) for model in models]
 
 
-def log_errors(constants, some):
+def log_errors(constants, data):
     device = device_named("a100-80")
-    own = dataclasses.replace(device.constants, **constants)
-    device = dataclasses.replace(device, constants=own)
-    found = []
-    for steps, system, _ in some:
+    new_constants = dataclasses.replace(device.constants, **constants)
+    device = dataclasses.replace(device, constants=new_constants)
+    errors = []
+    for steps, system, _ in data:
         seconds = predicted_seconds(steps, system, device)
-        found.append(np.log(seconds / [step.seconds for step in steps]))
-    return np.concatenate(found)
+        errors.append(np.log(seconds / [step.seconds for step in steps]))
+    return np.concatenate(errors)
 
 
 def fit(models, iterations=40):
-    """Return the constants that are fitted on table 1 and on the layouts of some models."""
-    some = parts(models)
-    weights = np.concatenate([np.full(len(steps), weight) for steps, _, weight in some])
+    """Fit the constants on table 1 and on the layouts of some models, and return them."""
+    data = fitting_data(models)
+    weights = np.concatenate([np.full(len(steps), weight) for steps, _, weight in data])
     start = np.log(list(START.values()))
     named = lambda x: dict(zip(FITTED, map(float, np.exp(x))))
 
     def cost(x):
-        return np.sum(weights * np.abs(log_errors(named(x), some))) + PRIOR * np.sum(
+        return np.sum(weights * np.abs(log_errors(named(x), data))) + PRIOR * np.sum(
             (x - start) ** 2
         )
 
     x, best, damping, eye = start.copy(), cost(start), 1e-2, np.eye(len(start))
     for _ in range(iterations):
-        errors = log_errors(named(x), some)
-        slopes = [(log_errors(named(x + 1e-4 * row), some) - errors) / 1e-4 for row in eye]
+        errors = log_errors(named(x), data)
+        slopes = [(log_errors(named(x + 1e-4 * row), data) - errors) / 1e-4 for row in eye]
         jacobian = np.stack(slopes, axis=1)
         robust = weights / np.maximum(np.abs(errors), 0.02)
         matrix = jacobian.T @ (robust[:, None] * jacobian) + 2 * PRIOR * eye
@@ -84,10 +84,10 @@ def fit(models, iterations=40):
 
 
 def held_out_error(constants, models):
-    """Return the mean error on the layouts of the models that were not fitted on, a share."""
-    others = [m for m in published.LAYOUT_MODELS if m not in models]
-    some = [(published.layouts_of(model), DEEPSPEED, 1) for model in others]
-    return float(np.mean(np.abs(np.expm1(log_errors(constants, some)))))
+    """Return the mean relative error on the layouts of all other models."""
+    held_out_models = [m for m in published.LAYOUT_MODELS if m not in models]
+    data = [(published.layouts_of(model), DEEPSPEED, 1) for model in held_out_models]
+    return float(np.mean(np.abs(np.expm1(log_errors(constants, data)))))
 
 
 def main():

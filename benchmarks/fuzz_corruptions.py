@@ -1,4 +1,4 @@
-"""Damage to checkpoints, runs and folders for benchmarks/fuzz.py, and what is loaded then."""
+"""Cases of benchmarks/fuzz.py that damage checkpoints, runs and folders and then load them."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def prepare(folder):
-    """Save two checkpoints and two runs of one shape; return {kind: function of (rng, folder)}."""
+    """Save two checkpoints and two similar runs, and return kinds with their functions."""
     folder.mkdir()
     trainer, states = new_trainer(), {}
     for step in (2, 4):
@@ -34,16 +34,16 @@ def prepare(folder):
         trainer.fit(rows, np.ones((8, 3)), batch_size=4, verbose=0)
         path = folder / "checkpoints" / f"step-{step:08d}"
         trainer.save(path, assets={"tokenizer": SubwordTokenizer.train(SENTENCES, 75)})
-        states[path.name] = state_of(trainer)
+        states[path.name] = get_state(trainer)
     (folder / "text").write_text("one cat\ntwo cats\nno dog\n" * 8)
     config = {"data": {"source": str(folder / "text"), "target": str(folder / "text")}}
     (folder / "config.yaml").write_text(json.dumps(config))
-    for number in range(2):
+    for run_index in range(2):
         arguments = ["train", "--config", str(folder / "config.yaml")]
-        arguments += ["--run", str(folder / f"run-{number}")]
-        if main([*arguments, "--set", *SETTINGS, f"training.seed={number}"]):
-            raise SystemExit("the run cannot be trained")
-        shutil.rmtree(folder / f"run-{number}" / "checkpoints")
+        arguments += ["--run", str(folder / f"run-{run_index}")]
+        if main([*arguments, "--set", *SETTINGS, f"training.seed={run_index}"]):
+            raise SystemExit("The run cannot be trained.")
+        shutil.rmtree(folder / f"run-{run_index}" / "checkpoints")
     checkpoints = functools.partial(checkpoint, folder / "checkpoints", states, new_trainer())
     return {
         "checkpoint: damage": functools.partial(checkpoints, damage),
@@ -60,35 +60,35 @@ def new_trainer():
     return trainer
 
 
-def state_of(trainer):
-    trainer.training_state()  # builds what there is to compare
+def get_state(trainer):
+    trainer.training_state()  # This builds the variables.
     variables = [*trainer.network.variables, *trainer.optimizer.variables]
     return [variable.numpy() for variable in variables]
 
 
-def files_of(folder):
+def list_files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def checkpoint(good, states, trainer, harm, rng, folder):
-    """Restore from two checkpoints, of which the newer one is harmed; compare all values."""
+def checkpoint(good, states, trainer, inflict, rng, folder):
+    """Restore from two checkpoints after damage to the newer one, and compare all values."""
     path = folder / "checkpoints"
     shutil.copytree(good, path)
-    harm(rng, path)
+    inflict(rng, path)
     newest = rng.choice([path, max(path.iterdir())])
     restored = trainer.restore(newest)
     expected = states.get(pathlib.Path(restored.path).name)
-    is_there = any(same(state_of(trainer), state) for state in states.values())
-    if not (is_there if expected is None else same(state_of(trainer), expected)):
-        raise Failure(f"wrong data: {harm.__name__} of {restored.path}")
+    equals_a_state = any(arrays_equal(get_state(trainer), state) for state in states.values())
+    if not (equals_a_state if expected is None else arrays_equal(get_state(trainer), expected)):
+        raise Failure(f"wrong data: {inflict.__name__} of {restored.path}")
 
 
-def same(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+def arrays_equal(arrays, other_arrays):
+    return all(np.array_equal(a, b) for a, b in zip(arrays, other_arrays, strict=True))
 
 
 def damage(rng, path):
-    file = rng.choice(files_of(max(path.iterdir())))
+    file = rng.choice(list_files(max(path.iterdir())))
     kind = rng.randrange(6)
     if kind <= 2:
         file.write_bytes(damaged(rng, file.read_bytes()))
@@ -108,26 +108,26 @@ def damage(rng, path):
 def swap(rng, path):
     older, newer = sorted(path.iterdir())
     kind = rng.randrange(4)
-    if kind == 0:  # two files of a checkpoint
-        one, other = rng.sample(files_of(newer), 2)
-    elif kind == 1:  # files of two checkpoints
-        one = rng.choice(files_of(newer))
-        other = older / one.relative_to(newer)
-    elif kind == 2:  # all but the manifests
-        for file in files_of(newer):
+    if kind == 0:  # Swap two files of a checkpoint.
+        file_a, file_b = rng.sample(list_files(newer), 2)
+    elif kind == 1:  # Swap the same file of two checkpoints.
+        file_a = rng.choice(list_files(newer))
+        file_b = older / file_a.relative_to(newer)
+    elif kind == 2:  # Copy all files except for the manifest.
+        for file in list_files(newer):
             if file.name != MANIFEST:
                 shutil.copy(older / file.relative_to(newer), file)
         return
     else:
         newer.rename(path / rng.choice(["step-00000009", "step-1", "step-99999999999", "other"]))
         return
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    content = file_a.read_bytes()
+    file_a.write_bytes(file_b.read_bytes())
+    file_b.write_bytes(content)
 
 
 def sign(rng, path):
-    """Edit the manifest, or files, and make the checksums right again."""
+    """Edit the manifest or a file and update the checksums."""
     newer = max(path.iterdir())
     body = json.loads((newer / MANIFEST).read_text())["checkpoint"]
     if rng.random() < 0.5:
@@ -146,17 +146,17 @@ def contents(task):
 
 
 def run(good, expected, rng, folder):
-    """Load a run that is harmed; compare its config, its vocabulary and its weights."""
+    """Load a damaged run and compare its config, vocabulary and weights."""
     path = folder / "run"
     shutil.copytree(good / "run-0", path)
-    file = rng.choice([file for file in files_of(path) if file.name != "metrics.jsonl"])
+    file = rng.choice([file for file in list_files(path) if file.name != "metrics.jsonl"])
     kind = rng.randrange(4)
-    if kind == 0:  # of another run
+    if kind == 0:  # Use the file of another run.
         shutil.copy(good / "run-1" / file.relative_to(path), file)
     elif kind == 1:
         file.unlink()
     else:
         file.write_bytes(damaged(rng, file.read_bytes()))
-    found = contents(load_run(path))
-    if found[:2] != expected[:2] or not same(found[2], expected[2]):
+    actual = contents(load_run(path))
+    if actual[:2] != expected[:2] or not arrays_equal(actual[2], expected[2]):
         raise Failure(f"wrong data: {file.name} ({['another run', '', 'damage', 'damage'][kind]})")

@@ -1,4 +1,4 @@
-"""What the cases of benchmarks/fuzz.py share: ways to damage bytes and JSON, and the command line."""
+"""Helpers for the cases of benchmarks/fuzz.py: damage bytes or JSON, and run the command line."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ CHUNKS = [
 
 
 def damaged(rng, data):
-    """Return bytes with a few flips, cuts, insertions or repetitions."""
+    """Return a copy of the bytes with a few random flips, deletions, insertions or repetitions."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 5])):
         place, length = rng.randrange(len(data) + 1), rng.choice([1, 4, 100, 4000])
@@ -52,17 +52,17 @@ def damaged(rng, data):
 
 
 def places(value, path=()):
-    """Return the places of all values inside a value of JSON."""
+    """Return the paths of all values in a JSON value, as tuples of keys and indices."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    found = []
+    paths = []
     for key, inner in items:
-        found.append((*path, key))
-        found += places(inner, (*path, key)) if isinstance(inner, (dict, list)) else []
-    return found
+        paths.append((*path, key))
+        paths += places(inner, (*path, key)) if isinstance(inner, (dict, list)) else []
+    return paths
 
 
 def edit(rng, value):
-    """Return a copy of a value of JSON with some of its values replaced, removed or added."""
+    """Return a copy of a JSON value with some random values replaced, removed or added."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.choice([1, 1, 2, 4])):
         choices = places(value)
@@ -96,11 +96,19 @@ def edit(rng, value):
 
 
 class Failure(Exception):
-    """A case went wrong in a way that the reader did not notice."""
+    """Error for a case whose fault the reader did not detect."""
 
 
 def command(arguments):
-    """Run the command line; raise an InputError with its line, or a Failure."""
+    """Run the command line.
+
+    Args:
+        arguments: List of strings.
+
+    Raises:
+        InputError: If the command ends with a one-line error.
+        Failure: If the command fails in any other way.
+    """
     error = io.StringIO()
     with contextlib.redirect_stderr(error):
         code = main(arguments)

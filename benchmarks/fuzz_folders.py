@@ -1,7 +1,7 @@
-"""Damage to folders of published models, adapters and token shards, and to `.keras` files.
+"""Damage folders of published models, adapters and token shards, and `.keras` files.
 
-What is loaded is compared with the undamaged: numbers without checksums may differ where bytes were
-changed, and nowhere else; fields that were edited have to be those of what is loaded.
+The cases compare the loaded values with the undamaged ones. Values without checksums may differ only
+in the changed bytes. Edited fields must appear in the loaded object.
 """
 
 import functools
@@ -32,7 +32,7 @@ from dtransformer.models import (
 )
 from dtransformer.models.lora import adapters_of
 from dtransformer.models.one_stack import with_task_head
-from dtransformer.models.pretrained.save import _config_of
+from dtransformer.models.pretrained.save import config_of
 from harness.byte_tokenizer import write_byte_tokenizer
 
 VOCABULARY = 300
@@ -62,14 +62,14 @@ CHAT = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": 
 
 
 def prepare(folder):
-    """Save what is harmed; return {kind: function of (rng, folder)}."""
+    """Save the undamaged files and return a dict of kinds to functions of (rng, folder)."""
     warnings.simplefilter("ignore")
     published(folder / "llama")
     sentence_encoder(folder / "sentences")
     network = from_pretrained(folder / "llama")
     add_lora(network, 2, 8, "*kernel")
-    for number, variable in enumerate(network.trainable_variables):
-        variable.assign(np.random.default_rng(number).normal(size=variable.shape))
+    for i, variable in enumerate(network.trainable_variables):
+        variable.assign(np.random.default_rng(i).normal(size=variable.shape))
     for name, family in (("own", "dtransformer"), ("peft", "llama")):
         save_lora(network, folder / name, family)
     tokenizer = SubwordTokenizer.train(SENTENCES, 75)
@@ -93,26 +93,26 @@ def prepare(folder):
 
 
 def published(folder):
-    """Save a Llama in two files with an index, its tokenizer and its rules of generation."""
+    """Save a Llama in two files with an index, its tokenizer and its generation config."""
     network = CausalLM(VOCABULARY, **LLAMA)
     network.build()
     save_pretrained(network, folder, "llama")
     write_byte_tokenizer(folder, SENTENCES, TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 5}))
-    whole = folder / "model.safetensors"
-    tensors, places = safetensors.numpy.load_file(whole), {}
-    for number in range(2):
-        name = f"model-{number}.safetensors"
-        part = {key: tensors[key] for key in sorted(tensors)[number::2]}
+    original_file = folder / "model.safetensors"
+    tensors, file_by_tensor = safetensors.numpy.load_file(original_file), {}
+    for i in range(2):
+        name = f"model-{i}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[i::2]}
         safetensors.numpy.save_file(part, folder / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(part, name)
-    whole.unlink()
-    index = {"metadata": {}, "weight_map": places}
+        file_by_tensor |= dict.fromkeys(part, name)
+    original_file.unlink()
+    index = {"metadata": {}, "weight_map": file_by_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def sentence_encoder(folder):
-    """Save a BERT whose vectors are pooled, as sentence-transformers does, and its tokenizer."""
+    """Save a BERT with pooled vectors in the format of sentence-transformers, and its tokenizer."""
     network = MaskedLM(VOCABULARY, hidden_size=8, num_heads=2, num_layers=1, max_length=32)
     network = with_task_head(network, PoolingHead("mean", normalize=True))
     network.build()
@@ -120,10 +120,12 @@ def sentence_encoder(folder):
     write_byte_tokenizer(folder, SENTENCES, TEMPLATE)
 
 
-def harmed(rng, path):
-    """Harm a file of a folder; return its name, and the number of bytes that may be others.
+def damage_file(rng, path):
+    """Damage a random file of a folder.
 
-    None in place of the number where the file is another one, or of JSON that was edited.
+    Returns:
+        A `(name, changed)` tuple: the name of the file and the number of changed bytes. `changed` is
+        `None` if the size changed, the file was removed, or its JSON was edited.
     """
     file = rng.choice(sorted(x for x in path.rglob("*") if x.is_file()))
     name, content, kind = file.relative_to(path).as_posix(), file.read_bytes(), rng.randrange(8)
@@ -135,7 +137,7 @@ def harmed(rng, path):
     if file.suffix == ".json" and kind <= 5:
         file.write_text(json.dumps(edit(rng, json.loads(content))))
         return name, None
-    if kind == 6:  # single bytes, so that the file has its size
+    if kind == 6:  # Changes of single bytes keep the size.
         changed = bytearray(content)
         for _ in range(rng.choice([1, 1, 4])):
             changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -147,62 +149,66 @@ def harmed(rng, path):
     return name, sum(a != b for a, b in zip(content, changed)) if same else None
 
 
-def compare(found, expected, name, changed):
-    """Raise a Failure where arrays differ in more numbers than bytes of a file were changed."""
-    shapes = [[np.shape(x) for x in arrays] for arrays in (found, expected)]
+def compare(actual, expected, name, changed):
+    """Raise a Failure if more values differ than bytes were changed."""
+    shapes = [[np.shape(x) for x in arrays] for arrays in (actual, expected)]
     if shapes[0] != shapes[1]:
         raise Failure(f"wrong data: {name}: {shapes[0]}, expected {shapes[1]}")
-    if not all(np.isfinite(x).all() for x in found):
+    if not all(np.isfinite(x).all() for x in actual):
         raise Failure(f"wrong data: {name}: not finite")
-    others = sum(int((a != b).sum()) for a, b in zip(found, expected))
-    if others > (changed or 0):
-        raise Failure(f"wrong data: {name}: {others} numbers differ, of {changed} bytes")
+    num_differences = sum(int((a != b).sum()) for a, b in zip(actual, expected))
+    if num_differences > (changed or 0):
+        raise Failure(f"wrong data: {name}: {num_differences} numbers differ, of {changed} bytes")
 
 
 @functools.cache
-def weights_of(folder):
+def get_weights(folder):
     return from_pretrained(folder).get_weights()
 
 
 def published_folder(good, rng, folder):
     path = folder / "model"
     shutil.copytree(good, path)
-    name, changed = harmed(rng, path)
-    network, expected = from_pretrained(path), weights_of(good)
+    name, changed = damage_file(rng, path)
+    network, expected = from_pretrained(path), get_weights(good)
     if name == "config.json":
         check_fields(json.loads((path / name).read_text()), network)
         shapes = [x.shape for x in network.get_weights()]
         if shapes == [x.shape for x in expected]:
             compare(network.get_weights(), expected, name, None)
-    elif name.endswith(
-        ".safetensors"
-    ):  # whose edits of the header may give a tensor's bytes another place
+    elif name.endswith(".safetensors"):  # An edited header can move the bytes of a tensor.
         if changed is not None:
             compare(network.get_weights(), expected, name, changed)
     elif not name.endswith("index.json"):
         compare(network.get_weights(), expected, name, None)
     outputs = network(np.ones((1, 3), "int32"))
     if not np.isfinite(np.asarray(outputs)).all() and name == "config.json":
-        raise Failure(f"wrong data: outputs that are not finite by {name}")
+        raise Failure(f"wrong data: outputs are not finite after damage to {name}")
     use_tokenizer(path, rng)
 
 
 def check_fields(config, network):
-    """Raise a Failure where a network is saved with other fields than it was loaded with."""
-    saved = _config_of(network, None)
+    """Raise a Failure if the network's saved config differs from the loaded config."""
+    saved = config_of(network)
     loose = {"architectures", "dtype", "torch_dtype", *(x for x in saved if x.endswith("_id"))}
     for name, value in saved.items():
         if name in loose or config.get(name) is None:
             continue
-        if name == "rope_theta" and config.get("rope_parameters"):  # which say it
+        if name == "rope_theta" and config.get(
+            "rope_parameters"
+        ):  # `rope_parameters` has precedence.
             continue
-        own = config[name]
-        if own != value and not (isinstance(own, dict) and isinstance(value, dict)):
-            raise Failure(f"wrong data: {name} is {own!r:.60}, and the network's {value!r:.60}")
+        config_value = config[name]
+        if config_value != value and not (
+            isinstance(config_value, dict) and isinstance(value, dict)
+        ):
+            raise Failure(
+                f"wrong data: {name} is {config_value!r:.60}, and the network's {value!r:.60}"
+            )
 
 
 def use_tokenizer(path, rng):
-    """Load a folder's tokenizer; encode, decode and render with it."""
+    """Load the tokenizer of a folder and encode, decode and render with it."""
     tokenizer = load_tokenizer(path)
     texts = [*SENTENCES, rng.choice(ODD_TEXTS).replace("\udce9", "?")]
     ids = tokenizer.encode(texts)
@@ -213,7 +219,7 @@ def use_tokenizer(path, rng):
 
 
 @functools.cache
-def adapters_in(model, folder):
+def load_adapters(model, folder):
     network = from_pretrained(model)
     load_lora(network, folder)
     return adapters_of(network), [x.numpy() for x in network.trainable_variables]
@@ -222,55 +228,55 @@ def adapters_in(model, folder):
 def adapters(model, good, rng, folder):
     path = folder / "adapters"
     shutil.copytree(good, path)
-    name, changed = harmed(rng, path)
-    network, (kernels, expected) = from_pretrained(model), adapters_in(model, good)
+    name, changed = damage_file(rng, path)
+    network, (kernels, expected) = from_pretrained(model), load_adapters(model, good)
     load_lora(network, path)
-    found = [x.numpy() for x in network.trainable_variables]
+    weights = [x.numpy() for x in network.trainable_variables]
     if name.endswith(".json"):
-        compare(found, expected, name, None)
+        compare(weights, expected, name, None)
         check_scales(json.loads((path / name).read_text()), adapters_of(network))
         return
     if adapters_of(network) != kernels:
         raise Failure(f"wrong data: {adapters_of(network)}")
     if changed is not None:
-        compare(found, expected, name, changed)
+        compare(weights, expected, name, changed)
 
 
 def check_scales(config, kernels):
-    """Raise a Failure where ranks or alphas are not those of an edited config."""
+    """Raise a Failure if ranks or alphas of the adapters differ from the edited config."""
     if "peft_type" not in config:
-        asked = {path: (x["rank"], float(x["alpha"])) for path, x in config["kernels"].items()}
-        if asked != {path: (x["rank"], float(x["alpha"])) for path, x in kernels.items()}:
-            raise Failure(f"wrong data: {kernels}, asked for {asked}")
+        requested = {path: (x["rank"], float(x["alpha"])) for path, x in config["kernels"].items()}
+        if requested != {path: (x["rank"], float(x["alpha"])) for path, x in kernels.items()}:
+            raise Failure(f"wrong data: {kernels}, asked for {requested}")
         return
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         return
     alpha = config["lora_alpha"] * (config["r"] ** 0.5 if config.get("use_rslora") else 1)
-    for path, own in kernels.items():
-        if own["rank"] != config["r"] or not np.isclose(own["alpha"], alpha):
-            raise Failure(f"wrong data: {path} has {own}, of r={config['r']}, alpha={alpha}")
+    for path, adapter in kernels.items():
+        if adapter["rank"] != config["r"] or not np.isclose(adapter["alpha"], alpha):
+            raise Failure(f"wrong data: {path} has {adapter}, of r={config['r']}, alpha={alpha}")
 
 
 @functools.cache
-def documents_of(folder):
-    found = TokenShards(folder)
-    return [part for number in range(len(found)) for part in found.parts(number)]
+def read_documents(folder):
+    shards_reader = TokenShards(folder)
+    return [part for i in range(len(shards_reader)) for part in shards_reader.parts(i)]
 
 
 def shards(good, rng, folder):
     path = folder / "shards"
     shutil.copytree(good, path)
-    name, changed = harmed(rng, path)
-    found, expected = TokenShards(path), documents_of(good)
+    name, changed = damage_file(rng, path)
+    token_shards, expected = TokenShards(path), read_documents(good)
     if rng.random() < 0.5:
-        found.verify()
+        token_shards.verify()
         changed = None
-    lengths = found.lengths()
-    parts = [part for number in range(len(found)) for part in found.parts(number)]
+    lengths = token_shards.lengths()
+    parts = [part for i in range(len(token_shards)) for part in token_shards.parts(i)]
     if name.endswith((".documents.npy", ".parts.npy")) and changed:
-        # Bounds that moved, without their checksums: all tokens are there, in their order.
+        # Without checksums, bounds can move, but all tokens must be present in order.
         parts, expected = [np.concatenate(parts)], [np.concatenate(expected)]
-    if lengths.min() < 1 or lengths.sum() != found.num_tokens:
+    if lengths.min() < 1 or lengths.sum() != token_shards.num_tokens:
         raise Failure(f"wrong data: {name}: documents of {lengths.min()} tokens")
     if not name.startswith("tokenizer"):
         compare(parts, expected, name, changed)
@@ -280,19 +286,19 @@ def keras_file(good, trainer, expected, rng, folder):
     path, content = folder / "x.keras", good.read_bytes()
     if rng.random() < 0.6:
         path.write_bytes(damaged(rng, content))
-        is_same = True  # as an archive has checksums
+        is_same = True  # The archive has checksums.
     else:
-        is_same = repacked(rng, good, path)
+        is_same = repack(rng, good, path)
     trainer.load_weights(path)
-    found = trainer.get_weights()
+    weights = trainer.get_weights()
     if is_same:
-        compare(found, expected, path.name, None)
-    elif not all(np.isfinite(x).all() for x in found):
+        compare(weights, expected, path.name, None)
+    elif not all(np.isfinite(x).all() for x in weights):
         raise Failure("wrong data: not finite")
 
 
-def repacked(rng, good, path):
-    """Write an archive with right checksums, some of it changed; return whether weights are not."""
+def repack(rng, good, path):
+    """Write a changed archive with valid checksums, and return whether its weights are unchanged."""
     kind = rng.randrange(6)
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(path, "w") as target:
         members = {name: source.read(name) for name in source.namelist()}
@@ -321,7 +327,7 @@ def repacked(rng, good, path):
 
 
 def with_odd_values(rng, content):
-    """Return a file of weights with a value, or a whole array, that is none of them."""
+    """Return a weights file in which a value or an array is replaced by an unusual one."""
     buffer, names = io.BytesIO(content), []
     with h5py.File(buffer, "a") as file:
         file.visititems(lambda name, item: names.append(name))

@@ -1,4 +1,4 @@
-"""The kinds of input of benchmarks/fuzz.py: each is a function of a random source and a folder."""
+"""Cases of benchmarks/fuzz.py with hostile inputs: functions of a random generator and a folder."""
 
 import functools
 import gzip
@@ -32,7 +32,7 @@ YAML_PARTS = [
 
 
 def prepare(folder):
-    """Make what is damaged; return {kind: function of (rng, folder)}."""
+    """Write the undamaged files and return a dict of kinds to functions of (rng, folder)."""
     folder.mkdir()
     tokenizer = SubwordTokenizer.train(SENTENCES, 75)
     tokenizer.save(folder / "tokenizer")
@@ -63,7 +63,7 @@ def small_network():
 
 
 def make_checkpoint(path):
-    """Save a checkpoint of a small network, with an asset and replicas' folder."""
+    """Save a checkpoint of a small network with an asset."""
     from dtransformer.trainers import Trainer
 
     trainer = Trainer(small_network())
@@ -148,7 +148,7 @@ def text_file(rng, folder):
 
 @functools.cache
 def packed(level, line, num_bytes):
-    """Return gzip of a few sentences and of one line again and again; it takes its time."""
+    """Return compressed sentences followed by many repetitions of a line. Cached, as it is slow."""
     packer = zlib.compressobj(level, wbits=31)
     start = packer.compress("\n".join(SENTENCES).encode())
     chunk = line * (2**18 // len(line))
@@ -156,7 +156,7 @@ def packed(level, line, num_bytes):
 
 
 def bomb(rng):
-    """Return gzip of up to 256 MiB of one thing, without its end."""
+    """Return a truncated gzip stream of up to 256 MiB of one repeated line."""
     line = rng.choice([b"\0", b"\n", b"a", b"a b\n", "é\n".encode()])
     return packed(rng.choice([1, 9]), line, rng.choice([2**25, 2**28]))
 
@@ -168,9 +168,9 @@ def gzip_file(rng, folder):
     (folder / "x.gz").write_bytes(data)
     lines = read_lines(folder / "x.gz")
     expected = content.decode().split("\n")[:-1]
-    times, rest = divmod(len(lines), len(expected))
-    if rest or lines != expected * times:
-        raise Failure("wrong data: not what was packed")
+    repetitions, rest = divmod(len(lines), len(expected))
+    if rest or lines != expected * repetitions:
+        raise Failure("wrong data: the lines differ from the compressed ones")
 
 
 def manifest(checkpoint, rng, folder):
@@ -192,12 +192,12 @@ def manifest(checkpoint, rng, folder):
     (path / MANIFEST).write_bytes(text)
     if rng.random() < 0.3:
         command(["checkpoint", rng.choice(["inspect", "verify"]), str(path)])
-    found = Checkpoint(path)
-    for name in found.problems():
-        found.repair(name)
-    if sum(1 for _ in found.problems()) == 0:
-        for name in found.shapes:
-            found.read(name)
+    checkpoint_reader = Checkpoint(path)
+    for name in checkpoint_reader.problems():
+        checkpoint_reader.repair(name)
+    if sum(1 for _ in checkpoint_reader.problems()) == 0:
+        for name in checkpoint_reader.shapes:
+            checkpoint_reader.read(name)
 
 
 def safetensors_file(rng, folder):
@@ -220,7 +220,7 @@ def safetensors_file(rng, folder):
     for name, shape in file.shapes.items():
         value = convert(file[name], "float32", name)
         if value.shape != shape or not np.isfinite(value).all():
-            raise Failure("wrong data: not finite, or of another shape")
+            raise Failure("wrong data: not finite, or another shape")
 
 
 def weights(good, network, rng, folder):
@@ -228,7 +228,7 @@ def weights(good, network, rng, folder):
     shutil.copy(good, path)
     if rng.random() < 0.7:
         content = path.read_bytes()
-        head = rng.choice([100, 1000, len(content)])  # where its structure is
+        head = rng.choice([100, 1000, len(content)])  # The structure is at the start.
         path.write_bytes(damaged(rng, content[:head]) + content[head:])
     else:
         with h5py.File(path, "a") as file:
@@ -264,7 +264,7 @@ def tokenizer_files(good, rng, folder):
         pieces = list(fields["model"]["vocab"])
         odd = [*ODD_TEXTS, "▁", "##", "##▁", "\ufffd", "a" * 257, "]", "\\", "^", "-"]
         pieces[rng.randrange(len(pieces))] = rng.choice(odd)
-        fields["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
+        fields["model"]["vocab"] = {piece: i for i, piece in enumerate(pieces)}
         fields = edit(rng, fields) if rng.random() < 0.3 else fields
         content = json.dumps(fields).encode()
     (path / "tokenizer.json").write_bytes(content)

@@ -1,6 +1,6 @@
-"""Hostile run files, records, templates and published files, for benchmarks/fuzz.py.
+"""Cases of benchmarks/fuzz.py with hostile run files, records, templates and published files.
 
-Each is a function of a random source and a folder, as those of fuzz_inputs.py.
+Each case is a function of a random generator and a folder, as in fuzz_inputs.py.
 """
 
 import functools
@@ -23,11 +23,11 @@ from dtransformer.runs.unread import check_read
 from harness.byte_tokenizer import write_byte_tokenizer
 
 WORDS = "zero one two three four five".split()
-MANY = 3  # at most so many records of a file are edited
+MAX_EDITED_RECORDS = 3  # Maximum number of edited records in a file.
 
 
 def turns(*texts):
-    """Return messages of a user and an assistant in turn."""
+    """Return alternating messages of a user and an assistant."""
     roles = "user", "assistant"
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
@@ -51,7 +51,7 @@ RECORDS = {
                    for a in WORDS for b in WORDS[:3]],
     "token_classification": [{"tokens": [a, "or", b], "labels": ["n", "w", "n"]}
                              for a in WORDS for b in WORDS[:3]],
-    "embedding": [{"query": f"{a}?", "positive": a, "negative": b}
+    "embedding": [{"query": f"{a}?", "positive": f"{a}, not {b}"}
                   for a in WORDS for b in WORDS[:3] if a != b],
 }  # fmt: skip
 SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}
@@ -76,7 +76,7 @@ TEMPLATE_PARTS = [
 
 
 def prepare(folder):
-    """Make what is damaged; return {kind: function of (rng, folder)}."""
+    """Write the undamaged files and return a dict of kinds to functions of (rng, folder)."""
     warnings.simplefilter("ignore")
     tokenizer = folder / "llama"
     tokenizer.mkdir()
@@ -84,30 +84,30 @@ def prepare(folder):
     (folder / "text.txt").write_text("\n\n".join(f"{a} and {b}." for a in WORDS for b in WORDS))
     for task, rows in RECORDS.items():
         (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = {"run YAML": functools.partial(run_file, folder)}
+    cases = {"run YAML": functools.partial(run_file, folder)}
     known = {task: known_rows(folder, task) for task in RECORDS}
     for task in ("chat", "preference", "seq2seq"):
-        found[f"{task} records"] = functools.partial(records, folder, known, [task])
+        cases[f"{task} records"] = functools.partial(records, folder, known, [task])
     labelled = [x for x in RECORDS if x not in ("chat", "preference", "seq2seq")]
-    found["labelled records"] = functools.partial(records, folder, known, labelled)
-    found["tables"] = functools.partial(table, folder)
-    found["chat template"] = template
-    found["published config"] = functools.partial(published_config, published_configs())
-    found["published tokenizer"] = functools.partial(published_tokenizer, tokenizer)
-    return found
+    cases["labelled records"] = functools.partial(records, folder, known, labelled)
+    cases["tables"] = functools.partial(table, folder)
+    cases["chat template"] = template
+    cases["published config"] = functools.partial(published_config, published_configs())
+    cases["published tokenizer"] = functools.partial(published_tokenizer, tokenizer)
+    return cases
 
 
 def config_of(task, folder, path=None):
-    """Return the sections of a small config of a task."""
+    """Return the sections of a small config for a task."""
     path = str(
         path
         or folder / f"{task if task in RECORDS else 'text'}.{'jsonl' if task in RECORDS else 'txt'}"
     )
-    given = {"folder": str(folder / "llama")}
+    tokenizer_options = {"folder": str(folder / "llama")}
     return {
         "task": task,
         "data": {"train": path, "length": 256},
-        "tokenizer": {"vocab_size": 44} if task == "seq2seq" else given,
+        "tokenizer": {"vocab_size": 44} if task == "seq2seq" else tokenizer_options,
         "model": PAIR_SIZES if task in ("seq2seq", "span_corruption") else SIZES,
         "training": {"batch_size": 4, "learning_rate": 0.01},
     } | (
@@ -120,7 +120,7 @@ def config_of(task, folder, path=None):
 def run_file(good, rng, folder):
     task = rng.choice([*RECORDS, "causal_lm", "masked_lm", "reward"])
     sections = config_of("preference" if task == "reward" else task, good) | {"task": task}
-    if rng.random() < 0.3:  # a key more, of any section
+    if rng.random() < 0.3:  # Add keys of any section.
         known = load_config(None, [f"task={task}"]).keys()
         for key in rng.sample(known, rng.choice([1, 1, 3])):
             section, name = key.split(".")
@@ -138,26 +138,27 @@ def run_file(good, rng, folder):
     save_config(config, folder / "saved.yaml")
     if load_config(folder / "saved.yaml") != config:
         raise Failure(f"wrong data: {text[:200]!r}")
-    made = task_of(config, folder=folder)
-    made.read()
-    network = made.make_network()
-    if len(made.batches("train") or ()) < 1 or not network.count_params():
+    task_object = task_of(config, folder=folder)
+    task_object.read()
+    network = task_object.make_network()
+    if len(task_object.batches("train") or ()) < 1 or not network.count_params():
         raise Failure("wrong data: nothing to train")
 
 
 def known_rows(folder, task):
-    """Return the rows of the good records by their texts."""
-    found = read_again(folder, task, folder / f"{task}.jsonl", folder)
+    """Return the rows of the undamaged records, by the records' JSON."""
+    task_object = read_again(folder, task, folder / f"{task}.jsonl", folder)
     texts = map(json.dumps, RECORDS[task])
-    return {text: row_of(found, number) for number, text in enumerate(texts)}
+    return {text: row_of(task_object, i) for i, text in enumerate(texts)}
 
 
-def row_of(task, number):
-    own = task.records["train"]
-    # Labels of tokens have numbers by all records.
+def row_of(task, index):
+    rows = task.records["train"]
+    # Ids of token labels depend on all records.
     parts = slice(1 if task.config.task == "token_classification" else None)
     return [
-        [x.tolist() for x in own.sequence(number, side)][parts] for side in range(own.num_sequences)
+        [x.tolist() for x in rows.sequence(index, side)][parts]
+        for side in range(rows.num_sequences)
     ]
 
 
@@ -165,7 +166,7 @@ def records(good, known, names, rng, folder):
     task = rng.choice(names)
     lines = [json.dumps(record) for record in RECORDS[task]]
     rng.shuffle(lines)
-    for place in rng.sample(range(len(lines)), rng.randrange(MANY + 1)):
+    for place in rng.sample(range(len(lines)), rng.randrange(MAX_EDITED_RECORDS + 1)):
         record = json.loads(lines[place])
         if rng.random() < 0.5:
             record = edit(rng, record)
@@ -184,25 +185,25 @@ def records(good, known, names, rng, folder):
         return
     rows = [row_of(read, i) for i in range(len(read.records["train"]))]
     expected = [known[task][line] for line in lines if line in known[task]]
-    if task == "seq2seq":  # its tokenizer is trained on the records
+    if task == "seq2seq":  # The tokenizer is trained on the records.
         expected = []
     for row in expected:
         if row not in rows:
-            raise Failure(f"wrong data: a record of {task} has gone, or is another one")
+            raise Failure(f"wrong data: a record of {task} is missing or changed")
     if len(rows) > len(lines):
-        raise Failure(f"wrong data: {len(rows)} rows of {len(lines)} records")
+        raise Failure(f"wrong data: {len(rows)} rows from {len(lines)} records")
 
 
 def read_again(good, task, path, folder):
     sections = config_of(task, good, path)
     (folder / "run.yaml").write_text(yaml.safe_dump(sections))
-    found = task_of(load_config(folder / "run.yaml"), folder=folder)
-    found.read()
-    return found
+    task_object = task_of(load_config(folder / "run.yaml"), folder=folder)
+    task_object.read()
+    return task_object
 
 
 def with_odd_text(rng, value):
-    """Return a record in which one text is another."""
+    """Return a copy of a record with one value replaced by an unusual one."""
     if isinstance(value, str):
         return rng.choice([x for x in ODD_TEXTS if len(x) < 500])
     if not value or not isinstance(value, (dict, list)):
@@ -216,7 +217,7 @@ def with_odd_text(rng, value):
 
 
 def table(good, rng, folder):
-    """Read records of Parquet, Arrow and CSV."""
+    """Read records from Parquet, Arrow and CSV files."""
     import pyarrow
     import pyarrow.feather
     import pyarrow.parquet
@@ -247,12 +248,12 @@ def table(good, rng, folder):
 
 
 def template(rng, folder):
-    """Render what a template makes of messages; beside `transformers`, where it takes it too."""
+    """Render messages with a template, and compare with `transformers` if it accepts the template."""
     if rng.random() < 0.5:
         source = "".join(rng.choice(TEMPLATE_PARTS) for _ in range(rng.randrange(1, 12)))
     else:
-        whole = rng.choice([CHATML, TEMPLATE]).encode()
-        source = damaged(rng, whole).decode("utf-8", "replace")
+        template_bytes = rng.choice([CHATML, TEMPLATE]).encode()
+        source = damaged(rng, template_bytes).decode("utf-8", "replace")
     messages = edit(rng, CHAT) if rng.random() < 0.3 else CHAT
     start = time.monotonic()
     text = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages)
@@ -261,32 +262,32 @@ def template(rng, folder):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        theirs = render_jinja_template(
+        hf_text = render_jinja_template(
             [messages], chat_template=source, bos_token="<s>", eos_token="</s>"
         )
     except Exception:
         return
-    if theirs[0] != [text] and "0x" not in text and "strftime" not in source:
+    if hf_text[0] != [text] and "0x" not in text and "strftime" not in source:
         raise Failure(
-            f"wrong data: {text[:100]!r}, transformers {theirs[0][0][:100]!r}: {source!r}"
+            f"wrong data: {text[:100]!r}, transformers {hf_text[0][0][:100]!r}: {source!r}"
         )
 
 
 def published_configs():
-    """Return the usual config of each family, small ones, as `transformers` has them."""
+    """Return the default `transformers` config of each family, with small sizes."""
     import transformers
 
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    found = {}
+    configs = {}
     for kind in FAMILIES:
         try:
             fields = transformers.AutoConfig.for_model(kind).to_dict()
-            found[kind] = {**fields, **{k: x for k, x in small.items() if k in fields}}
-            json.dumps(found[kind])
+            configs[kind] = {**fields, **{k: x for k, x in small.items() if k in fields}}
+            json.dumps(configs[kind])
         except (ValueError, TypeError, KeyError):
-            found[kind] = {"model_type": kind, **small}
-    return found
+            configs[kind] = {"model_type": kind, **small}
+    return configs
 
 
 def published_config(configs, rng, folder):
@@ -298,9 +299,9 @@ def published_config(configs, rng, folder):
     text = json.dumps(fields).encode()
     text = damaged(rng, text) if rng.random() < 0.2 else text
     (folder / "config.json").write_bytes(text)
-    found = architecture_of(folder)
+    architecture = architecture_of(folder)
     if type(fields.get("vocab_size")) is int and b"vocab_size" in text:
-        if found.arguments["vocab_size"] != json.loads(text)["vocab_size"]:
+        if architecture.arguments["vocab_size"] != json.loads(text)["vocab_size"]:
             raise Failure("wrong data: another vocab_size")
 
 

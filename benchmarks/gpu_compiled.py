@@ -1,12 +1,12 @@
-"""Forward and backward passes compiled for an H100, on a machine without one; a line of JSON each.
+"""Compile forward and backward passes for an H100 without a GPU; print one line of JSON each.
 
     make bench-compiled
     python benchmarks/gpu_compiled.py [--networks gpt_355m,...] [--rows 20] [--recompute]
 
-TensorFlow gives the module that XLA would compile; XLA of JAX's packages, in an environment of its own
-(1.2 GB, which the make target makes), compiles it for the card, as it does JAX's network of the same
-sizes. Printed are kernels, the roofline of these, and memory. docs/gpus.md has the results, and what
-a roofline leaves out.
+TensorFlow exports the module that XLA would compile. XLA from JAX's packages compiles this module, and
+a JAX network of the same sizes, for the GPU. The make target installs these packages in a separate
+environment (1.2 GB). Prints kernels, their roofline and memory. See docs/gpus.md for the results and
+for the limits of a roofline.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import paths  # noqa: F401
 
 from benchmarks.compiled import NETWORKS
-from benchmarks.compiled.roofline import kernels_of, summary
+from benchmarks.compiled.roofline import parse_kernels, summary
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _FOLDER = _ROOT / "build/compiled"
@@ -27,38 +27,48 @@ _FOLDER = _ROOT / "build/compiled"
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ",".join(name for name in NETWORKS if name != "tiny")
-    parser.add_argument("--networks", default=names, help="names, with commas")
-    parser.add_argument("--attention", default="cudnn,reference", help="ours, with commas")
-    parser.add_argument("--jax", default="cudnn,xla", help="JAX's, with commas; none for none")
-    parser.add_argument("--environment", default=".venv-jax", help="made by make .venv-jax/ready")
-    parser.add_argument("--recompute", action="store_true", help="ours with recomputed blocks, too")
-    parser.add_argument("--dropout", type=float, default=0.0, help="the rate of ours")
-    parser.add_argument("--rows", type=int, default=0, help="of places that take longest")
+    parser.add_argument("--networks", default=names, help="names, separated by commas")
+    parser.add_argument("--attention", default="cudnn,reference", help="our implementations")
+    parser.add_argument("--jax", default="cudnn,xla", help="JAX's implementations, or none")
+    parser.add_argument("--environment", default=".venv-jax", help="see make .venv-jax/ready")
+    parser.add_argument("--recompute", action="store_true", help="add runs with recomputed blocks")
+    parser.add_argument("--dropout", type=float, default=0.0, help="dropout rate of our network")
+    parser.add_argument("--rows", type=int, default=0, help="number of slowest places to print")
     parser.add_argument("--export", nargs=5, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_network(dropout, kind, attention, blocks, h, n, m, f, length, rows, vocab_size):
-    """Return our network of the sizes in `NETWORKS`."""
+    """Return our network with sizes from `NETWORKS`."""
     from dtransformer import models
 
     sizes = {"hidden_size": h, "num_heads": n, "ffn_hidden_size": f, "dropout_rate": dropout}
     if kind == "bert":
         return models.MaskedLM(vocab_size, num_layers=blocks, pad_id=None, **sizes)
     if kind == "t5":
-        own = {"positions": "relative", "norm": "rms_norm", "use_bias": False, "hidden_act": "relu"}
-        own |= {"post_layernorm_residual": False, "query_scale": 1.0, "scales_output": True}
-        own |= {"encoder_layers": blocks, "decoder_layers": blocks, "start_id": 0}
-        return models.EncoderDecoderLM(vocab_size, **sizes, **own)
-    own = {"num_layers": blocks, "max_length": length, "pad_id": None, "implementation": attention}
+        options = {
+            "positions": "relative",
+            "norm": "rms_norm",
+            "use_bias": False,
+            "hidden_act": "relu",
+        }
+        options |= {"post_layernorm_residual": False, "query_scale": 1.0, "scales_output": True}
+        options |= {"encoder_layers": blocks, "decoder_layers": blocks, "start_id": 0}
+        return models.EncoderDecoderLM(vocab_size, **sizes, **options)
+    options = {
+        "num_layers": blocks,
+        "max_length": length,
+        "pad_id": None,
+        "implementation": attention,
+    }
     if kind == "llama":
-        own |= {"positions": "rotary", "norm": "rms_norm", "gated": True, "hidden_act": "silu"}
-        own |= {"num_kv_heads": m, "use_bias": False}
-    return models.CausalLM(vocab_size, **sizes, **own)
+        options |= {"positions": "rotary", "norm": "rms_norm", "gated": True, "hidden_act": "silu"}
+        options |= {"num_kv_heads": m, "use_bias": False}
+    return models.CausalLM(vocab_size, **sizes, **options)
 
 
 def export(path, name, attention, recompute, dropout):
-    """Write the module of a network's loss and gradients, traced as on a GPU."""
+    """Write the XLA module of a network's loss and gradients, traced as on a GPU."""
     import keras
     import tensorflow as tf
 
@@ -66,14 +76,14 @@ def export(path, name, attention, recompute, dropout):
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.parallel.ops import gpu_calls
 
-    if attention == "cudnn":  # what asks the card is answered for it
+    if attention == "cudnn":  # Replace the queries to the GPU.
         gpu_calls.is_on_gpu = gpu_calls.takes_gpu_branch = lambda: True
         gpu_calls._capability = lambda: (9, 0)
     keras.config.set_dtype_policy("mixed_bfloat16")
     dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute == "True"))
     sizes = NETWORKS[name]
-    own = "auto" if attention == "cudnn" else attention
-    network = make_network(float(dropout), attention=own, **sizes)
+    implementation = "auto" if attention == "cudnn" else attention
+    network = make_network(float(dropout), attention=implementation, **sizes)
     network.build()
     loss, values = CrossEntropyLoss(), [v.value for v in network.trainable_variables]
 
@@ -87,22 +97,22 @@ def export(path, name, attention, recompute, dropout):
     step = tf.function(step, jit_compile=True, autograph=False)
     module = step.experimental_get_compiler_ir(spec, spec)(stage="hlo_serialized")
     if attention == "cudnn" and b"__cudnn$fmha" not in module:
-        raise ValueError(f"attention of {name} was asked of cuDNN, and its module has no such call")
+        raise ValueError(f"The module of {name} does not call cuDNN's attention.")
     pathlib.Path(path).write_bytes(module)
 
 
-def say(text, memory, rows, **what):
-    sizes = {f"{name}_GB": round(number / 1e9, 2) for name, number in memory.items()}
-    print(json.dumps({**what, **summary(kernels_of(text), rows), **sizes}), flush=True)
+def print_summary(text, memory, rows, **description):
+    sizes = {f"{name}_GB": round(num_bytes / 1e9, 2) for name, num_bytes in memory.items()}
+    print(json.dumps({**description, **summary(parse_kernels(text), rows), **sizes}), flush=True)
 
 
-def run(command, what):
-    """Return the JSON of a process' last line, or None and say what it was."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT)
-    if done.returncode:
-        print(json.dumps({**what, "failed": done.stderr[-600:]}), flush=True)
+def run(command, description):
+    """Run a process and return the JSON it prints. If it fails, print the error and return `None`."""
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT)
+    if completed.returncode:
+        print(json.dumps({**description, "failed": completed.stderr[-600:]}), flush=True)
         return None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in completed.stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}
 
 
@@ -120,22 +130,27 @@ def main():
     for name in arguments.networks.split(","):
         for attention in arguments.attention.split(","):
             for recompute in (False, True) if arguments.recompute else (False,):
-                what = {"network": name, "by": "ours", "attention": attention}
-                what |= {"recompute": True} if recompute else {}
-                what |= {"dropout": arguments.dropout} if arguments.dropout else {}
+                description = {"network": name, "by": "ours", "attention": attention}
+                description |= {"recompute": True} if recompute else {}
+                description |= {"dropout": arguments.dropout} if arguments.dropout else {}
                 out = str(_FOLDER / f"{name}-{attention}-{recompute}.pb")
                 command = [sys.executable, __file__, "--export", out, name, attention]
-                if run([*command, str(recompute), str(arguments.dropout)], what) is None:
+                if run([*command, str(recompute), str(arguments.dropout)], description) is None:
                     continue
-                memory = run([*jax, "hlo", out], what)
+                memory = run([*jax, "hlo", out], description)
                 if memory is not None:
-                    say(pathlib.Path(out + ".txt").read_text(), memory, arguments.rows, **what)
+                    print_summary(
+                        pathlib.Path(out + ".txt").read_text(),
+                        memory,
+                        arguments.rows,
+                        **description,
+                    )
         for attention in filter(None, arguments.jax.replace("none", "").split(",")):
-            what = {"network": name, "by": "JAX", "attention": attention}
+            description = {"network": name, "by": "JAX", "attention": attention}
             out = str(_FOLDER / f"{name}-{attention}-jax.txt")
-            memory = run([*jax, "network", name, attention, out], what)
+            memory = run([*jax, "network", name, attention, out], description)
             if memory is not None:
-                say(pathlib.Path(out).read_text(), memory, arguments.rows, **what)
+                print_summary(pathlib.Path(out).read_text(), memory, arguments.rows, **description)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Measure what each gradient that is written by hand saves of a step's memory; print JSON.
+"""Measure how much memory each custom gradient saves in a step and print JSON.
 
     python benchmarks/hand_written_gradients.py
     python benchmarks/hand_written_gradients.py --network llama --without none,gates,norms
 
-Each is taken away in a process of its own, so that TensorFlow's takes its place. `tensor_mb` is the
-peak of TensorFlow's allocator in a step, above what stays, the least of two: runs differ by 2 %. The
-network is a language model of more than twelve blocks, which call one function, in mixed precision;
-its batches have an open number of rows, as a dataset's whose last one is smaller.
+A separate process replaces each custom gradient with TensorFlow's gradient. `tensor_mb` is the peak of
+TensorFlow's allocator in a step, above the memory before the step, the smaller of two measurements.
+Runs differ by 2 %. The network is a language model in mixed precision with more than twelve blocks,
+which share one function. Its batches have an unknown number of rows, as in a dataset with a smaller
+last batch.
 """
 
 import argparse
@@ -30,8 +31,8 @@ NETWORKS = {
 }
 
 
-def take_away(name):
-    """Let TensorFlow's gradient take the place of one that is written by hand."""
+def replace_with_autodiff(name):
+    """Replace a custom gradient with TensorFlow's gradient."""
     import keras
     import tensorflow as tf
 
@@ -62,8 +63,8 @@ def take_away(name):
         ffn.gated_product = lambda activation, gate, x: activation(gate) * x
 
 
-WAYS = ("none", "norms", "gelu", "gates", "biases", "dropout", "masks of scores")
-WAYS += ("residual sums", "scales", "loss")
+VARIANTS = ("none", "norms", "gelu", "gates", "biases", "dropout", "masks of scores")
+VARIANTS += ("residual sums", "scales", "loss")
 
 
 def work(args):
@@ -75,7 +76,7 @@ def work(args):
     from dtransformer.models import CausalLM
     from harness.measure import passing_bytes
 
-    take_away(args.worker)
+    replace_with_autodiff(args.worker)
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     dtransformer.init()
     network = CausalLM(
@@ -98,15 +99,15 @@ def work(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--network", default="gpt", choices=NETWORKS)
-    parser.add_argument("--without", default=",".join(WAYS), help="names, with commas")
-    parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--without", default=",".join(VARIANTS), help="names, separated by commas")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args)
     for name in args.without.split(","):
         arguments = [__file__, "--network", args.network, "--worker", name]
-        done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, check=True)
-        print(done.stdout.decode().splitlines()[-1], flush=True)
+        completed = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, check=True)
+        print(completed.stdout.decode().splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Numbers of layers, losses and metrics that are Keras' own, or a user's, on layouts of a job.
+"""Compare Keras and custom layers, losses and metrics on layouts with plain Keras; print a table.
 
-Each kind is trained by Keras' own `fit` in one process, and by the trainer under each layout.
-Prints a table: Keras' number, and what a layout gives where that is another; "told" where one
-warning names it, "refused" where an error does.
+Keras' `fit` trains each kind in one process, and the trainer trains it on each layout. A cell of the
+table has "=" for Keras' value, or the other value, with "warned" if a warning names the difference,
+or "refused" for an error.
 
     python benchmarks/keras_values.py [--layouts m2@1x1 mp2@1x2 dp2@2x1 pp2m2-1f1b@2x1]
 """
@@ -20,19 +20,19 @@ from harness.tolerances import PARITY_LOSS
 LAYOUTS = ("m2@1x1", "mp2@1x2", "dp2@2x1", "pp2m2-1f1b@2x1")
 
 
-def shown(results, expected):
+def format_cell(results, expected):
     """Return a cell of the table.
 
     Args:
-        results: what each rank gives.
-        expected: Keras' number.
+        results: List of the results of each rank.
+        expected: Value of Keras.
     """
-    if any("refused" in one for one in results):
+    if any("refused" in result for result in results):
         return "refused"
-    value = max(one["value"] for one in results)  # a state is on one stage of a pipeline
+    value = max(result["value"] for result in results)  # Only one pipeline stage has the state.
     if abs(value - expected) <= PARITY_LOSS * max(1.0, abs(expected)):
         return "="
-    return f"{value:.5f}" + ", told" * any(one["is_told"] for one in results)
+    return f"{value:.5f}" + ", warned" * any(result["is_told"] for result in results)
 
 
 def main():
@@ -40,18 +40,18 @@ def main():
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
     layouts = [ALONE, *map(layout_of, parser.parse_args().layouts)]
     runs = {
-        layout: [Run(f"harness.stateful:{number}", layout) for number in range(len(KINDS))]
+        layout: [Run(f"harness.stateful:{i}", layout) for i in range(len(KINDS))]
         for layout in layouts
     }
     print("| kind | Keras |", " | ".join(layout.name for layout in layouts[1:]), "|")
     print("|" + " --- |" * (len(layouts) + 1))
     with tempfile.TemporaryDirectory() as folder:
-        for layout, of_layout in runs.items():
-            launch_runs(layout.ranks, of_layout, folder)
-        for number, kind in enumerate(KINDS):
-            (alone,), *others = (runs[layout][number].read(folder) for layout in layouts)
-            cells = [shown(results, alone["value"]) for results in others]
-            print(f"| {kind} | {alone['value']:.5f} |", " | ".join(cells), "|")
+        for layout, layout_runs in runs.items():
+            launch_runs(layout.ranks, layout_runs, folder)
+        for i, kind in enumerate(KINDS):
+            (one_process,), *layout_results = (runs[layout][i].read(folder) for layout in layouts)
+            cells = [format_cell(results, one_process["value"]) for results in layout_results]
+            print(f"| {kind} | {one_process['value']:.5f} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""Load a large published model on two ranks, and fine-tune it with adapters; print JSON.
+"""Load a large published model on two ranks, fine-tune it with adapters, and print JSON.
 
     python benchmarks/load_pretrained.py
     python benchmarks/load_pretrained.py --layers 2 --hidden_size 256 --vocab_size 1000
 
-A folder of random Llama weights in bfloat16 is made first, in several files, and removed in the end;
-the sizes are those of 1 B parameters. All figures are of files that lie in the page cache already.
+The benchmark first writes random Llama weights with 1 B parameters in bfloat16, in several files, and
+removes them at the end. The files are in the page cache when they are read.
 
-Each round reads, and then loads, in processes that have done nothing before. `first_read_seconds` is
-the time in which one process reads all tensors into memory, and `second_read_seconds` what it then
-takes to do so again, in memory that the machine gave it the first time: much less on a virtual
-machine. Both ranks of model_parallel=2 tell the seconds of `from_pretrained`; what they hold of the
-weights, `share_bytes`; and `peak_bytes`, the most memory that it had in `from_pretrained` above what
-it had before: anonymous memory, sampled every few milliseconds, which pages of files that it maps are
-not a part of. In the last round low-rank adapters of queries and values are trained for three steps;
-`training_peak_bytes` is the largest resident memory of each rank, all of it.
+Each round starts fresh processes that read or load the files:
+
+- `first_read_seconds`: time in which one process reads all tensors into memory
+- `second_read_seconds`: time for reading them again, into memory that the process already has. This
+  is much faster on a virtual machine.
+- `load_seconds`: time of `from_pretrained` on each rank of model_parallel=2
+- `share_bytes`: bytes of the rank's weights
+- `peak_bytes`: increase of the peak of anonymous memory during `from_pretrained`, sampled every few
+  milliseconds. Memory-mapped files do not count.
+
+The last round trains low-rank adapters of queries and values for three steps. `training_peak_bytes`
+is the peak resident memory of each rank.
 """
 
 import argparse
@@ -31,9 +35,9 @@ from safetensors.numpy import load_file, save_file
 
 from harness.printed import printed_json
 
-PER_FILE = 4  # blocks
+PER_FILE = 4  # Number of blocks in a file.
 STEPS, ROWS, LENGTH = 3, 2, 64
-# As ranks that start: in this time a virtual machine gives back the memory that others have left.
+# Ranks need about as long to start. In this time, a virtual machine reclaims freed memory.
 START_SECONDS = 6
 
 
@@ -43,9 +47,13 @@ def parse_arguments():
     parser.add_argument("--ffn_hidden_size", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--vocab_size", type=int, default=32000)
-    parser.add_argument("--dtype", default="bfloat16", help="of the network: a policy of Keras")
-    parser.add_argument("--folder", type=pathlib.Path, help="where the model is; made if it is not")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training; 0 for none")
+    parser.add_argument("--dtype", default="bfloat16", help="Keras dtype policy of the network")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help="folder of the model, created if it does not exist"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="training steps, or 0 to skip training"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--worker", choices=["read", "load"], help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -67,7 +75,7 @@ def config_of(arguments):
 
 
 def make_folder(folder, arguments):
-    """Write a folder of random weights in bfloat16, in several files with an index."""
+    """Write random bfloat16 weights to several files with an index."""
     h, f, shared = arguments.hidden_size, arguments.ffn_hidden_size, arguments.hidden_size // 4
     block = {
         "input_layernorm": (h,),
@@ -83,28 +91,28 @@ def make_folder(folder, arguments):
     tables = {"model.embed_tokens": (arguments.vocab_size, h), "lm_head": (arguments.vocab_size, h)}
     files = [{**tables, "model.norm": (h,)}]
     for first in range(0, arguments.layers, PER_FILE):
-        numbers = range(first, min(first + PER_FILE, arguments.layers))
+        block_indices = range(first, min(first + PER_FILE, arguments.layers))
         files.append(
-            {f"model.layers.{i}.{k}": shape for i in numbers for k, shape in block.items()}
+            {f"model.layers.{i}.{k}": shape for i in block_indices for k, shape in block.items()}
         )
     rng = np.random.default_rng(0)
-    some = (rng.standard_normal(2**22, "float32") * 0.02).astype(ml_dtypes.bfloat16)
-    places, folder_bytes = {}, 0
-    for number, shapes in enumerate(files):
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+    random_values = (rng.standard_normal(2**22, "float32") * 0.02).astype(ml_dtypes.bfloat16)
+    file_by_tensor, folder_bytes = {}, 0
+    for file_index, shapes in enumerate(files):
+        name = f"model-{file_index + 1:05}-of-{len(files):05}.safetensors"
         tensors = {}
         for key, shape in shapes.items():
-            value = np.resize(np.roll(some, rng.integers(some.size)), shape)
+            value = np.resize(np.roll(random_values, rng.integers(random_values.size)), shape)
             tensors[f"{key}.weight"] = np.ones(shape, value.dtype) if "norm" in key else value
-            places[f"{key}.weight"], folder_bytes = name, folder_bytes + value.nbytes
+            file_by_tensor[f"{key}.weight"], folder_bytes = name, folder_bytes + value.nbytes
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": folder_bytes}, "weight_map": places}
+    index = {"metadata": {"total_size": folder_bytes}, "weight_map": file_by_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config_of(arguments)))
 
 
 def read(folder):
-    """Read all tensors into memory, twice; print what either has taken."""
+    """Read all tensors into memory twice and print the seconds of both reads."""
     time.sleep(START_SECONDS)
     seconds = []
     for _ in range(2):
@@ -113,18 +121,18 @@ def read(folder):
         seconds.append(time.perf_counter() - start)
         sizes = [(tensor.size, tensor.nbytes) for file in tensors for tensor in file.values()]
         del tensors
-    numbers, num_bytes = zip(*sizes)
-    found = {
+    sizes_of_tensors, num_bytes = zip(*sizes)
+    report = {
         "first_read_seconds": seconds[0],
         "second_read_seconds": seconds[1],
-        "parameters": sum(numbers),
+        "parameters": sum(sizes_of_tensors),
         "largest_bytes": max(num_bytes),
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(report), flush=True)
 
 
 class Peak:
-    """The most anonymous memory that this process has in a `with` block, above that before."""
+    """Context manager that measures the peak increase of the process' anonymous memory."""
 
     def __enter__(self):
         self._before = self._most = anonymous_bytes()
@@ -149,7 +157,7 @@ def anonymous_bytes():
 
 
 def load(arguments):
-    """Load the folder and train adapters on this rank; rank 0 prints what all have measured."""
+    """Load the folder and train adapters on this rank. Rank 0 prints the results of all ranks."""
     import keras
 
     import dtransformer
@@ -158,12 +166,12 @@ def load(arguments):
     from dtransformer.parallel.weights.sharded_variable import own_shards
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))
-    keras.Variable(np.ones([256, 256], "float32")).assign(np.ones([256, 256]))  # what starts once
+    keras.Variable(np.ones([256, 256], "float32")).assign(np.ones([256, 256]))  # Start TensorFlow.
     with Peak() as peak:
         start, cpu_start = time.perf_counter(), time.process_time()
         network = from_pretrained(arguments.folder, dtype=arguments.dtype)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    found = {
+    report = {
         "load_seconds": seconds,
         "load_cpu_seconds": cpu_seconds,
         "share_bytes": sum(
@@ -182,20 +190,20 @@ def load(arguments):
             logs = trainer.train_on_batch(ids[:, :-1], ids[:, 1:], return_dict=True)
             losses.append(float(logs["loss"]))
             times.append(time.perf_counter() - start)
-        found |= {
+        report |= {
             "adapters": len(kernels),
             "losses": losses,
             "step_seconds": times,
             "training_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
-    everyone = all_gather_json(found, "found")
+    reports = all_gather_json(report, "found")
     if dtransformer.is_chief():
-        print(json.dumps({"ranks": everyone}), flush=True)
+        print(json.dumps({"ranks": reports}), flush=True)
     dtransformer.shutdown()
 
 
 def measure(folder, options, steps):
-    """Return what a process that reads, and ranks that load, have measured of a folder."""
+    """Start a process that reads the folder and ranks that load it, and return their results."""
     arguments = [__file__, "--folder", folder, *options, "--steps", str(steps), "--worker"]
     reading = printed_json("reading", 1, [*arguments, "read"], "parameters", timeout=600)
     ranks = printed_json("loading", 2, [*arguments, "load"], "ranks", timeout=1800)["ranks"]
@@ -220,15 +228,17 @@ def main():
         for name in ("hidden_size", "ffn_hidden_size", "layers", "vocab_size", "dtype")
         for text in (f"--{name}", str(getattr(arguments, name)))
     ]
-    with tempfile.TemporaryDirectory() as made:
-        folder = arguments.folder or pathlib.Path(made)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = arguments.folder or pathlib.Path(temporary_folder)
         if not (folder / "config.json").exists():
             folder.mkdir(exist_ok=True)
             make_folder(folder, arguments)
         steps = [0] * (arguments.rounds - 1) + [arguments.steps]
-        rounds = [measure(folder, options, number) for number in steps]
-        given = {name: value for name, value in vars(arguments).items() if name != "worker"}
-        print(json.dumps({"options": given, "rounds": rounds}, default=str, indent=1))
+        rounds = [measure(folder, options, num_steps) for num_steps in steps]
+        options_report = {
+            name: value for name, value in vars(arguments).items() if name != "worker"
+        }
+        print(json.dumps({"options": options_report, "rounds": rounds}, default=str, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""Measure what long sequences take when they are sharded over ranks; print JSON.
+"""Measure memory and time of long sequences that are sharded over ranks; print JSON.
 
     python benchmarks/long_context.py
     python benchmarks/long_context.py --ranks 1,2,4 --modes ulysses,ring --length 8192
     python benchmarks/long_context.py --one_process --length 4096
     python benchmarks/long_context.py --budget_mb 600
 
-Trains a language model on one row of `--length` tokens, on one rank and with `context_parallel` on
-several, each in processes of its own. `activation_bytes` is the peak of TensorFlow's allocator in a
-step, above what stays, of rank 0; `share` is that by one rank's; `peak_bytes` is all of its process;
-`seconds_per_step` the median of the timed steps, in which all ranks share the machine's cores;
-`sent_bytes` what a device sends in a step. With `--budget_mb` no rank may take more for model and
-training: `fits` says whether that is enough. With `--one_process` shards are on devices of one
-process, and `activation_bytes` is its peak by their number.
+Trains a language model on one row of `--length` tokens, on one rank and on several ranks with
+`context_parallel`, each in fresh processes. Results of rank 0:
+
+- `activation_bytes`: peak of TensorFlow's allocator in a step, above the memory before the step
+- `share`: `activation_bytes` divided by the value of one rank
+- `peak_bytes`: peak resident memory of the process
+- `seconds_per_step`: median of the timed steps, in which all ranks share the cores of the machine
+- `sent_bytes`: bytes that a device sends in a step
+
+`--budget_mb` limits the memory of each rank for model and training, and `fits` is whether it suffices.
+With `--one_process`, the shards are on devices of one process, and `activation_bytes` is its peak
+divided by the number of devices.
 """
 
 import argparse
@@ -37,13 +42,15 @@ def parse_arguments():
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=1000)
     parser.add_argument("--one_process", action="store_true", help="devices instead of ranks")
-    parser.add_argument("--budget_mb", type=int, help="of each rank, for model and training")
+    parser.add_argument(
+        "--budget_mb", type=int, help="memory limit of each rank for model and training"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def work(args):
-    """Train on this rank; rank 0 prints what it takes."""
+    """Train on this rank. Rank 0 prints memory and time."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -58,7 +65,7 @@ def work(args):
         context_parallel=int(ranks), context_parallel_mode=mode
     )
     dtransformer.init(config, local_devices=devices)
-    tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow has its threads now
+    tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow starts its threads.
     empty = peak_bytes()
     if args.budget_mb:
         limit_memory(args.budget_mb * 2**20)
@@ -100,16 +107,16 @@ def work(args):
 
 
 def run(case, arguments, budget, one_process):
-    """Run the processes of a case; return what rank 0 printed."""
+    """Run the processes of a case and return the JSON that rank 0 prints."""
     ranks = 1 if one_process else int(case.split(",")[0])
     environment = {"MALLOC_ARENA_MAX": "2"} if budget else None
-    done = launch(ranks, [__file__, *arguments, "--worker", case], 1200, environment)
-    result = json_with("peak_bytes", done.stdout)
-    if result and not done.returncode:
+    completed = launch(ranks, [__file__, *arguments, "--worker", case], 1200, environment)
+    result = json_with("peak_bytes", completed.stdout)
+    if result and not completed.returncode:
         return {"fits": True, **result}
     if budget:
-        return {"fits": False, "exit": done.returncode}
-    sys.exit(f"{case} failed:\n{tail(done.stdout, done.stderr)}")
+        return {"fits": False, "exit": completed.returncode}
+    sys.exit(f"{case} failed:\n{tail(completed.stdout, completed.stderr)}")
 
 
 def main():
@@ -117,16 +124,16 @@ def main():
     if args.worker:
         return work(args)
     report = {"options": {k: v for k, v in vars(args).items() if k != "worker"}, "cases": {}}
-    first = None
+    first_result = None
     for ranks in args.ranks.split(","):
         for mode in args.modes.split(",") if int(ranks) > 1 else ["auto"]:
-            found = run(f"{ranks},{mode}", sys.argv[1:], args.budget_mb, args.one_process)
-            first = first or found
-            if "activation_bytes" in found and "activation_bytes" in first:
-                share = found["activation_bytes"] / first["activation_bytes"]
-                found["share"] = round(share, 3)
-            report["cases"][f"{ranks} ranks, {mode}" if int(ranks) > 1 else "1 rank"] = found
-            print(ranks, mode, found, file=sys.stderr)
+            result = run(f"{ranks},{mode}", sys.argv[1:], args.budget_mb, args.one_process)
+            first_result = first_result or result
+            if "activation_bytes" in result and "activation_bytes" in first_result:
+                share = result["activation_bytes"] / first_result["activation_bytes"]
+                result["share"] = round(share, 3)
+            report["cases"][f"{ranks} ranks, {mode}" if int(ranks) > 1 else "1 rank"] = result
+            print(ranks, mode, result, file=sys.stderr)
     print(json.dumps(report, indent=2))
 
 

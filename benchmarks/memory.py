@@ -1,15 +1,19 @@
-"""Measure the peak memory and the time of a training step; print JSON.
+"""Measure the peak memory and the time of a training step and print JSON.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --cases whole,recompute --layers 12 --batch_size 32
     python benchmarks/memory.py --cases level0,level1,level2,level3 --hidden_size 768 --batch_size 4
     python benchmarks/memory.py --cases level0_of_4,level3_of_4 --budget_mb 700
 
-Each case runs in processes of its own; figures are rank 0's. `activation_bytes` is the peak
-resident memory above that of other processes, which compile the same step but see hardly any
-tokens; `training_bytes` is that above the process before it has a model. `tensor_bytes` is the
-peak of TensorFlow's allocator in a step, above what stays. With `--budget_mb` no rank may take
-more than that for model and training: where it is not enough, the case has `"fits": false`.
+Each case runs in fresh processes. Results of rank 0:
+
+- `activation_bytes`: peak resident memory, minus the peak of processes that compile the same step
+  but train on very few tokens
+- `training_bytes`: increase of the peak resident memory since before the model was created
+- `tensor_bytes`: peak of TensorFlow's allocator in a step, above the memory before the step
+
+`--budget_mb` limits the memory of each rank for model and training. A case that needs more has
+`"fits": false`.
 """
 
 import argparse
@@ -24,7 +28,7 @@ from harness.launch import launch, tail
 from harness.measure import limit_memory, passing_bytes, peak_bytes, translation_trainer
 from harness.printed import json_with
 
-# Name -> number of ranks, fields of the parallel config.
+# Name -> (number of ranks, fields of the parallel config).
 CASES = {
     "whole": (1, {}),
     "micro_batches_2": (1, {"micro_batch_num": 2}),
@@ -39,21 +43,25 @@ CASES = {
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="whole,recompute", help="names, with commas")
+    parser.add_argument("--cases", default="whole,recompute", help="names, separated by commas")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
-    parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="layers of the encoder and of the decoder"
+    )
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=2000)
-    parser.add_argument("--batch_size", type=int, default=64, help="sentences of each rank")
-    parser.add_argument("--length", type=int, default=64, help="tokens of each side")
-    parser.add_argument("--budget_mb", type=int, help="of each rank, for model and training")
+    parser.add_argument("--batch_size", type=int, default=64, help="sentences on each rank")
+    parser.add_argument("--length", type=int, default=64, help="tokens on each side")
+    parser.add_argument(
+        "--budget_mb", type=int, help="memory limit of each rank for model and training"
+    )
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--few_tokens", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def work(args):
-    """Train with one case on this rank; rank 0 prints what it takes."""
+    """Train one case on this rank. Rank 0 prints memory and time."""
     import numpy as np
     import tensorflow as tf
 
@@ -63,7 +71,7 @@ def work(args):
     if isinstance(fields.get("recompute"), dict):
         fields["recompute"] = dtransformer.TransformerRecomputeConfig(**fields["recompute"])
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields))
-    tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow has its threads now
+    tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow starts its threads.
     empty = peak_bytes()
     if args.budget_mb:
         limit_memory(args.budget_mb * 2**20)
@@ -76,7 +84,7 @@ def work(args):
         trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
         return time.perf_counter() - start
 
-    if args.few_tokens:  # all but the activations is there
+    if args.few_tokens:  # Everything except for activations has the same size.
         rows, length = fields.get("micro_batch_num", 1), 4
     else:
         rows, length = args.batch_size, args.length
@@ -98,7 +106,7 @@ def work(args):
 
 
 def run(case, arguments, budget):
-    """Run the processes of a case; return what rank 0 printed."""
+    """Run the processes of a case and return the JSON that rank 0 prints."""
     result = start(case, arguments, budget)
     if result["fits"]:
         few = start(case, [*arguments, "--few_tokens"], budget)
@@ -110,15 +118,21 @@ def run(case, arguments, budget):
 def start(case, arguments, budget):
     num_ranks = CASES[case][0]
     environment = {"MALLOC_ARENA_MAX": "2"} if budget else None
-    done = launch(num_ranks, [__file__, *arguments, "--worker", case], 1200, environment)
-    result = json_with("peak_bytes", done.stdout)
-    if result and not done.returncode:
+    completed = launch(num_ranks, [__file__, *arguments, "--worker", case], 1200, environment)
+    result = json_with("peak_bytes", completed.stdout)
+    if result and not completed.returncode:
         return {"fits": True, **result}
     if budget:
         words = ("bad_alloc", "allocat", "OOM", "ResourceExhausted", "MemoryError")
-        told = [line for line in done.stderr.splitlines() if any(word in line for word in words)]
-        return {"fits": False, "exit": done.returncode, "said": told[-1:] or done.stderr[-500:]}
-    sys.exit(f"{case} failed:\n{tail(done.stdout, done.stderr)}")
+        error_lines = [
+            line for line in completed.stderr.splitlines() if any(word in line for word in words)
+        ]
+        return {
+            "fits": False,
+            "exit": completed.returncode,
+            "said": error_lines[-1:] or completed.stderr[-500:],
+        }
+    sys.exit(f"{case} failed:\n{tail(completed.stdout, completed.stderr)}")
 
 
 def main():

@@ -1,7 +1,7 @@
-"""Training under many layouts of a job, beside training in one process.
+"""Compare training on many layouts with training in one process.
 
-Small encoder-decoders are trained from the same seed; losses and weights are compared.
-Prints a table, or JSON. The layouts' names are in harness/layouts.py.
+Trains small networks from the same seed, compares losses and weights, and prints a table or JSON. See
+harness/layouts.py for the names of layouts.
 
     python benchmarks/parity.py [--layouts 'dp2mp2@*' 'mp8@*+sp'] [--networks tied]
         [--steps 20] [--json]
@@ -28,33 +28,33 @@ COMPARED = ("loss", "weights")
 
 
 def measure(run, folder, expected):
-    """Return one entry of the results."""
+    """Compare a run with the expected results and return an entry of the report."""
     layout = run.layout
     entry = {"layout": layout.name, "ranks": layout.ranks, "devices": layout.devices}
     entry["network"] = run.task
     if errors := run.errors(folder):
         print(errors, file=sys.stderr)
         return {**entry, "passes": False}
-    found = {}
-    for results in reversed(run.read(folder)):  # ranks of a pipeline have different weights
-        found.update(results)
-    found = differences(found, expected, run.task)
+    merged = {}
+    for results in reversed(run.read(folder)):  # Pipeline ranks have different weights.
+        merged.update(results)
+    deviations = differences(merged, expected, run.task)
     if layout.policy in PARITY_LOSS_16_BITS:
-        found["weights"] = None
-        passes = found["loss"] <= PARITY_LOSS_16_BITS[layout.policy]
+        deviations["weights"] = None
+        passes = deviations["loss"] <= PARITY_LOSS_16_BITS[layout.policy]
     else:
-        passes = found["loss"] <= PARITY_LOSS and found["weights"] <= PARITY_WEIGHTS
-    return {**entry, **found, "passes": passes}
+        passes = deviations["loss"] <= PARITY_LOSS and deviations["weights"] <= PARITY_WEIGHTS
+    return {**entry, **deviations, "passes": passes}
 
 
-def of_one_process(run, arguments):
-    """Return what one process gives, in the same number format."""
+def train_in_one_process(run, arguments):
+    """Train in one process with the dtype policy of the run's layout and return the results."""
     keras.config.set_dtype_policy(run.layout.policy)
     return train(run.task, arguments.steps, arguments.epsilon, run.layout.num_blocks)[1]
 
 
-def networks_of(layout):
-    """Return the names of the networks that hold a layout's promises."""
+def default_networks(layout):
+    """Return the names of the default networks for a layout."""
     if layout.recompute or layout.policy != "float32":
         others = "deep_moe" if layout.experts > 1 else "deep_causal"
         return ["deep_long_causal" if layout.context > 1 else others]
@@ -71,23 +71,26 @@ def networks_of(layout):
     return ["untied", "tied"]
 
 
-def cell(difference):
+def format_cell(difference):
     return "–" if difference is None else f"{difference:.1e}"
 
 
 def table(entries, networks):
-    """Return the results as a table in Markdown: one row a layout."""
-    columns = [f"{network}: {what}" for network in networks for what in COMPARED]
+    """Return the results as a Markdown table with one row for each layout."""
+    columns = [f"{network}: {quantity}" for network in networks for quantity in COMPARED]
     rows = [["layout", "ranks × devices", *columns, ""], ["---"] * (len(columns) + 3)]
     for name in dict.fromkeys(entry["layout"] for entry in entries):
-        of_layout = {entry["network"]: entry for entry in entries if entry["layout"] == name}
-        first = next(iter(of_layout.values()))
+        layout_entries = {entry["network"]: entry for entry in entries if entry["layout"] == name}
+        first = next(iter(layout_entries.values()))
         row = [name.replace("@{ranks}x{devices}".format(**first), "")]
         row.append("{ranks} × {devices}".format(**first))
         for network in networks:
-            entry = of_layout.get(network, dict.fromkeys(COMPARED))
-            row += [cell(entry[what]) if what in entry else "error" for what in COMPARED]
-        row.append("pass" if all(one["passes"] for one in of_layout.values()) else "**fail**")
+            entry = layout_entries.get(network, dict.fromkeys(COMPARED))
+            row += [
+                format_cell(entry[quantity]) if quantity in entry else "error"
+                for quantity in COMPARED
+            ]
+        row.append("pass" if all(x["passes"] for x in layout_entries.values()) else "**fail**")
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -98,18 +101,18 @@ def main():
         "--layouts",
         nargs="+",
         default=[layout.name for layout in DIVIDED],
-        help="names, or patterns of them; '*+shard?' and '*+whole?' are those of a sharded "
-        "optimizer, '*pp*' those of a pipeline, '*cp*' those of sharded sequences, '*ep*' those of "
-        "experts, '*+recompute', '*+bf16' and '*+fp16' those of recompute and of 16 bits",
+        help="names or patterns: '*+shard?' and '*+whole?' for a sharded optimizer, '*pp*' for "
+        "pipelines, '*cp*' for sharded sequences, '*ep*' for experts, '*+recompute' for recompute, "
+        "'*+bf16' and '*+fp16' for 16 bits",
     )
     parser.add_argument(
         "--networks",
         nargs="+",
         choices=NETWORKS,
-        help="by default all that hold the layouts' promises",
+        help="networks to train (default: chosen for each layout)",
     )
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--epsilon", type=float, default=EPSILON, help="AdamW's")
+    parser.add_argument("--epsilon", type=float, default=EPSILON, help="epsilon of AdamW")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     chosen = [
@@ -118,28 +121,28 @@ def main():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in arguments.layouts)
     ]
     if not chosen:
-        parser.error(f"no layout has such a name; there are {', '.join(LAYOUTS)}")
+        parser.error(f"No layout matches. Choose from {', '.join(LAYOUTS)}.")
 
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             Run(network, layout)
             for layout in chosen
-            for network in arguments.networks or networks_of(layout)
+            for network in arguments.networks or default_networks(layout)
         ]
         networks = list(dict.fromkeys(run.task for run in runs))
         for num_ranks in sorted({layout.ranks for layout in chosen}):
-            together = [run for run in runs if run.layout.ranks == num_ranks]
+            rank_runs = [run for run in runs if run.layout.ranks == num_ranks]
             start = time.perf_counter()
-            launch_runs(num_ranks, together, folder, options)
+            launch_runs(num_ranks, rank_runs, folder, options)
             seconds = time.perf_counter() - start
-            print(f"{num_ranks} ranks: {len(together)} runs in {seconds:.0f} s", file=sys.stderr)
-        alike = lambda run: (run.task, run.layout.num_blocks, run.layout.policy)
+            print(f"{num_ranks} ranks: {len(rank_runs)} runs in {seconds:.0f} s", file=sys.stderr)
+        reference_key = lambda run: (run.task, run.layout.num_blocks, run.layout.policy)
         expected = {
-            key: of_one_process(run, arguments)
-            for key, run in {alike(run): run for run in runs}.items()
+            key: train_in_one_process(run, arguments)
+            for key, run in {reference_key(run): run for run in runs}.items()
         }
-        entries = [measure(run, folder, expected[alike(run)]) for run in runs]
+        entries = [measure(run, folder, expected[reference_key(run)]) for run in runs]
     print(json.dumps(entries, indent=2) if arguments.json else table(entries, networks))
     sys.exit(not all(entry["passes"] for entry in entries))
 

@@ -1,4 +1,4 @@
-"""Puts the repository on the path of imports: benchmarks use harness/, which is not installed."""
+"""Add the repository to `sys.path`, because benchmarks use harness/, which is not installed."""
 
 import pathlib
 import sys

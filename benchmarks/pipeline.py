@@ -1,14 +1,17 @@
-"""Measure how long the stages of a pipeline wait, and what they keep; print JSON.
+"""Measure the idle time and the memory of pipeline stages and print JSON.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --cases 1f1b:8,gpipe:8,interleaved:8 --rounds 5
 
-A case is a schedule and a number of micro-batches of equal size. The blocks of a language model
-with a small vocabulary make the stages equal. `bubble` is the median over the rounds' last steps,
-from `trainer.timeline()`; `theory` is the schedule's own, for stages that take equally long, backward
-passes that take twice as long as forward passes, and sends that take no time; `instant_sends` is the
-schedule with the measured durations.
-`live_bytes` is the peak of TensorFlow's allocator in a step above what stays, on the first stage.
+A case is a schedule and a number of micro-batches of equal size. The stages of the language model are
+nearly equal because its vocabulary is small.
+
+- `bubble`: median of `trainer.timeline()` over the rounds
+- `theory`: bubble of the schedule with equal stages, backward passes of twice the forward time, and
+  instant sends
+- `instant_sends`: bubble of the schedule with the measured durations and instant sends
+- `live_bytes`: peak of TensorFlow's allocator in a step, above the memory before the step, on the
+  first stage
 """
 
 import argparse
@@ -29,20 +32,20 @@ from harness.printed import report_of
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cases = "1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8,zb_h1:8,zb_v:8"
-    parser.add_argument("--cases", default=cases, help="with commas")
+    parser.add_argument("--cases", default=cases, help="cases, separated by commas")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8, help="steps that are measured")
+    parser.add_argument("--rounds", type=int, default=8, help="number of measured steps")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=8, help="texts of a micro-batch")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
-    parser.add_argument("--save_timeline", help="a .json file for each case; {case} in it")
+    parser.add_argument("--rows", type=int, default=8, help="texts in a micro-batch")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a text")
+    parser.add_argument("--save_timeline", help="path of a .json file for each case, with {case}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def work(args):
-    """Train with one schedule on this rank; rank 0 prints what was measured."""
+    """Train with one schedule on this rank. Rank 0 prints the results."""
     import keras
     import numpy as np
 
@@ -51,11 +54,11 @@ def work(args):
     from dtransformer.models import CausalLM
     from dtransformer.trainers import Trainer
 
-    schedule, number = args.worker.split(":")
-    number, chunks = int(number), max(1, schedules.SCHEDULES[schedule].min_chunks)
+    schedule, micro_batches = args.worker.split(":")
+    micro_batches, chunks = int(micro_batches), max(1, schedules.SCHEDULES[schedule].min_chunks)
     config = dtransformer.TransformerOpParallelConfig(
         pipeline_stage=args.stages,
-        micro_batch_num=number,
+        micro_batch_num=micro_batches,
         pipeline_schedule=schedule,
         pipeline_chunks=chunks,
     )
@@ -65,13 +68,13 @@ def work(args):
     )
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss())
-    shape = args.rows * number, args.length + 1
+    shape = args.rows * micro_batches, args.length + 1
     ids = np.random.default_rng(0).integers(4, 64, shape).astype("int32")
     step = lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:])
     for _ in range(3):
         step()
     live_bytes = passing_bytes(step)
-    all_instructions = schedules.instructions(schedule, config.placement, number)
+    all_instructions = schedules.instructions(schedule, config.placement, micro_batches)
     bubbles, ideals, seconds = [], [], []
     for _ in range(args.rounds):
         start = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Compare the planner with this machine: steps and memory of small jobs, and ranking; print JSON.
+"""Compare planned and measured step times, memory and ranking of small jobs; print JSON.
 
     python benchmarks/planner.py
     python benchmarks/planner.py --layouts alone,dp2,mp2,pp2 --rounds 3
 
-The machine is measured for each number of ranks, as `dtransformer plan --measure` does, by turns with
-the layouts. `step_seconds` is the least of a layout's steps, of all rounds, as what else runs on a
-machine only adds to it; so are the machine's figures. `memory_bytes` is the fullest rank's by
-`memory_report()`. `ranking` is whether the planner puts pairs of layouts in the measured order, as a
-share of the pairs whose steps differ by more than a tenth.
+The benchmark measures the machine for each number of ranks, as `dtransformer plan --measure` does, in
+turns with the layouts. `step_seconds` is the minimum over the steps of all rounds, because other load
+on the machine only adds time. The machine's speeds are also the best ones. `memory_bytes` is the value
+of `memory_report()` on the fullest rank. `ranking` is the fraction of layout pairs in the measured
+order, among pairs whose step times differ by more than 10 %.
 """
 
 import argparse
@@ -35,37 +35,41 @@ LAYOUTS = {
     "dp2pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4},
     "dp2mp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": False},
 }
-OF_FOUR = ("dp4", "dp2pp2", "dp2mp2")
+FOUR_RANKS = ("dp4", "dp2pp2", "dp2mp2")
 MEASURE = "measure"
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--layouts", default=",".join(n for n in LAYOUTS if n not in OF_FOUR), help="with commas"
+        "--layouts",
+        default=",".join(n for n in LAYOUTS if n not in FOUR_RANKS),
+        help="names, separated by commas",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="of each round, the first two apart")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps in each round, with two warm-up steps"
+    )
     parser.add_argument("--kind", default="causal", choices=("causal", "translation"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=2000)
-    parser.add_argument("--rows", type=int, default=16, help="texts of a global batch")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
+    parser.add_argument("--rows", type=int, default=16, help="texts in a global batch")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a text")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def config_of(name):
+def make_config(name):
     return TransformerOpParallelConfig(**{"data_parallel": 1, **LAYOUTS[name]})
 
 
-def ranks_of(name):
-    config = config_of(name)
+def count_ranks(name):
+    config = make_config(name)
     return config.data_parallel * config.model_parallel * config.pipeline_stage
 
 
-def network(args):
+def make_network(args):
     from dtransformer.models import CausalLM, EncoderDecoderLM
 
     if args.kind == "translation":
@@ -88,17 +92,17 @@ def network(args):
 
 
 def work(args):
-    """Train with one layout on this rank, or measure the machine; rank 0 prints it."""
+    """Train with one layout on this rank, or measure the machine. Rank 0 prints the result."""
     import dtransformer
 
     if args.worker == MEASURE:
         from dtransformer.cli.measured_machine import measure_device, own_memory_gb
 
-        found = dataclasses.asdict(measure_device("measured", own_memory_gb()))
+        report = dataclasses.asdict(measure_device("measured", own_memory_gb()))
     else:
-        found = train(args)
+        report = train(args)
     if dtransformer.is_chief():
-        print(json.dumps({"worker": args.worker, **found}), flush=True)
+        print(json.dumps({"worker": args.worker, **report}), flush=True)
     dtransformer.shutdown()
 
 
@@ -109,55 +113,61 @@ def train(args):
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.parallel.collectives.objects import all_gather_json
 
-    dtransformer.init(config_of(args.worker))
-    trainer = dtransformer.Trainer(network(args))
+    dtransformer.init(make_config(args.worker))
+    trainer = dtransformer.Trainer(make_network(args))
     trainer.compile("adam", CrossEntropyLoss())
     ids = np.random.default_rng(0).integers(4, args.vocab_size, (args.rows, args.length + 1))
     index, count = dtransformer.data_shard()
-    own = ids.astype("int32")[index::count]
-    inputs = own[:, :-1]
+    local_ids = ids.astype("int32")[index::count]
+    inputs = local_ids[:, :-1]
     if args.kind == "translation":
         inputs = {"source": inputs, "target": inputs}
     times = []
     for _ in range(args.steps):
         start = time.perf_counter()
-        trainer.train_on_batch(inputs, own[:, 1:], shard=False)
+        trainer.train_on_batch(inputs, local_ids[:, 1:], shard=False)
         times.append(time.perf_counter() - start)
-    config = config_of(args.worker)
+    config = make_config(args.worker)
     is_alone = config.model_parallel == config.pipeline_stage == 1
     rows = trainer.memory_report(inputs if is_alone else None).rows
     memory = {row.what: row.planned for row in rows}
-    everyone = all_gather_json(memory, "benchmark/memory")
-    return {"seconds": times[2:], "memory": max(everyone, key=lambda one: sum(one.values()))}
+    memory_by_rank = all_gather_json(memory, "benchmark/memory")
+    return {
+        "seconds": times[2:],
+        "memory": max(memory_by_rank, key=lambda memory_bytes: sum(memory_bytes.values())),
+    }
 
 
-def predicted(args, name, device):
-    """Return the planner's `Cost` of a layout on a measured device."""
+def predict_cost(args, name, device):
+    """Return the planner's `Cost` for a layout on a measured device."""
     from dtransformer.planner import Cluster, Constants, Device, Job, Link, cost, from_network
 
     fields = {k: v for k, v in device.items() if k != "worker"}
     fields["constants"] = Constants(**fields["constants"])
     fields["links"] = {axis: Link(**link) for axis, link in fields["links"].items()}
-    cluster = Cluster(Device(**fields), ranks_of(name), ranks_of(name))
+    cluster = Cluster(Device(**fields), count_ranks(name), count_ranks(name))
     job = Job(args.rows, "float32", "adam")
-    return cost(from_network(network(args)), cluster, job, config_of(name))
+    return cost(from_network(make_network(args)), cluster, job, make_config(name))
 
 
-def best_of(devices):
-    """Return the best of devices that were measured by turns: figures that belong together, together."""
-    found = dict(max(devices, key=lambda one: one["tflops_32_bit"]))
-    found["tflops_16_bit"] = max(one["tflops_16_bit"] for one in devices)
-    large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
-    found["links"] = {
-        axis: min((one["links"][axis] for one in devices), key=large) for axis in found["links"]
+def select_best_device(devices):
+    """Return the fastest of several measurements of a device. Related values stay together."""
+    best = dict(max(devices, key=lambda device: device["tflops_32_bit"]))
+    best["tflops_16_bit"] = max(device["tflops_16_bit"] for device in devices)
+    large_transfer_seconds = lambda link: (
+        4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
+    )
+    best["links"] = {
+        axis: min((device["links"][axis] for device in devices), key=large_transfer_seconds)
+        for axis in best["links"]
     }
-    return found
+    return best
 
 
-def compared(name, cost, runs):
+def compare_layout(name, cost, runs):
     memory = runs[0]["memory"]
-    own = cost.bytes_by_kind
-    planned = sum(own[kind] for kind in ("weights", "gradients", "states", "activations"))
+    bytes_by_kind = cost.bytes_by_kind
+    planned = sum(bytes_by_kind[kind] for kind in ("weights", "gradients", "states", "activations"))
     seconds = min(itertools.chain(*(run["seconds"] for run in runs)))
     return {
         "step_seconds": round(seconds, 4),
@@ -171,17 +181,17 @@ def compared(name, cost, runs):
 
 def ranking(layouts):
     pairs = list(itertools.combinations(layouts.values(), 2))
-    apart = [
+    distinct_pairs = [
         (a, b)
         for a, b in pairs
         if max(a["step_seconds"], b["step_seconds"])
         > 1.1 * min(a["step_seconds"], b["step_seconds"])
     ]
-    same = [
+    is_ordered = [
         (a["step_seconds"] < b["step_seconds"]) == (a["planned_seconds"] < b["planned_seconds"])
-        for a, b in apart
+        for a, b in distinct_pairs
     ]
-    return sum(same) / len(same) if same else 1.0
+    return sum(is_ordered) / len(is_ordered) if is_ordered else 1.0
 
 
 def main():
@@ -191,20 +201,20 @@ def main():
     names, arguments = args.layouts.split(","), [__file__, *sys.argv[1:], "--worker"]
     devices, runs = {}, {}
     for _ in range(args.rounds):
-        for ranks in sorted({ranks_of(name) for name in names}):
-            found = printed_json(MEASURE, ranks, [*arguments, MEASURE], '"worker"', 600)
-            devices.setdefault(ranks, []).append(found)
+        for ranks in sorted({count_ranks(name) for name in names}):
+            result = printed_json(MEASURE, ranks, [*arguments, MEASURE], '"worker"', 600)
+            devices.setdefault(ranks, []).append(result)
         for name in names:
-            found = printed_json(name, ranks_of(name), [*arguments, name], '"worker"', 600)
-            runs.setdefault(name, []).append(found)
-            print(name, found["seconds"][:3], file=sys.stderr)
+            result = printed_json(name, count_ranks(name), [*arguments, name], '"worker"', 600)
+            runs.setdefault(name, []).append(result)
+            print(name, result["seconds"][:3], file=sys.stderr)
     layouts = {}
     for name in names:
-        device = best_of(devices[ranks_of(name)])
-        layouts[name] = compared(name, predicted(args, name, device), runs[name])
+        device = select_best_device(devices[count_ranks(name)])
+        layouts[name] = compare_layout(name, predict_cost(args, name, device), runs[name])
     report = {
         "options": {k: v for k, v in vars(args).items() if k != "worker"},
-        "devices": {ranks: best_of(found) for ranks, found in devices.items()},
+        "devices": {ranks: select_best_device(result) for ranks, result in devices.items()},
         "layouts": layouts,
         "ranking": ranking(layouts),
     }

@@ -1,4 +1,4 @@
-"""Write the tables of docs/planner.md and docs/planner-tables.md: published values and the planner's.
+"""Write the tables of published and planned values to docs/planner.md and docs/planner-tables.md.
 
 python benchmarks/planner_page.py
 """

@@ -1,11 +1,15 @@
-"""Measure how the cost of fixed sparse attention grows with the length; print JSON.
+"""Measure the cost of fixed sparse attention by sequence length and print JSON.
 
     python benchmarks/sparse_attention.py [--rounds 5] [--lengths 1024,4096,16384]
 
-Forward and backward pass, 4 heads of 32 features, on one process. `windows`: blocks of a fixed size, of
-which all is global; `roots`: windows of √s positions, of which one is global; `dense`: all scores of
-a causal mask, by blocks, up to 4,096 positions. Of each the median of the rounds, in which all take
-turns, what four times the length takes more, and how many keys a query sees on average.
+Times the forward and backward pass with 4 heads of 32 features in one process:
+
+- `windows`: blocks of a fixed size in which all positions are global
+- `roots`: windows of √s positions with one global position
+- `dense`: blockwise attention with a causal mask, up to 4,096 positions
+
+The variants take turns in each round. Prints the median seconds, the growth between lengths, and the
+average number of keys that a query sees.
 """
 
 import argparse
@@ -26,13 +30,13 @@ LONGEST_DENSE = 4096
 
 
 def sparse(length, block_size, global_size):
-    """Return the layer, and how many keys a query sees."""
+    """Return the layer and the average number of keys that a query sees."""
     layer = FixedSparseAttention(
         HEADS, FEATURES, block_size, seq_length=length, global_size=global_size
     )
     pattern = layer.pattern
-    own, before = (pattern.window + 1) / 2, (pattern.num_windows - 1) / 2
-    return layer, own + before * pattern.global_size
+    local_keys, global_windows = (pattern.window + 1) / 2, (pattern.num_windows - 1) / 2
+    return layer, local_keys + global_windows * pattern.global_size
 
 
 def dense(q, k, v):
@@ -41,8 +45,8 @@ def dense(q, k, v):
     return tf.reshape(tf.transpose(context, [0, 2, 1, 3]), q.shape)
 
 
-def timed(function, length):
-    """Return a function that computes forward and backward pass, and returns the seconds."""
+def make_timer(function, length):
+    """Return a function that runs the forward and backward pass and returns the seconds."""
     shape = (1, length, HEADS * FEATURES)
     tensors = [tf.random.stateless_normal(shape, [0, i]) for i in range(4)]
 
@@ -69,24 +73,26 @@ def main():
     parser.add_argument("--block_size", type=int, default=32)
     args = parser.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
-    ways = {}
+    variants = {}
     for length in lengths:
-        ways["windows", length] = sparse(length, args.block_size, None)
-        ways["roots", length] = sparse(length, math.isqrt(length) // 4, 1)
+        variants["windows", length] = sparse(length, args.block_size, None)
+        variants["roots", length] = sparse(length, math.isqrt(length) // 4, 1)
         if length <= LONGEST_DENSE:
-            ways["dense", length] = dense, (length + 1) / 2
-    runs = {key: timed(function, key[1]) for key, (function, _) in ways.items()}
+            variants["dense", length] = dense, (length + 1) / 2
+    runs = {key: make_timer(function, key[1]) for key, (function, _) in variants.items()}
     seconds = {key: [] for key in runs}
     for _ in range(args.rounds):
         for key, run in runs.items():
             seconds[key].append(run())
     report = {}
-    for way in ("windows", "roots", "dense"):
-        of_lengths = {n: statistics.median(seconds[way, n]) for n in lengths if (way, n) in runs}
-        report[way] = {
-            "seconds": {n: round(x, 4) for n, x in of_lengths.items()},
-            "growth": [round(y / x, 2) for x, y in itertools.pairwise(of_lengths.values())],
-            "keys_of_a_query": {n: round(ways[way, n][1], 1) for n in of_lengths},
+    for variant in ("windows", "roots", "dense"):
+        medians = {
+            n: statistics.median(seconds[variant, n]) for n in lengths if (variant, n) in runs
+        }
+        report[variant] = {
+            "seconds": {n: round(x, 4) for n, x in medians.items()},
+            "growth": [round(y / x, 2) for x, y in itertools.pairwise(medians.values())],
+            "keys_of_a_query": {n: round(variants[variant, n][1], 1) for n in medians},
         }
     print(json.dumps(report, indent=2))
 

@@ -1,11 +1,11 @@
-"""Measure how long the first step takes, by depth, and the step of a second shape; print JSON.
+"""Measure the seconds of the first step by depth, and of a second shape, and print JSON.
 
     python benchmarks/start.py
     python benchmarks/start.py --layouts one_device,mesh --blocks 4,12 --rounds 3
 
-A language model is trained by `fit` on a dataset of two batches of different lengths. Layouts and
-depths take turns, a process start each. `ratio` is the first step of the deepest to that of the
-shallowest, in the same round; `second_shape` the step of the second length to the first step.
+`fit` trains a language model on a dataset of two batches of different lengths. Layouts and depths take
+turns in fresh processes. `ratio` divides the first step of the deepest network by the first step of
+the shallowest network in the same round. `second_shape` is the step with the second length.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import paths  # noqa: F401
 
 from harness.printed import printed_json
 
-# Name -> ranks, local devices of each, fields of the parallel config.
+# Name -> (ranks, local devices per rank, fields of the parallel config).
 LAYOUTS = {
     "one_device": (1, 1, {}),
     "mesh": (1, 2, {"model_parallel": 2}),
@@ -29,8 +29,8 @@ LAYOUTS = {
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas")
-    parser.add_argument("--blocks", default="4,48", help="depths, with commas")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
+    parser.add_argument("--blocks", default="4,48", help="depths, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -38,7 +38,7 @@ def parse_arguments():
 
 
 def work(args):
-    """Train two steps on this rank; rank 0 prints how long each took."""
+    """Train two steps on this rank. Rank 0 prints the seconds of each."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -50,7 +50,7 @@ def work(args):
 
     layout, blocks = args.worker.split(":")
     _, local_devices, fields = LAYOUTS[layout]
-    if layout == "mesh_in_chunks":  # of about four blocks
+    if layout == "mesh_in_chunks":  # Each chunk has about four blocks.
         fields = fields | {"pipeline_chunks": int(blocks) // 4 + 1}
         fields = fields if int(blocks) > 4 else LAYOUTS["mesh"][2]
     dtransformer.init(
@@ -59,8 +59,10 @@ def work(args):
     model = CausalLM(512, hidden_size=args.hidden_size, num_layers=int(blocks), max_length=64)
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss())
-    random = np.random.default_rng(0)
-    batches = [random.integers(4, 512, (8, length + 1)).astype("int32") for length in (32, 48)]
+    random_generator = np.random.default_rng(0)
+    batches = [
+        random_generator.integers(4, 512, (8, length + 1)).astype("int32") for length in (32, 48)
+    ]
     dataset = tf.data.Dataset.from_generator(
         lambda: ((ids[:, :-1], ids[:, 1:]) for ids in batches),
         output_signature=(tf.TensorSpec([8, None], "int32"),) * 2,
@@ -69,7 +71,7 @@ def work(args):
 
     class Moments(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            logs["loss"]  # waits for the step
+            logs["loss"]  # This read waits for the step.
             moments.append(time.perf_counter())
 
     trainer.fit(dataset, callbacks=[Moments()], verbose=0)
@@ -91,15 +93,15 @@ def main():
         for layout, blocks in ((name, blocks) for name in layouts for blocks in depths):
             worker = f"{layout}:{blocks}"
             arguments = [__file__, *sys.argv[1:], "--worker", worker]
-            done = printed_json(worker, LAYOUTS[layout][0], arguments, "first_step", timeout=900)
-            rounds[layout][blocks].append(done)
-            print(worker, done, file=sys.stderr)
-    for layout, of_layout in rounds.items():
-        firsts = {b: [done["first_step"] for done in of_layout[b]] for b in depths}
+            result = printed_json(worker, LAYOUTS[layout][0], arguments, "first_step", timeout=900)
+            rounds[layout][blocks].append(result)
+            print(worker, result, file=sys.stderr)
+    for layout, results in rounds.items():
+        firsts = {b: [result["first_step"] for result in results[b]] for b in depths}
         ratios = [b / a for a, b in zip(firsts[depths[0]], firsts[depths[-1]])]
         report["layouts"][layout] = {
             "first_step": firsts,
-            "second_shape": {b: [done["second_shape"] for done in of_layout[b]] for b in depths},
+            "second_shape": {b: [result["second_shape"] for result in results[b]] for b in depths},
             "ratio": ratios,
             "ratio_median": statistics.median(ratios),
         }

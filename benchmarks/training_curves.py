@@ -29,7 +29,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained
 
 PEER = pathlib.Path(__file__).parent / "peers" / "curves_of_transformers.py"
-# Family -> learning rate. T5, whose queries are not scaled, lets rounding errors grow sooner.
+# Family -> learning rate. T5 does not scale its queries, so rounding errors grow faster.
 FAMILIES = {"gpt2": 3e-4, "llama": 3e-4, "bert": 3e-4, "t5": 1e-4}
 ROWS, LENGTH, IGNORED = 16, 64, -100
 EPSILON = 1e-10  # The peer uses the same value.
@@ -37,27 +37,27 @@ MASKED = 1 / 6
 
 
 def make_batches(steps):
-    """Return the arrays of `batches.npz`: of each family [steps, rows, length]."""
+    """Return the arrays of `batches.npz`, with shape [steps, rows, length] for each family."""
     pairs = sentence_pairs(12_000)
     tokenizer = SubwordTokenizer.train([text for pair in pairs for text in pair], vocab_size=1000)
     english, french = (
         tokenizer.encode([pair[side] for pair in pairs]).to_list() for side in (0, 1)
     )
     stream = np.concatenate([[*ids, tokenizer.end_id] for ids in english]).astype("int32")
-    number = steps * ROWS
-    tokens = np.resize(stream, number * LENGTH).reshape(steps, ROWS, LENGTH)
+    num_rows = steps * ROWS
+    tokens = np.resize(stream, num_rows * LENGTH).reshape(steps, ROWS, LENGTH)
     labels = np.concatenate([tokens[:, :, 1:], np.full((steps, ROWS, 1), IGNORED)], axis=2)
     is_masked = np.random.default_rng(0).random(tokens.shape) < MASKED
-    source = padded(english, number, tokenizer.pad_id)
-    ended = padded([[*ids, tokenizer.end_id] for ids in french], number, tokenizer.pad_id)
-    begun = np.concatenate([np.full((number, 1), tokenizer.pad_id), ended[:, :-1]], axis=1)
+    source = padded(english, num_rows, tokenizer.pad_id)
+    ended = padded([[*ids, tokenizer.end_id] for ids in french], num_rows, tokenizer.pad_id)
+    shifted = np.concatenate([np.full((num_rows, 1), tokenizer.pad_id), ended[:, :-1]], axis=1)
     arrays = {
         "gpt2/tokens": tokens,
         "gpt2/labels": labels,
         "bert/tokens": np.where(is_masked, tokenizer.vocab_size, tokens),
         "bert/labels": np.where(is_masked, tokens, IGNORED),
         "t5/source": source.reshape(steps, ROWS, LENGTH),
-        "t5/target": begun.reshape(steps, ROWS, LENGTH),
+        "t5/target": shifted.reshape(steps, ROWS, LENGTH),
         "t5/labels": np.where(ended == tokenizer.pad_id, IGNORED, ended).reshape(
             steps, ROWS, LENGTH
         ),
@@ -68,29 +68,31 @@ def make_batches(steps):
     return {**arrays, **ids, "vocab_size": tokenizer.vocab_size + mask_tokens}
 
 
-def padded(texts, number, pad_id):
-    """Return the first texts, cut off and padded: int32 [number, LENGTH]."""
-    rows = np.full((number, LENGTH), pad_id, "int32")
-    for i in range(number):
+def padded(texts, num_rows, pad_id):
+    """Return truncated and padded texts, an int32 array [num_rows, LENGTH]."""
+    rows = np.full((num_rows, LENGTH), pad_id, "int32")
+    for i in range(num_rows):
         ids = texts[i % len(texts)][:LENGTH]
         rows[i, : len(ids)] = ids
     return rows
 
 
 def train(folder, family, arrays, steps):
-    """Return the losses of our model from the peer's weights, and the seconds."""
+    """Train our model from the peer's weights and return the losses and the seconds."""
     network = from_pretrained(folder / family)
     trainer = Trainer(network)
     optimizer = keras.optimizers.Adam(FAMILIES[family], epsilon=EPSILON)
     trainer.compile(optimizer, CrossEntropyLoss(ignore_id=IGNORED))
-    own = {name.partition("/")[2]: x for name, x in arrays.items() if name.startswith(f"{family}/")}
-    losses, began = [], time.perf_counter()
+    family_arrays = {
+        name.partition("/")[2]: x for name, x in arrays.items() if name.startswith(f"{family}/")
+    }
+    losses, start_time = [], time.perf_counter()
     for step in range(steps):
-        batch = {name: x[step] for name, x in own.items()}
+        batch = {name: x[step] for name, x in family_arrays.items()}
         labels = batch.pop("labels")
         inputs = batch if len(batch) > 1 else batch["tokens"]
         losses.append(float(trainer.train_on_batch(inputs, labels, return_dict=True)["loss"]))
-    return losses, time.perf_counter() - began
+    return losses, time.perf_counter() - start_time
 
 
 def compare(folder, family, arrays, steps):

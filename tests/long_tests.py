@@ -103,12 +103,16 @@ LEFT = [
     Left("models/test_freezing.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     # On ranks and meshes.
     Left(
-        "distributed/test_pipeline.py::test_a_placement_of_neighbours_on_one_stage_gives_the_numbers_of_one_process",
+        "distributed/test_pipeline.py::test_neighboring_chunks_on_one_stage_match_one_process",
         "",
         "zero-bubble layouts of distributed/test_parity.py, whose placement is such",
     ),
-    Left("distributed/test_pipeline.py::test_shapes_that_vary_are_traced_twice", "", "parity"),
-    Left("distributed/test_pipeline.py::test_a_stage_may_be_frozen", "", "models/test_freezing.py"),
+    Left("distributed/test_pipeline.py::test_varying_shapes_are_traced_twice", "", "parity"),
+    Left(
+        "distributed/test_pipeline.py::test_frozen_stage_matches_one_process",
+        "",
+        "models/test_freezing.py",
+    ),
     Left(
         "trainers/engines/test_mesh.py::test_optimizers_clip_by_the_norms_of_unsharded_gradients",
         "",

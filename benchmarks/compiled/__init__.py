@@ -1,7 +1,7 @@
-"""Networks that benchmarks/gpu_compiled.py compiles for a card, as data, for us and for JAX."""
+"""Sizes of the networks that benchmarks/gpu_compiled.py compiles with our library and with JAX."""
 
 _GPT = {"kind": "gpt", "length": 1024, "rows": 8, "vocab_size": 50304}
-# Name -> sizes; b rows of s tokens, h features, n heads of queries, m of keys and values, f inside.
+# Name -> sizes. h: hidden size, n: query heads, m: key-value heads, f: feed-forward size.
 NETWORKS = {
     "gpt_355m": {**_GPT, "blocks": 24, "h": 1024, "n": 16, "m": 16, "f": 4096},
     "gpt_1.3b": {**_GPT, "blocks": 24, "h": 2048, "n": 16, "m": 16, "f": 8192},

@@ -1,10 +1,11 @@
-"""XLA of JAX's packages, which compiles for a card that is not there; and the same networks in JAX.
+"""Compile modules and JAX networks with XLA for a GPU that the machine does not have.
 
     python -m benchmarks.compiled.by_jax hlo FILE
     python -m benchmarks.compiled.by_jax network NAME xla|cudnn OUT
 
-The first compiles a module that TensorFlow gave; both write its optimized text (FILE.txt, OUT), and
-print the bytes of its memory as JSON. Run by benchmarks/gpu_compiled.py, in an environment of its own.
+The first command compiles a module that TensorFlow exported. Both write the optimized module as text
+(FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in a
+separate environment.
 """
 
 import json
@@ -44,13 +45,13 @@ def compile_hlo(path):
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
-    one, options = device(), xla_client.CompileOptions()
-    program = one.client.compile(module, _jax.DeviceList((one,)), options)
+    h100, options = device(), xla_client.CompileOptions()
+    program = h100.client.compile(module, _jax.DeviceList((h100,)), options)
     text = program.hlo_modules()[0].to_string()
     report(text, program.get_compiled_memory_stats(), path + ".txt")
 
 
-# The networks: weights of float32, computed in bfloat16, norms in float32.
+# The networks have float32 weights and compute in bfloat16, except for norms in float32.
 
 
 def norm(x, weights):
@@ -66,7 +67,7 @@ def dense(x, weights):
     return y + weights[1].astype(jnp.bfloat16) if len(weights) == 2 else y
 
 
-def rotated(x):
+def apply_rotary(x):
     _, s, _, d = x.shape
     angles = jnp.arange(s)[:, None] * 10000.0 ** (-jnp.arange(d // 2) / (d // 2))
     cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
@@ -75,14 +76,16 @@ def rotated(x):
 
 
 def relative(table, s, t, causal):
-    """Return T5's bias [1, n, s, t] of a table [32, n]."""
-    apart = jnp.arange(t)[None] - jnp.arange(s)[:, None]
+    """Return T5's position bias [1, n, s, t] from a table [32, n]."""
+    distance = jnp.arange(t)[None] - jnp.arange(s)[:, None]
     ranges = 32 if causal else 16
-    away = jnp.maximum(-apart, 0) if causal else jnp.abs(apart)
-    far = jnp.log(jnp.maximum(away, 1) / (ranges // 2)) / math.log(256 / ranges) * (ranges // 2)
-    number = jnp.where(away < ranges // 2, away, ranges // 2 + far.astype("int32"))
-    number = jnp.minimum(number, ranges - 1) + (0 if causal else 16 * (apart > 0))
-    return table[number].transpose(2, 0, 1)[None].astype(jnp.bfloat16)
+    magnitude = jnp.maximum(-distance, 0) if causal else jnp.abs(distance)
+    log_bucket = (
+        jnp.log(jnp.maximum(magnitude, 1) / (ranges // 2)) / math.log(256 / ranges) * (ranges // 2)
+    )
+    bucket = jnp.where(magnitude < ranges // 2, magnitude, ranges // 2 + log_bucket.astype("int32"))
+    bucket = jnp.minimum(bucket, ranges - 1) + (0 if causal else 16 * (distance > 0))
+    return table[bucket].transpose(2, 0, 1)[None].astype(jnp.bfloat16)
 
 
 class Network:
@@ -96,14 +99,14 @@ class Network:
         width = (n + 2 * m) * self.d
 
         def block(cross):
-            own = {"qkv": product(h, width), "o": product(h, h), "n1": norms(), "n2": norms()}
-            own |= {"w1": product(h, f), "w2": product(f, h)}
+            weights = {"qkv": product(h, width), "o": product(h, h), "n1": norms(), "n2": norms()}
+            weights |= {"w1": product(h, f), "w2": product(f, h)}
             if kind == "llama":
-                own["gate"] = product(h, f)
+                weights["gate"] = product(h, f)
             if cross:
-                own |= {"q": product(h, h), "kv": product(h, 2 * h), "co": product(h, h)}
-                own["n3"] = norms()
-            return own
+                weights |= {"q": product(h, h), "kv": product(h, 2 * h), "co": product(h, h)}
+                weights["n3"] = norms()
+            return weights
 
         stacks = 2 if kind == "t5" else 1
         self.weights = {
@@ -134,7 +137,7 @@ class Network:
         sizes = [self.n * self.d, (self.n + self.m) * self.d]
         q, k, v = (self.heads(y) for y in jnp.split(dense(x, w["qkv"]), sizes, -1))
         if self.kind == "llama":
-            q, k = rotated(q), rotated(k)
+            q, k = apply_rotary(q), apply_rotary(k)
         return dense(self.attend(q, k, v, bias, causal).reshape(x.shape), w["o"])
 
     def cross(self, x, memory, w):
@@ -169,11 +172,11 @@ class Network:
             x = norm(x + w["types"][0], w["final"][0])
         x = x.astype(jnp.bfloat16)
         if self.kind == "t5":
-            own, target = (
+            source_bias, target = (
                 relative(table, self.length, self.length, causal)
                 for table, causal in zip(w["tables"], (False, True))
             )
-            memory = self.stack(x, w["blocks"][0], w["final"][0], own)
+            memory = self.stack(x, w["blocks"][0], w["final"][0], source_bias)
             x = w["e"][labels].astype(jnp.bfloat16)
             x = self.stack(x, w["blocks"][1], w["final"][1], target, True, memory)
             x *= x.shape[-1] ** -0.5
@@ -185,18 +188,18 @@ class Network:
         if self.kind == "bert":
             logits += w["head_bias"].astype(jnp.bfloat16)
         logits = logits.astype(jnp.float32)
-        own = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        return (jax.nn.logsumexp(logits, -1) - own).mean()
+        source_bias = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - source_bias).mean()
 
 
 def compile_network(name, implementation, path):
-    # What JAX asks the card that is there.
+    # Replace JAX's queries to the installed GPU.
     fused.check_cudnn_version = lambda: 91000
     fused.check_compute_capability = lambda *_: True
     fused.is_cuda_compute_capability_equal = lambda *_: False
     network = Network(implementation=implementation, **NETWORKS[name])
-    placed = jax.sharding.SingleDeviceSharding(device())
-    on_card = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    single_device = jax.sharding.SingleDeviceSharding(device())
+    on_card = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single_device)
     ids = jax.ShapeDtypeStruct((network.rows, network.length), jnp.int32)
     arguments = jax.tree.map(on_card, (network.weights, ids, ids))
     traced = jax.jit(jax.value_and_grad(network.loss)).trace(*arguments)

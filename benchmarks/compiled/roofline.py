@@ -1,9 +1,9 @@
-"""The roofline of a module that XLA has optimized: what each kernel reads, writes and multiplies.
+"""Roofline of an XLA-optimized module, from the bytes and products of each kernel.
 
-A kernel takes the larger of its operations over the peak and its bytes over the bandwidth; those of
-loops count as often as they run. Left out: the products inside of cuDNN's attention, launches, the
-optimizer's update, and that real products reach 70 to 80 % of the peak. So it is a bound from below,
-good for comparing two forms of one step.
+The time of a kernel is the maximum of operations / peak and bytes / bandwidth. Kernels in loops count
+once for each iteration. The roofline ignores products inside cuDNN's attention, kernel launches, the
+optimizer update, and that real products reach only 70 to 80 % of the peak. It is a lower bound, useful
+for comparing two versions of a step.
 """
 
 import collections
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-# A H100's, dense: operations a second by type, bytes a second.
+# Dense operations per second by type, and bytes per second, of an H100.
 PEAKS = {"bf16": 989e12, "f16": 989e12, "f32": 495e12}
 BANDWIDTH = 3.35e12
 _BITS = re.compile(r"\d+")
@@ -23,7 +23,7 @@ _FREE |= {"opt-barrier"}
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A line of a module: its name, the text of its type, its kind, and what follows."""
+    """A line of a module: name, type as text, kind, and the rest of the line."""
 
     name: str
     type: str
@@ -40,14 +40,14 @@ class Operation:
 
     @property
     def place(self):
-        """The name in the network, without numbers: blocks are added up."""
+        """Path in the network without digits, so that blocks are added up."""
         match = re.search(r'op_name="([^"]*)"', self.rest)
         return re.sub(r".*block__?|jit\(\w+\)/", "", re.sub(r"\d+", "", match[1] if match else ""))
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel: seconds in all, how often it runs, and where it is from."""
+    """A kernel: total seconds, number of runs, and place in the network."""
 
     seconds: float
     times: int
@@ -55,14 +55,14 @@ class Kernel:
     place: str
 
 
-def kernels_of(text: str) -> list[Kernel]:
-    """Return the kernels of a module's text."""
+def parse_kernels(text: str) -> list[Kernel]:
+    """Return the kernels of a module in text form."""
     computations, entry, current = {}, None, None
     for line in text.splitlines():
-        begin = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if begin:
-            current = computations[begin[2]] = []
-            entry = begin[2] if begin[1] else entry
+        header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            current = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
         elif match := _LINE.match(line):
             current.append(Operation(*match.groups()))
     return list(_walk(computations, entry, 1))
@@ -75,40 +75,42 @@ def _walk(computations, name, times):
             continue
         if op.kind == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', op.rest)
-            number = times * int(trips[1]) if trips else times
-            yield from _walk(computations, op.computation("body"), number)
+            repetitions = times * int(trips[1]) if trips else times
+            yield from _walk(computations, op.computation("body"), repetitions)
         elif op.kind == "call":
             yield from _walk(computations, op.computation("to_apply"), times)
         else:
             work = _work(computations, op, types)
-            product = sum(number / PEAKS.get(kind, math.inf) for kind, number in work.items())
+            product_seconds = sum(
+                repetitions / PEAKS.get(kind, math.inf) for kind, repetitions in work.items()
+            )
             moved = _size(op.type) + sum(_read(computations, op, types))
-            seconds = max(product, moved / BANDWIDTH)
+            seconds = max(product_seconds, moved / BANDWIDTH)
             yield Kernel(times * seconds, times, any(work.values()), op.place)
 
 
 def _read(computations, op, types):
-    """Yield the bytes that are read of each operand: of a part, where nothing else is looked at."""
+    """Yield the bytes that a kernel reads from each operand. Slices and gathers read only a part."""
     inner = computations.get(op.computation("calls"), [])
     parameters = {
         int(re.match(r"(\d+)\)", x.rest)[1]): x.name for x in inner if x.kind == "parameter"
     }
-    for number, operand in enumerate(op.operands):
-        uses = [x for x in inner if parameters.get(number) in x.operands]
+    for index, operand in enumerate(op.operands):
+        uses = [x for x in inner if parameters.get(index) in x.operands]
         parts = ("slice", "gather", "dynamic-slice")
-        if uses and all(x.kind in parts and x.operands[0] == parameters[number] for x in uses):
+        if uses and all(x.kind in parts and x.operands[0] == parameters[index] for x in uses):
             yield sum(_size(x.type) for x in uses)
         else:
             yield _size(types.get(operand, ""))
 
 
 def _work(computations, op, types):
-    """Return the operations of products in a kernel, by the type of what is multiplied."""
+    """Return the operations of the products in a kernel, by dtype of the factors."""
     work = collections.Counter()
     inner = computations.get(op.computation("calls"), [])
-    own = {x.name: x.type for x in inner}
+    inner_types = {x.name: x.type for x in inner}
     for x in inner:
-        work += _work(computations, x, own)
+        work += _work(computations, x, inner_types)
     contracted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)', op.rest)
     if contracted and (op.kind == "dot" or "gemm" in op.rest or "cublas" in op.rest):
         kind, dims = _SHAPE.search(types[op.operands[0]]).groups()
@@ -120,7 +122,7 @@ def _work(computations, op, types):
 
 
 def _size(text):
-    """Return the bytes of a type's text, a tuple's in all."""
+    """Return the bytes of a type in text form. Tuples count all elements."""
     total = 0
     for kind, dims in _SHAPE.findall(text):
         bits = 8 if kind == "pred" else int((_BITS.findall(kind) or [0])[0])
@@ -129,7 +131,7 @@ def _size(text):
 
 
 def summary(kernels: list[Kernel], rows: int = 0) -> dict:
-    """Return the milliseconds in all and of products, and of the places that take longest."""
+    """Return the number of kernels and the milliseconds in total, of products and of slowest places."""
     places = collections.defaultdict(lambda: [0.0, 0])
     for kernel in kernels:
         place = places["product " * kernel.is_product + kernel.place[-60:]]

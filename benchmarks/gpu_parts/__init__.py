@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py: which there are, in which order, and in what environment."""
+"""Parts of benchmarks/gpu.py in order, with their time limits and environments."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import importlib
 import pathlib
 import sys
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "peers"))  # whose files import each other
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "peers"))  # These files import each other.
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
@@ -16,11 +16,11 @@ class Part:
     """A part of the benchmark.
 
     Args:
-        where: "MODULE:FUNCTION" of this package; a generator of dicts, which takes `smoke`, `torch`
-            and `variant`.
-        seconds: after which it is ended.
-        environment: of its process.
-        variants: each of which is a process of its own.
+        where: "MODULE:FUNCTION" of this package. The function takes `smoke`, `torch` and `variant`
+            and yields dicts.
+        seconds: Time limit in seconds.
+        environment: Dict of environment variables of the process.
+        variants: Tuple of variants. Each runs in a separate process.
     """
 
     where: str
@@ -73,7 +73,7 @@ PARTS = {
 
 @contextlib.contextmanager
 def alone():
-    """Hold the machine's one lock of timed sections in a `with` block."""
+    """Hold the lock for timed sections in a `with` block."""
     file = pathlib.Path("build/gpu/timed.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w") as lock:

@@ -1,4 +1,4 @@
-"""What the card is, and how fast: true peaks of products and of memory."""
+"""Describe the GPU and measure the peak speed of products and of memory."""
 
 import ctypes
 import subprocess
@@ -10,7 +10,7 @@ import tensorflow as tf
 from benchmarks.gpu_parts import alone
 
 _QUERIED = "name,driver_version,memory.total,clocks.max.sm,power.limit"
-_LIBRARIES = {  # library -> the function that gives its version
+_LIBRARIES = {  # Library -> function that returns its version.
     "libcudart.so.12": "cudaRuntimeGetVersion",
     "libcuda.so.1": "cuDriverGetVersion",
     "libnccl.so.2": "ncclGetVersion",
@@ -18,7 +18,7 @@ _LIBRARIES = {  # library -> the function that gives its version
 
 
 def describe(**_):
-    """Yield the card and the versions, and the seconds of first operations."""
+    """Yield the GPU, versions, and the seconds of the first call of some operations."""
     try:
         command = ["nvidia-smi", f"--query-gpu={_QUERIED}", "--format=csv,noheader"]
         card = subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -44,16 +44,16 @@ def describe(**_):
         "gather": lambda: tf.gather(x, [1, 2, 3]),
         "xla": tf.function(lambda: tf.nn.softmax(x * 2), jit_compile=True, autograph=False),
     }.items():
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         operation().numpy()
-        yield {"first": name, "seconds": time.perf_counter() - begin}
+        yield {"first": name, "seconds": time.perf_counter() - start_time}
 
 
 def _version(library, function):
     try:
-        number = ctypes.c_int()
-        getattr(ctypes.CDLL(library), function)(ctypes.byref(number))
-        return number.value
+        version = ctypes.c_int()
+        getattr(ctypes.CDLL(library), function)(ctypes.byref(version))
+        return version.value
     except (OSError, AttributeError) as error:
         return str(error)
 
@@ -68,7 +68,7 @@ def _horovod():
 
 
 def peaks(smoke, **_):
-    """Yield the operations a second of large products, and the bytes a second of a copy."""
+    """Yield operations per second of large products and bytes per second of copies."""
     size, times = (256, 2) if smoke else (8192, 20)
     for name, dtype, has_tf32 in (
         ("bfloat16", "bfloat16", True),
@@ -87,14 +87,17 @@ def peaks(smoke, **_):
     moved = 2e-9 * x.shape[0] * 4
     yield {"copy": "1 GB", "GB_per_s": [moved / s for s in _seconds(lambda z: z + 1.0, x, times)]}
     host = np.ones(x.shape[0] // 4, "float32")
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     device = tf.identity(tf.constant(host))
     float(device[0])
-    there = time.perf_counter()
+    copied_to_device = time.perf_counter()
     device.numpy()
-    back = time.perf_counter()
+    copied_to_host = time.perf_counter()
     gigabytes = host.nbytes * 1e-9
-    yield {"to_device_GB_per_s": gigabytes / (there - begin), "to_host": gigabytes / (back - there)}
+    yield {
+        "to_device_GB_per_s": gigabytes / (copied_to_device - start_time),
+        "to_host": gigabytes / (copied_to_host - copied_to_device),
+    }
 
 
 def _random(shape, dtype):
@@ -102,15 +105,15 @@ def _random(shape, dtype):
 
 
 def _seconds(operation, x, times):
-    """Return the seconds of an operation on its own result, of three rounds."""
+    """Apply an operation repeatedly to its result, and return the seconds per call in three rounds."""
     rounds = []
     with alone():
-        for _ in range(4):  # the first one loads kernels
+        for _ in range(4):  # The first round loads kernels.
             y = x
             float(tf.reshape(y, [-1])[0])
-            begin = time.perf_counter()
+            start_time = time.perf_counter()
             for _ in range(times):
                 y = operation(y)
             float(tf.cast(tf.reshape(y, [-1])[0], "float32"))
-            rounds.append((time.perf_counter() - begin) / times)
+            rounds.append((time.perf_counter() - start_time) / times)
     return rounds[1:]

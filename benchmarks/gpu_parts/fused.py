@@ -1,4 +1,4 @@
-"""Attention by cuDNN: what it computes for each kind of mask, and how long it takes."""
+"""Check and time cuDNN's attention for each kind of mask."""
 
 import functools
 import time
@@ -10,7 +10,7 @@ from benchmarks.gpu_parts import alone
 from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
 
-# Name -> (b, n, m, s, t, d), type, options; a mask by its name.
+# Name -> ((b, n, m, s, t, d), dtype, options). A mask is given by name.
 CASES = {
     "causal": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True}),
     "all": ((2, 4, 4, 256, 256, 64), "bfloat16", {}),
@@ -31,7 +31,7 @@ CASES = {
     "pairs": ((2, 4, 4, 256, 256, 64), "float16", {"mask": "pairs"}),
     "heads": ((2, 4, 4, 256, 256, 64), "bfloat16", {"mask": "heads"}),
 }
-TIMED = {  # a layer of 355M, one of 1.3B, one of a Llama of 8B; packed
+TIMED = {  # Layers of models with 355M, 1.3B and 8B parameters.
     "355m": ((8, 16, 16, 1024, 1024, 64), {"causal": True}),
     "1.3b": ((8, 16, 16, 1024, 1024, 128), {"causal": True}),
     "llama": ((2, 32, 8, 4096, 4096, 128), {"causal": True}),
@@ -41,26 +41,28 @@ _SMALL = (1, 2, 1, 64, 64, 16)
 
 
 def check(smoke, **_):
-    """Yield how far values and gradients are from float32's by all scores, relative to the norm."""
+    """Yield relative errors of outputs and gradients against float32 reference attention."""
     for name, (shape, dtype, options) in CASES.items():
         shape = (*shape[:3], *(min(length, 64) for length in shape[3:5]), 8) if smoke else shape
-        tensors, options = _made(shape, options, dtype)
+        tensors, options = _make_inputs(shape, options, dtype)
         wide = [tf.cast(x, "float32") for x in tensors]
-        found = {}
-        for how, jit_compile in {"in a step": None, "compiled": True}.items():
+        differences = {}
+        for mode, jit_compile in {"in a step": None, "compiled": True}.items():
             function = _function("cudnn", options, jit_compile)
-            found[how] = _differences(function(*tensors), _function("reference", options)(*wide))
+            differences[mode] = _differences(
+                function(*tensors), _function("reference", options)(*wide)
+            )
         rounded = _differences(
             _function("reference", options)(*tensors), _function("reference", options)(*wide)
         )
         taken = implementation_for("cudnn", *tensors[:2], **options)
-        yield {"case": name, "dtype": dtype, "taken": taken, **found, "reference": rounded}
+        yield {"case": name, "dtype": dtype, "taken": taken, **differences, "reference": rounded}
 
 
 def measure(smoke, **_):
-    """Yield milliseconds of a layer's attention with its gradient, compiled, by implementation."""
+    """Yield the milliseconds of compiled attention and its gradient by implementation."""
     for name, (shape, options) in TIMED.items():
-        tensors, options = _made(_SMALL if smoke else shape, options, "bfloat16")
+        tensors, options = _make_inputs(_SMALL if smoke else shape, options, "bfloat16")
         times = {}
         for implementation in ("cudnn", "blockwise", "reference"):
             function = _function(implementation, options, jit_compile=True)
@@ -71,19 +73,19 @@ def measure(smoke, **_):
         yield {"layer": name, **times}
 
 
-def _made(shape, options, dtype):
-    """Return q, k, v and the context's gradient, and the options with a mask."""
+def _make_inputs(shape, options, dtype):
+    """Return a list [q, k, v, upstream gradient], and the options with the mask tensor."""
     b, n, m, s, t, d = shape
     rng = np.random.default_rng(0)
     shapes = (b, n, s, d), (b, m, t, d), (b, m, t, d), (b, n, s, d)
     tensors = [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
     tensors[0] *= tf.cast(d**-0.5, dtype)
     lengths = np.linspace(t // 2, t - 3, b).astype(int)[:, None]
-    own, keys = np.arange(s)[None], np.arange(t)[None]
+    queries, keys = np.arange(s)[None], np.arange(t)[None]
     masks = {
         "right": lambda: tf.constant(keys < lengths),
-        "left": lambda: Segments(*(tf.constant(x >= lengths // 3) for x in (own, keys))),
-        "packed": lambda: Segments(*(tf.constant(_packed(x, lengths)) for x in (own, keys))),
+        "left": lambda: Segments(*(tf.constant(x >= lengths // 3) for x in (queries, keys))),
+        "packed": lambda: Segments(*(tf.constant(_packed(x, lengths)) for x in (queries, keys))),
         "pairs": lambda: tf.constant(rng.integers(0, 2, (b, s, t))),
         "heads": lambda: tf.constant(rng.integers(0, 2, (b, n, s, t))),
     }
@@ -93,7 +95,7 @@ def _made(shape, options, dtype):
 
 
 def _packed(positions, lengths):
-    """Return numbers of three sequences, then padding."""
+    """Return segment ids of three sequences, followed by padding."""
     third = lengths // 3
     return np.where(positions < 3 * third, 1 + positions // third, 0).astype("int32")
 
@@ -109,18 +111,18 @@ def _function(implementation, options, jit_compile=None):
     return run
 
 
-def _differences(found, expected):
+def _differences(actual, expected):
     wide = lambda x: tf.cast(x, "float32")
-    norms = [tf.norm(wide(x) - y) / tf.norm(y) for x, y in zip(found, expected)]
+    norms = [tf.norm(wide(x) - y) / tf.norm(y) for x, y in zip(actual, expected)]
     return [round(float(x), 6) for x in norms]
 
 
-def _milliseconds(run, number=20):
+def _milliseconds(run, repetitions=20):
     wait = lambda results: [float(tf.cast(x[0, 0, 0, 0], "float32")) for x in results]
     wait(run())
     with alone():
-        begin = time.perf_counter()
-        for _ in range(number):
+        start_time = time.perf_counter()
+        for _ in range(repetitions):
             results = run()
         wait(results)
-        return round((time.perf_counter() - begin) / number * 1e3, 3)
+        return round((time.perf_counter() - start_time) / repetitions * 1e3, 3)

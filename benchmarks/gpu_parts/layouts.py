@@ -1,4 +1,4 @@
-"""Layouts on one card: the mesh on logical GPUs, and ranks by Gloo; losses beside a CPU's."""
+"""Compare losses of layouts on one GPU with a CPU: meshes of logical GPUs, and ranks with Gloo."""
 
 import pathlib
 import tempfile
@@ -25,17 +25,17 @@ _RANKS = """
 
 
 def mesh(smoke, seconds, **_):
-    """Yield how far the losses of layouts of one process are from one CPU's."""
+    """Yield differences between the losses of meshes in one process and of a CPU."""
     yield from parity(_MESH[:2] if smoke else _MESH, seconds)
 
 
 def ranks(smoke, seconds, **_):
-    """Yield how far the losses of layouts of two ranks are from one CPU's."""
+    """Yield differences between the losses of layouts of two ranks and of a CPU."""
     yield from parity(_RANKS[:1] if smoke else _RANKS, seconds)
 
 
 def parity(names, seconds=300):
-    """Yield how far the losses of runs, all of as many ranks, are from one CPU's."""
+    """Yield differences between the losses of runs and of a CPU. All runs need equally many ranks."""
     runs = [Run.of(name) for name in names]
     references = list(dict.fromkeys(run.task for run in runs))
     with tempfile.TemporaryDirectory() as folder:
@@ -52,17 +52,17 @@ def parity(names, seconds=300):
             time.sleep(0.5)
             for run in [run for run in runs if is_last or _has_ended(run, gpu, cpu)]:
                 runs.remove(run)
-                yield {"layout": run.name, **_apart(run, gpu, cpu)}
+                yield {"layout": run.name, **_compare_losses(run, gpu, cpu)}
 
 
 def _has_ended(run, gpu, cpu):
     return run.has_ended(gpu) and Run(run.task, ALONE).has_ended(cpu)
 
 
-def _apart(run, gpu, cpu):
+def _compare_losses(run, gpu, cpu):
     expected = Run(run.task, ALONE)
     if errors := run.errors(gpu) or expected.errors(cpu):
         return {"error": errors[-600:]}
     losses = expected.read(cpu)[0]["losses"]
-    found = run.read(gpu)[-1]["losses"]  # of a pipeline, the last stage's
-    return {"losses_apart": float(np.abs(found / losses - 1).max()), "last": float(found[-1])}
+    actual = run.read(gpu)[-1]["losses"]  # The last pipeline stage has the losses.
+    return {"losses_apart": float(np.abs(actual / losses - 1).max()), "last": float(actual[-1])}

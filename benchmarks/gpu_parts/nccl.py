@@ -1,10 +1,10 @@
-"""Horovod's operations on this rank's GPU, inside of functions: eagerly it takes the CPU."""
+"""Check Horovod's operations on the GPU inside `tf.function`. Eager calls use the CPU."""
 
 import numpy as np
 
 
 def operations(**_):
-    """Yield whether Horovod's operations give on a GPU what they have to, and where they ran."""
+    """Yield the device of Horovod's operations and the lengths with wrong results, by dtype."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -14,9 +14,9 @@ def operations(**_):
     hvd.init()
     device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
     for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "int8"):
-        if device == "/CPU:0" and dtype in ("uint8", "int8"):  # Gloo adds no bytes
+        if device == "/CPU:0" and dtype in ("uint8", "int8"):  # Gloo cannot sum 8-bit integers.
             continue
-        wrong, where = [], ""
+        wrong, device_name = [], ""
         for length in (1, 7, 1000, 100003):
 
             @tf.function
@@ -30,12 +30,12 @@ def operations(**_):
                     )
 
             x = tf.cast(tf.range(length) % 10, dtype)
-            found = compute(x)
-            where, size = found[0].device[-6:], hvd.size()
-            for y, factor in zip(found, (size, size, 2 * size, 1, 1)):
+            results = compute(x)
+            device_name, size = results[0].device[-6:], hvd.size()
+            for y, factor in zip(results, (size, size, 2 * size, 1, 1)):
                 if not np.array_equal(np.float64(y), np.float64(x) * factor):
                     wrong.append(length)
-        yield {"type": dtype, "device": where, "wrong": wrong}
+        yield {"type": dtype, "device": device_name, "wrong": wrong}
 
     @tf.function
     def loop(a, b):
@@ -43,5 +43,5 @@ def operations(**_):
             a = hvd.allreduce(a @ b, op=hvd.Sum, name="loop") / hvd.size()
         return a
 
-    one = tf.eye(64)
-    yield {"in_a_loop": bool(np.allclose(loop(one, one), one))}
+    identity = tf.eye(64)
+    yield {"in_a_loop": bool(np.allclose(loop(identity, identity), identity))}

@@ -1,4 +1,4 @@
-"""Whether the GPU computes what a CPU does: the same tasks in a process of each, compared."""
+"""Compare the results of tasks on a GPU with the results on a CPU."""
 
 import pathlib
 import tempfile
@@ -21,12 +21,12 @@ from harness.training import _data
 NETWORKS = ("untied", "causal", "llama", "bert", "moe", "dropout")
 _MODULE = "benchmarks.gpu_parts.numbers"
 _CASES = {"causal": {"causal": True}, "window": {"causal": True, "window": 64}}
-_ABOUT = ("bytes", "planned", "measured", "sent", "taken")  # a run, not of its numbers
+_NOT_COMPARED = ("bytes", "planned", "measured", "sent", "taken")  # These results describe the run.
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
 def compare(smoke, seconds, **_):
-    """Yield the largest differences between GPU and CPU, and between two runs on the GPU."""
+    """Yield relative differences between GPU and CPU, and between two runs on the GPU."""
     networks = NETWORKS[:2] if smoke else NETWORKS
     tasks = [f"{_MODULE}:{name}" for name in TASKS] + list(networks)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,38 +46,43 @@ def compare(smoke, seconds, **_):
             if any(errors.values()) or not all(run.has_ended(f) for f in folders.values()):
                 yield {"task": task, "errors": {k: v for k, v in errors.items() if v}}
                 continue
-            found = {place: run.read(folders[place])[0] for place in places}
+            results = {place: run.read(folders[place])[0] for place in places}
             yield {
                 "task": task.removeprefix(_MODULE + ":"),
-                "gpu_to_cpu": differences(found["gpu"], found["cpu"]),
-                "two_runs": differences(found["again"], found["gpu"]),
-                **{k: v for k, v in found["gpu"].items() if isinstance(v, float)},
+                "gpu_to_cpu": differences(results["gpu"], results["cpu"]),
+                "two_runs": differences(results["again"], results["gpu"]),
+                **{k: v for k, v in results["gpu"].items() if isinstance(v, float)},
             }
 
 
 def run_tasks(tasks, folder, environment, seconds):
-    """Run tasks by harness/rank.py, before the part's seconds end; what fails is in the folder."""
+    """Run tasks with harness/rank.py within the time limit. Errors are stored in the folder."""
     folder.mkdir(parents=True)
     names = [Run(task, ALONE).name for task in tasks]
-    done = launch(1, ["-m", "harness.rank", folder, *names], seconds - 20, environment)
-    (folder / "log").write_text(tail(done.stdout, done.stderr, 20000))
+    completed = launch(1, ["-m", "harness.rank", folder, *names], seconds - 20, environment)
+    (folder / "log").write_text(tail(completed.stdout, completed.stderr, 20000))
 
 
-def differences(found, expected):
-    """Return {kind: how far all that begins with "KIND/" is, by the norm of what it should be}."""
+def differences(actual, expected):
+    """Return the relative error of all arrays named "KIND/..." by kind."""
     squares = {}
     for name, value in expected.items():
         kind = name.split("/")[0]
-        if isinstance(value, np.ndarray) and value.dtype.kind in "fiu" and kind not in _ABOUT:
+        if (
+            isinstance(value, np.ndarray)
+            and value.dtype.kind in "fiu"
+            and kind not in _NOT_COMPARED
+        ):
             sums = squares.setdefault(kind, np.zeros(2))
-            sums += np.sum((np.float64(found[name]) - value) ** 2), np.sum(np.float64(value) ** 2)
+            sums += np.sum((np.float64(actual[name]) - value) ** 2), np.sum(np.float64(value) ** 2)
     return {
-        kind: float((apart / max(all_, 1e-60)) ** 0.5) for kind, (apart, all_) in squares.items()
+        kind: float((difference / max(total, 1e-60)) ** 0.5)
+        for kind, (difference, total) in squares.items()
     }
 
 
 def _gradients(policy="float32", implementation="auto"):
-    """Logits and every gradient of a language model."""
+    """Return logits and all gradients of a language model."""
     keras.config.set_dtype_policy(policy)
     from dtransformer.models import CausalLM
 
@@ -113,7 +118,7 @@ def _gradients(policy="float32", implementation="auto"):
 
 
 def _attention():
-    """Attention by each implementation, and its gradients; blocks beside the reference."""
+    """Return outputs and gradients of each implementation of attention, and their difference."""
     draw = np.random.default_rng(1).normal
     arrays = [tf.constant(draw(size=[2, 4, 256, 64]), "float32") for _ in range(4)]
     results = {}
@@ -123,24 +128,24 @@ def _attention():
                 tape.watch(arrays)
                 q, k, v, _ = arrays
                 y = attention(q, [k], [v], implementation=name, **options)
-            found = [y, *tape.gradient(y, arrays[:3], arrays[3])]
-            results |= {f"{name}/{case}{i}": np.array(x) for i, x in enumerate(found)}
-    apart = [
+            outputs = [y, *tape.gradient(y, arrays[:3], arrays[3])]
+            results |= {f"{name}/{case}{i}": np.array(x) for i, x in enumerate(outputs)}
+    differences_to_reference = [
         np.abs(results[f"blockwise/{rest}"] - results[name]).max()
         for name in results
         if name.startswith("reference")
         for rest in [name.removeprefix("reference/")]
     ]
-    return {**results, "blocks_to_reference": float(max(apart))}
+    return {**results, "blocks_to_reference": float(max(differences_to_reference))}
 
 
 def _masks():
-    """Masks of dropout, bit by bit."""
+    """Return a dropout mask."""
     return {"masks": np.array(tf.cast(kept_elements([64, 1000], 0.1, tf.constant([3, 5])), "int8"))}
 
 
 def _compiled(jit_compile):
-    """Losses of 10 steps, compiled in one of the ways there are; "auto" makes clusters on GPUs."""
+    """Return the losses of 10 steps with this `jit_compile`. "auto" forms clusters on GPUs."""
     model, optimizer = make("causal")
     model.build()
     trainer = Trainer(model)

@@ -1,4 +1,4 @@
-"""Several cards, a rank each or all of one process: sums, losses of layouts, and a long pipeline."""
+"""Run sums, layouts and a long pipeline on several GPUs, with one rank per GPU or one process."""
 
 import pathlib
 import tempfile
@@ -21,51 +21,51 @@ from harness.networks import loss_of, make
 from harness.runs import Run, launch_runs
 from harness.training import _data
 
-_SIZES = [2**power for power in range(10, 31, 2)]  # bytes
+_SIZES = [2**power for power in range(10, 31, 2)]  # Sizes in bytes.
 _SMOKE_SIZES = [2**10, 2**16]
 _TIMES = 20
-# Of n cards.
+# Runs on n GPUs.
 _LAYOUTS = """
     adamw/dp{n}@{n}x1 adamw/dp{n}@{n}x1+shard3 causal/mp2@2x1+rows+sp llama/dp{n}@{n}x1+shard2
     long_causal/cp2@2x1+ring moe/dp{n}ep2@{n}x1 deep_causal/pp2m4-1f1b@2x1 causal/mp2@1x2+rows+sp
     adamw/dp{n}@1x{n}
 """.split()
-_OF_FOUR = ["deep_tied/mp2pp2m2-1f1b@2x2", "untied/dp2mp2@4x1+rows"]
+_FOUR_GPUS = ["deep_tied/mp2pp2m2-1f1b@2x2", "untied/dp2mp2@4x1+rows"]
 _STRESS, _STRESS_SECONDS = "mp2pp2m2-1f1b@2x2", 600
 
 
 def sums(smoke, **_):
-    """Yield what an all-reduce of a size takes, of ranks by Horovod and of one process on a mesh."""
-    n = _cards(smoke)
+    """Yield the seconds of an all-reduce by size, with Horovod and on a mesh of one process."""
+    n = _count_gpus(smoke)
     if n < 2:
         yield {"left_out": f"{n} cards"}
         return
     for layout in (f"dp{n}@{n}x1", f"dp{n}@1x{n}"):
-        of_ranks = layout_of(layout).ranks > 1
+        uses_ranks = layout_of(layout).ranks > 1
         task = f"{__name__}:{'smoke_' * smoke}sums"
         for size, seconds in _results(f"{task}/{layout}", 300)["seconds"].items():
-            sent = 2 * (n - 1) / n * int(size)  # of a ring
-            by = "horovod" if of_ranks else "mesh"
+            sent = 2 * (n - 1) / n * int(size)  # Bytes sent by a ring algorithm.
+            by = "horovod" if uses_ranks else "mesh"
             yield {"all_reduce": by, "bytes": int(size), "seconds": seconds, "bus": sent / seconds}
 
 
 def layouts(smoke, **_):
-    """Yield how far the losses of layouts of all cards are from one CPU's."""
-    n = _cards(smoke)
+    """Yield differences between the losses of layouts on all GPUs and of a CPU."""
+    n = _count_gpus(smoke)
     if n < 2:
         yield {"left_out": f"{n} cards"}
         return
-    names = [name.format(n=n) for name in _LAYOUTS] + _OF_FOUR * (n >= 4)
+    names = [name.format(n=n) for name in _LAYOUTS] + _FOUR_GPUS * (n >= 4)
     by_ranks = {}
     for name in names[:1] if smoke else names:
         by_ranks.setdefault(Run.of(name).layout.ranks, []).append(name)
-    for some in by_ranks.values():
-        yield from parity(some)
+    for rank_names in by_ranks.values():
+        yield from parity(rank_names)
 
 
 def stress(smoke, **_):
-    """Yield the steps of a pipeline on meshes in ten minutes: kernels of two NCCLs in flight."""
-    n = _cards(smoke)
+    """Yield the steps of a pipeline of meshes in ten minutes. It uses two NCCL libraries together."""
+    n = _count_gpus(smoke)
     if n < 4 and not smoke:
         yield {"left_out": f"{n} cards of 4"}
         return
@@ -73,12 +73,12 @@ def stress(smoke, **_):
     yield _results(f"{task}/{'pp2m2-1f1b@2x1' if smoke else _STRESS}", _STRESS_SECONDS + 300)
 
 
-def _cards(smoke):
+def _count_gpus(smoke):
     return 2 if smoke else len(nvidia_driver.gpu_names())
 
 
 def _results(name, seconds):
-    """Run a task of `TASKS` on the ranks of its layout; return what rank 0 gives."""
+    """Run a task of `TASKS` on the ranks of its layout and return the results of rank 0."""
     run = Run.of(name)
     with tempfile.TemporaryDirectory() as folder:
         launch_runs(run.layout.ranks, [run], pathlib.Path(folder), seconds_of_a_run=seconds)
@@ -87,15 +87,15 @@ def _results(name, seconds):
         return run.read(folder)[0]
 
 
-# What ranks do.
+# Tasks of the ranks.
 
 
 def _sums(layout, sizes=_SIZES):
-    return {"seconds": {size: _seconds_of(_sum_of(layout, size)) for size in sizes}}
+    return {"seconds": {size: _median_seconds(_make_sum(layout, size)) for size in sizes}}
 
 
-def _sum_of(layout, size):
-    """Return a function that adds up tensors of a size in bytes, and waits for it."""
+def _make_sum(layout, size):
+    """Return a function that all-reduces tensors of a size in bytes and waits for the result."""
     if layout.ranks == 1:
         x = put_sharded(np.ones([layout.data, size // 4], "float32"))
         add = lambda: axis_rules.relayout(tf.reduce_sum(x, 0), (None,))
@@ -113,14 +113,14 @@ def _sum_of(layout, size):
     return call
 
 
-def _seconds_of(call):
-    """Return the median seconds of a call; ranks make as many."""
+def _median_seconds(call):
+    """Return the median seconds of a call. Every rank makes the same number of calls."""
     call()
     seconds = []
     for _ in range(_TIMES):
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         call()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start_time)
     return float(np.median(seconds))
 
 
@@ -129,13 +129,13 @@ def _stress(layout, seconds=_STRESS_SECONDS):
     model.build()
     trainer = Trainer(model)
     trainer.compile(optimizer, loss_of("deep_tied"))
-    data, begin = _data("deep_tied", 8, model, seed=0).repeat(), time.monotonic()
+    data, start_time = _data("deep_tied", 8, model, seed=0).repeat(), time.monotonic()
 
     class Stop(keras.callbacks.Callback):
-        """Stops all ranks after an epoch in which the seconds of one are over."""
+        """Callback that stops all ranks once the time limit has passed on any rank."""
 
         def on_epoch_end(self, epoch, logs=None):
-            if max(all_gather_json(time.monotonic() - begin, "stress")) > seconds:
+            if max(all_gather_json(time.monotonic() - start_time, "stress")) > seconds:
                 self.model.stop_training = True
 
     history = trainer.fit(

@@ -1,4 +1,4 @@
-"""What else is done on a GPU: a second `init`, checkpoints, saving while training, generation."""
+"""Test training, evaluation, weights files, generation and a second `init` on a GPU."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ np.save(sys.argv[2], trainer.network.generate(ids[:2, :8], max_new_tokens=16))
 
 
 def made():
-    """Return a small trainer of a language model, and a batch of ids."""
+    """Return the trainer of a small language model and a batch of ids."""
     network = CausalLM(
         300, hidden_size=64, num_heads=4, num_layers=2, ffn_hidden_size=128, dropout_rate=0.0
     )
@@ -37,22 +37,22 @@ def made():
 
 
 def use(**_):
-    """Yield how each use went."""
+    """Yield the result of each use."""
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
     trainer, ids = made()
     data = tf.data.Dataset.from_tensors((ids, ids)).repeat()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         history = trainer.fit(data, steps_per_epoch=20, epochs=2, verbose=0).history
-        yield {"fit": time.perf_counter() - begin, "loss": history["loss"]}
+        yield {"fit": time.perf_counter() - start_time, "loss": history["loss"]}
         evaluated = trainer.evaluate(data, steps=2, verbose=0, return_dict=True)
         yield {"evaluate": {name: float(value) for name, value in evaluated.items()}}
         trainer.save_weights(folder / "trained.weights.h5")
-        found = trainer.network.generate(ids[:2, :8], max_new_tokens=16).numpy()
-        begin = time.perf_counter()
+        generated = trainer.network.generate(ids[:2, :8], max_new_tokens=16).numpy()
+        start_time = time.perf_counter()
         trainer.network.generate(ids[:2, :8], max_new_tokens=16)
-        yield {"generate": time.perf_counter() - begin}
+        yield {"generate": time.perf_counter() - start_time}
         command = [
             sys.executable,
             "-c",
@@ -61,11 +61,11 @@ def use(**_):
             folder / "ids.npy",
         ]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        same = not done.returncode and np.array_equal(np.load(folder / "ids.npy"), found)
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+        same = not completed.returncode and np.array_equal(np.load(folder / "ids.npy"), generated)
         yield {
             "cpu_reads_and_generates_the_same": bool(same),
-            "said": done.stderr[-200:] * (not same),
+            "said": completed.stderr[-200:] * (not same),
         }
         beams = trainer.network.generate(ids[:2, :8], max_new_tokens=8, beam_size=3)
         yield {"beam_search": beams.numpy().shape}

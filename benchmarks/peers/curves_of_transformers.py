@@ -1,8 +1,8 @@
-"""Models of `transformers`, made and trained on given batches, in a process of its own.
+"""Create and train a model of `transformers` on prepared batches.
 
     python benchmarks/peers/curves_of_transformers.py FOLDER FAMILY STEPS LEARNING_RATE
 
-FOLDER has `batches.npz`; what is made is `FOLDER/FAMILY`, the model before the first step, and
+FOLDER contains `batches.npz`. The script writes `FOLDER/FAMILY`, the model before the first step, and
 `FOLDER/FAMILY.npz`, the losses.
 """
 
@@ -18,7 +18,7 @@ EPSILON = 1e-10
 
 
 def model_of(family, vocab_size, length, pad_id, start_id, end_id):
-    """Return a random model without dropout, of four blocks of 128 features."""
+    """Return a random model without dropout, with four blocks of 128 features."""
     ids = {"bos_token_id": start_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     common = {"vocab_size": vocab_size, **ids}
     gpt2 = {"n_positions": length, "n_embd": 128, "n_layer": 4, "n_head": 4}
@@ -57,7 +57,7 @@ def loss_of(family, model, batch, pad_id):
 
 
 def main(folder, family, steps, learning_rate):
-    torch.set_num_threads(1)  # so small products gain nothing by more
+    torch.set_num_threads(1)  # More threads do not help such small products.
     torch.manual_seed(0)
     told = dict(np.load(folder / "batches.npz"))
     ids = {name: int(told.pop(name)) for name in ("vocab_size", "pad_id", "start_id", "end_id")}

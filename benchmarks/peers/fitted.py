@@ -1,4 +1,4 @@
-"""Steps of a Keras model by `fit`, and how long each takes."""
+"""Time the training steps of a Keras model's `fit`."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from workloads import clock
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Keeps when it was made, and when each step ended."""
+    """Callback that stores the time of its creation and of the end of each step."""
 
     def __init__(self):
         super().__init__()
@@ -19,18 +19,20 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 def fitted(model, inputs, labels):
-    """Return a function of n that fits n steps on one batch; seconds are those between ends.
+    """Return a function of n that fits n steps on one batch and returns the seconds of each.
 
-    The first step's are from the start of `fit`. The function's `result` has the losses of the calls
-    of one step each.
+    The first step counts from the start of `fit`, the others from the end of the previous step. The
+    `result` attribute of the function has the losses of all calls with a single step.
     """
     data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
 
-    def run(number):
+    def run(num_steps):
         stopwatch = Stopwatch()
-        # One more than is counted: until the first one's end `fit` prepares.
-        extra = 0 if number == 1 else 1
-        history = model.fit(data, steps_per_epoch=number + extra, verbose=0, callbacks=[stopwatch])
+        # The first of several steps does not count, because it includes the preparation by `fit`.
+        extra = 0 if num_steps == 1 else 1
+        history = model.fit(
+            data, steps_per_epoch=num_steps + extra, verbose=0, callbacks=[stopwatch]
+        )
         if not extra:
             run.result.append(history.history["loss"][-1])
         ends = stopwatch.ends if extra else [stopwatch.start, *stopwatch.ends]

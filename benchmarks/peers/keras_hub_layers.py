@@ -1,4 +1,4 @@
-"""The contestant: KerasHub's layers, by Keras' own `fit`; with `xla`, compiled by it."""
+"""Contestant: KerasHub's layers, trained by Keras' `fit`, with XLA if the mode is `xla`."""
 
 import keras
 import tensorflow as tf

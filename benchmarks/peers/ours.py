@@ -1,4 +1,4 @@
-"""The contestant: dtransformer's models and trainer, by `fit`; with `xla`, compiled by it."""
+"""Contestant: dtransformer's models, trained by `Trainer.fit`, with XLA if the mode is `xla`."""
 
 import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
 
@@ -13,7 +13,7 @@ from dtransformer.trainers import Trainer
 
 
 def compiled_trainer(workload, jit_compile="auto", **loss_options):
-    """Return a compiled trainer of the workload's network."""
+    """Return a compiled trainer for the network of the workload."""
     sizes = {
         "hidden_size": workload.hidden_size,
         "ffn_hidden_size": workload.ffn_hidden_size,

@@ -1,14 +1,14 @@
-"""The contestant: `TranslationTransformer.generate`."""
+"""Contestant: dtransformer's `TranslationTransformer.generate`."""
 
 import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
 
 import tensorflow as tf
 from generation import END, PAD, START
-from workloads import one_by_one, serve
+from workloads import serve, time_each_step
 
 from dtransformer.models import TranslationTransformer
 
-# Ours -> the common names.
+# Our name -> common name.
 _NAMES = {
     "attention": "self",
     "self_attention": "self",
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 def _common_name(path):
-    """Return the common name of a weight of ours."""
+    """Return the common name of a weight from its path."""
     _, *places, weight = path.split("/")
     if weight == "table":
         ours = {"source_positions": "encoder/positions", "target_positions": "decoder/positions"}
@@ -71,7 +71,7 @@ def make_run(workload):
         )
         return ids.numpy().tolist()
 
-    return one_by_one(generate)
+    return time_each_step(generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The contestant: dtransformer's translation model on rows of packed sentences."""
+"""Contestant: dtransformer's translation model on rows of packed sentences."""
 
 import itertools
 
@@ -15,14 +15,14 @@ def make_run(workload):
     pairs = [(np.concatenate(ids), np.cumsum([0, *map(len, ids)])) for ids in workload.pairs()]
     sides = [(ids.astype("int32"), splits.astype("int64")) for ids, splits in pairs]
     options = {"packed_length": workload.length, "max_length": workload.length - 1}
-    number = len(TranslationBatches(*sides, batch_size=1, **options))  # rows in all
-    batches = TranslationBatches(*sides, batch_size=-(-number // workload.num_batches), **options)
-    assert len(batches) == workload.num_batches, (number, len(batches))
+    num_rows = len(TranslationBatches(*sides, batch_size=1, **options))  # Total rows.
+    batches = TranslationBatches(*sides, batch_size=-(-num_rows // workload.num_batches), **options)
+    assert len(batches) == workload.num_batches, (num_rows, len(batches))
     data = batches.as_dataset().cache().repeat()
 
     def run(passes):
         stopwatch, size = Stopwatch(), workload.num_batches
-        extra = trainer.network.built  # until the first step's end `fit` prepares
+        extra = trainer.network.built  # The first step includes preparation.
         trainer.fit(data, steps_per_epoch=passes * size + extra, verbose=0, callbacks=[stopwatch])
         ends = stopwatch.ends if extra else [stopwatch.start, *stopwatch.ends]
         return [end - begin for begin, end in itertools.pairwise(ends[::size])]

@@ -1,4 +1,4 @@
-"""The contestant: `from_pretrained`, `load_lora` and `fit`."""
+"""Contestant: dtransformer's `from_pretrained`, `load_lora` and `fit`."""
 
 import dtransformer  # noqa: F401  # isort: skip  (before TensorFlow, so that oneDNN is on)
 

@@ -1,4 +1,4 @@
-"""The limit: the products of a step alone, both gradients where it trains, by TensorFlow."""
+"""Upper limit of speed: TensorFlow computes only the products of a step and their gradients."""
 
 import time
 
@@ -8,7 +8,7 @@ from workloads import serve
 
 def make_run(workload):
     functions = []
-    for (batch, rows, inner, columns), number in workload.products().items():
+    for (batch, rows, inner, columns), count in workload.products().items():
         shape = [] if batch == 1 else [batch]
         x = tf.random.normal([*shape, rows, inner])
         w = tf.random.normal([*shape, inner, columns])
@@ -19,7 +19,7 @@ def make_run(workload):
             ((x, y), {"transpose_a": True}),
         )
         for arguments, options in products[: workload.passes]:
-            functions.append((_products(number, **options), arguments))
+            functions.append((_products(count, **options), arguments))
 
     def run(steps):
         seconds = []
@@ -33,8 +33,8 @@ def make_run(workload):
     return run
 
 
-def _products(number, **options):
-    """Return a function that computes a product so many times, one after the other."""
+def _products(count, **options):
+    """Return a function that computes a product `count` times in a loop."""
 
     @tf.function(autograph=False)
     def run(a, b):
@@ -42,14 +42,14 @@ def _products(number, **options):
             with tf.control_dependencies([before]):
                 return i + 1, tf.matmul(a, b, **options)
 
-        # In a loop, which computes each anew.
+        # TensorFlow computes the product again in each iteration of a loop.
         start = tf.matmul(a, b, **options)
         return tf.while_loop(
-            lambda i, _: i < number,
+            lambda i, _: i < count,
             again,
             (1, start),
             parallel_iterations=1,
-            maximum_iterations=number,
+            maximum_iterations=count,
         )[1]
 
     return run

@@ -1,6 +1,6 @@
-"""Small models of published families, which all contestants train from the same weights.
+"""Small models of published families that all contestants train from the same weights.
 
-Read by environments that have NumPy alone in common.
+All environments import this file, so it needs only NumPy.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ import pathlib
 
 import numpy as np
 
-FOLDER = "DTRANSFORMER_PUBLISHED"  # the variable of the environment that names the models' folder
+FOLDER = "DTRANSFORMER_PUBLISHED"  # Environment variable with the models' folder.
 IGNORED, PAD, START, END, MASK = -100, 0, 1, 2, 3
-# Of AdamW; ε is so small that where it is added makes no difference.
+# Settings of AdamW. ε is so small that its exact position in the formula does not matter.
 LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-4, 0.01, 1e-10
 
 
@@ -19,18 +19,18 @@ LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-4, 0.01, 1e-10
 class Published:
     """A model of a published family in float32, without dropout, on full sentences.
 
-    Trained with AdamW on the mean cross entropy of its labels.
+    Contestants use AdamW and the mean cross entropy of the labels.
 
     Args:
-        name: its name, and its folder's.
-        model_class: the class of `transformers`.
-        sizes: fields of the config.
-        kind: what is trained: `"causal"`, `"masked"` or `"seq2seq"`.
-        rank: of low-rank adapters of all kernels but the head's, which then are all that is
-            trained; 0 for none.
-        vocab_size: number of tokens.
-        batch_size: number of sentences.
-        length: number of tokens of a sentence, on each side.
+        name: Name of the model and of its folder.
+        model_class: Name of the class in `transformers`.
+        sizes: Dict of fields of the config.
+        kind: Training objective: `"causal"`, `"masked"` or `"seq2seq"`.
+        rank: Rank of low-rank adapters of all kernels except for the head. Then only the adapters are
+            trained. `0` trains the full model.
+        vocab_size: Number of tokens in the vocabulary.
+        batch_size: Number of sentences.
+        length: Number of tokens of a sentence, on each side.
     """
 
     name: str
@@ -44,29 +44,34 @@ class Published:
 
     @property
     def tokens(self):
-        """Number of tokens of a step, of both sides."""
+        """Number of tokens in a step, on both sides."""
         return self.batch_size * self.length * (2 if self.kind == "seq2seq" else 1)
 
     @property
     def folder(self):
-        """The folder of the weights that all begin with."""
+        """Folder of the common initial weights."""
         return pathlib.Path(os.environ[FOLDER]) / self.name
 
     @property
     def adapters(self):
-        """The folder of the adapters that all begin with, as `peft` saves them."""
+        """Folder of the common initial adapters in the format of `peft`."""
         return self.folder / "adapters"
 
     def batch(self):
-        """Return {name: int64 [batch_size, length]}: `tokens`, or `source` and `target`; `labels`."""
+        """Return a dict of int64 arrays [batch_size, length].
+
+        The keys are `labels`, and `tokens`, or `source` and `target`.
+        """
         rng, shape = np.random.default_rng(0), (self.batch_size, self.length)
-        tokens, others = rng.integers(4, self.vocab_size, (2, *shape))
-        after = np.concatenate([tokens[:, 1:], np.full((self.batch_size, 1), IGNORED)], axis=1)
+        tokens, source = rng.integers(4, self.vocab_size, (2, *shape))
+        next_tokens = np.concatenate(
+            [tokens[:, 1:], np.full((self.batch_size, 1), IGNORED)], axis=1
+        )
         if self.kind == "causal":
-            return {"tokens": tokens, "labels": after}
+            return {"tokens": tokens, "labels": next_tokens}
         if self.kind == "seq2seq":
-            begun = np.concatenate([np.full((self.batch_size, 1), PAD), tokens[:, :-1]], axis=1)
-            return {"source": others, "target": begun, "labels": tokens}
+            shifted = np.concatenate([np.full((self.batch_size, 1), PAD), tokens[:, :-1]], axis=1)
+            return {"source": source, "target": shifted, "labels": tokens}
         is_masked = rng.random(shape) < 0.15
         return {
             "tokens": np.where(is_masked, MASK, tokens),
@@ -74,9 +79,9 @@ class Published:
         }
 
 
-_USUAL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-_USUAL |= {"max_position_embeddings": 128}
-_GROUPED = {**_USUAL, "num_key_value_heads": 4, "intermediate_size": 704}
+_DEFAULTS = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+_DEFAULTS |= {"max_position_embeddings": 128}
+_GROUPED = {**_DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 704}
 _LLAMA = "LlamaForCausalLM", _GROUPED
 _GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 128}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
@@ -93,7 +98,7 @@ PUBLISHED = {
         Published(
             "bert",
             "BertForMaskedLM",
-            {**_USUAL, "intermediate_size": 1024}
+            {**_DEFAULTS, "intermediate_size": 1024}
             | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
             kind="masked",
         ),

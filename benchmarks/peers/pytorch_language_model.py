@@ -1,8 +1,8 @@
-"""PyTorch's step of a language model on a GPU: fused attention, 16 bits by autocast, fused AdamW.
+"""Time PyTorch's language model on a GPU with fused attention, 16-bit autocast and fused AdamW.
 
     python pytorch_language_model.py eager|compiled BLOCKS HIDDEN HEADS LENGTH ROWS VOCABULARY STEPS
 
-Prints the seconds of the first step, those of a step in three rounds, and the peak in GiB.
+Prints the seconds of the first step, the seconds per step in three rounds, and the peak in GiB.
 """
 
 import sys
@@ -64,12 +64,12 @@ def main():
         optimizer.step()
         return loss
 
-    def seconds(number):
-        begin = time.perf_counter()
-        for _ in range(number):
+    def seconds(num_steps):
+        start_time = time.perf_counter()
+        for _ in range(num_steps):
             loss = step()
         loss.item()
-        return (time.perf_counter() - begin) / number
+        return (time.perf_counter() - start_time) / num_steps
 
     print(seconds(1))
     seconds(2)

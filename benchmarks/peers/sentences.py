@@ -1,7 +1,7 @@
-"""Sentence pairs of a text, and how contestants are given them.
+"""Sentence pairs of a real text for the contestants.
 
-Read by environments that have NumPy alone in common: ids come from a file that
-`DTRANSFORMER_SENTENCES` names, in the arrays source, source_ends, target and target_ends.
+All environments import this file, so it needs only NumPy. The variable `DTRANSFORMER_SENTENCES` names
+a file with the arrays source, source_ends, target and target_ends.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ PAD, START, END = 0, 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class Sentences(Workload):
-    """The translation model, trained on real sentences; a "step" is one pass over all of them.
+    """The translation model, trained on real sentences. A "step" is one pass over all sentences.
 
     Args:
-        batch_size: number of pairs of a batch where there is padding.
-        num_batches: number of batches, and of updates, of a pass.
-        length: number of tokens of a row where sentences are packed; none is longer.
+        batch_size: Number of pairs in a padded batch.
+        num_batches: Number of batches, and of updates, in a pass.
+        length: Number of tokens in a row of packed sentences. No sentence is longer.
     """
 
     batch_size: int = 128
@@ -28,7 +28,7 @@ class Sentences(Workload):
     length: int = 128
 
     def pairs(self):
-        """Return the ids of both sides, lists of int arrays; the last token is none of a pair."""
+        """Return the ids of both sides as lists of int arrays."""
         arrays = np.load(os.environ["DTRANSFORMER_SENTENCES"])
         number = self.batch_size * self.num_batches
         return [
@@ -37,12 +37,12 @@ class Sentences(Workload):
 
     @property
     def tokens(self):
-        """Number of tokens that count in a pass: those of the sources, and the labels."""
+        """Number of source tokens and labels in a pass, without padding."""
         source, target = self.pairs()
         return sum(map(len, source)) + sum(len(ids) + 1 for ids in target)
 
     def padded(self, by_length):
-        """Return the batches (source, target, labels), each padded to its longest.
+        """Return the batches (source, target, labels), each padded to its longest sentence.
 
         Args:
             by_length: whether sentences of about the same length share a batch.

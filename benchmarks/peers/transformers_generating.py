@@ -1,19 +1,19 @@
-"""The contestant: `generate` of Hugging Face `transformers`, a Marian model on PyTorch."""
+"""Contestant: `generate` of a Marian model of Hugging Face `transformers` on PyTorch."""
 
 import os
 
 import torch
 import transformers
 from generation import END, PAD, START
-from workloads import one_by_one, serve
+from workloads import serve, time_each_step
 
-# The common names -> those of Marian.
+# Common name -> name in Marian.
 _SUBLAYERS = {"self": "self_attn", "memory": "encoder_attn", "outer": "final"}
 _PARTS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 
 
 def _states(weights):
-    """Return the weights under Marian's names, kernels [outputs, inputs]."""
+    """Return the weights with Marian's names. Kernels have shape [outputs, inputs]."""
     table = torch.from_numpy(weights.pop("table"))
     states = {"final_logits_bias": torch.from_numpy(weights.pop("bias"))[None]}
     names = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
@@ -73,7 +73,7 @@ def make_run(workload):
         )
         return ids[:, 1:].tolist()
 
-    return one_by_one(generate)
+    return time_each_step(generate)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The contestant: a published model of `transformers` on PyTorch, and of `peft` where it has adapters.
+"""Contestant: a published model of `transformers` on PyTorch, with adapters of `peft`.
 
     python transformers_training.py WORKLOAD eager|compiled
 
-`make FOLDER WORKLOAD...` in place of these writes the random weights, and adapters, of workloads.
+The arguments `make FOLDER WORKLOAD...` write the initial weights and adapters of workloads.
 """
 
 import os
@@ -11,14 +11,14 @@ import sys
 import torch
 import transformers
 from published import EPSILON, FOLDER, IGNORED, LEARNING_RATE, PUBLISHED, WEIGHT_DECAY
-from workloads import one_by_one, serve
+from workloads import serve, time_each_step
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 
 def make(workload):
-    """Write the weights of a workload, and adapters whose second factors are not 0."""
+    """Write the random weights of a workload, and adapters with nonzero second factors."""
     from published import END, PAD, START
 
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def make_run(workload, mode):
         losses.append(loss.item())
         return losses
 
-    return one_by_one(step)
+    return time_each_step(step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The models that all contestants train, and one batch of full sentences for each.
+"""Models that all contestants train, and one batch of full sentences for each.
 
-Read by environments that have NumPy alone in common.
+All environments import this file, so it needs only NumPy.
 """
 
 import dataclasses
@@ -16,14 +16,17 @@ import numpy as np
 class Workload:
     """A pre-norm Transformer with ReLU, learned positions and dropout 0.1, in float32.
 
-    Trained with AdamW (learning rate 1e-4) on the mean cross entropy of all tokens.
+    Contestants use AdamW (learning rate 1e-4) and the mean cross entropy of all tokens.
 
     Args:
-        encoder_layers: number of blocks of the encoder; 0 for a language model.
-        decoder_layers: number of blocks that predict.
-        hidden_size, ffn_hidden_size, num_heads, vocab_size: as the layers'.
-        batch_size: number of sentences.
-        length: number of tokens of a sentence, on each side.
+        encoder_layers: Number of encoder blocks. `0` for a language model.
+        decoder_layers: Number of decoder blocks.
+        hidden_size: Number of features.
+        ffn_hidden_size: Number of features inside the feed-forward layer.
+        num_heads: Number of attention heads.
+        vocab_size: Number of tokens in the vocabulary.
+        batch_size: Number of sentences.
+        length: Number of tokens of a sentence, on each side.
     """
 
     encoder_layers: int = 4
@@ -37,31 +40,30 @@ class Workload:
 
     @property
     def tokens(self):
-        """Number of tokens of a step, of both sides."""
+        """Number of tokens in a step, on both sides."""
         return self.batch_size * self.length * (2 if self.encoder_layers else 1)
 
     @property
     def passes(self):
-        """Number of products of a forward product's size: itself, and two gradients."""
+        """Number of products for each forward product: itself and two gradients."""
         return 3
 
     def batch(self):
-        """Return (source or None, target, labels), int arrays [batch_size, length]."""
+        """Return (source, target, labels): int arrays [batch_size, length]. `source` may be `None`."""
         shape = (3, self.batch_size, self.length)
         source, target, labels = np.random.default_rng(0).integers(4, self.vocab_size, shape)
         return source if self.encoder_layers else None, target, labels
 
     def products(self):
-        """Return the products of the forward pass: {(batch, rows, inner, columns): number}.
+        """Return the products of the forward pass as a dict {(batch, rows, inner, columns): count}.
 
-        One for the projections of each input, as wide as it can be: three of self attention
-        are one, and so are keys and values of a memory.
+        Projections of the same input count as one wide product, as for queries, keys and values.
         """
         h, f, head = self.hidden_size, self.ffn_hidden_size, self.hidden_size // self.num_heads
         rows, heads = self.batch_size * self.length, self.batch_size * self.num_heads
         blocks = self.encoder_layers + self.decoder_layers
         crosses = self.decoder_layers if self.encoder_layers else 0
-        found = {
+        counts = {
             (1, rows, h, 3 * h): blocks,
             (1, rows, h, 2 * h): crosses,
             (1, rows, h, h): blocks + 2 * crosses,
@@ -71,16 +73,16 @@ class Workload:
             (heads, self.length, head, self.length): blocks + crosses,
             (heads, self.length, self.length, head): blocks + crosses,
         }
-        return {shape: number for shape, number in found.items() if number}
+        return {shape: number for shape, number in counts.items() if number}
 
     def flops(self):
-        """Return the floating-point operations of a step's products, all passes included."""
+        """Return the floating-point operations of all products in a step."""
         forward = sum(2.0 * np.prod(shape) * number for shape, number in self.products().items())
         return self.passes * forward
 
 
 def clock():
-    """Return seconds: of the clock, or of the processor where `DTRANSFORMER_PROCESSOR` is set."""
+    """Return wall time in seconds, or processor time if `DTRANSFORMER_PROCESSOR` is set."""
     is_processor = os.environ.get("DTRANSFORMER_PROCESSOR")
     return time.process_time() if is_processor else time.perf_counter()
 
@@ -93,22 +95,22 @@ WORKLOADS = {
 
 
 def workload_of(name):
-    """Return the workload of a name."""
+    """Return the workload with this name."""
     from generation import Generation
     from published import PUBLISHED
     from sentences import Sentences
 
-    others = {"greedy": Generation(), "beam_search": Generation(num_beams=4), **PUBLISHED}
-    return {**WORKLOADS, **others, "sentences": Sentences()}[name]
+    other_workloads = {"greedy": Generation(), "beam_search": Generation(num_beams=4), **PUBLISHED}
+    return {**WORKLOADS, **other_workloads, "sentences": Sentences()}[name]
 
 
 def serve(make_run, num_first=1):
     """Take turns: for each number n on standard input, run n steps and print their seconds.
 
     Args:
-        make_run: a function of the `Workload` and the other arguments of the command line, which
-            returns a function of n that trains n steps and returns a list of seconds of each.
-        num_first: number of steps before the turns, one after the other; the function's `result` is
+        make_run: Function of the `Workload` and the other command-line arguments. It returns a
+            function of n that runs n steps and returns the list of their seconds.
+        num_first: Number of single steps before the turns. The `result` attribute of the function is
             printed after them.
     """
     workload, *options = sys.argv[1:]
@@ -121,15 +123,15 @@ def serve(make_run, num_first=1):
         print(json.dumps(run(int(line))), flush=True)
 
 
-def one_by_one(step):
+def time_each_step(step):
     """Return a function of n that runs n steps and returns the seconds of each.
 
-    What the last step returned is the function's `result`.
+    Its `result` attribute is the value of the last step.
     """
 
-    def run(number):
+    def run(num_steps):
         seconds = []
-        for _ in range(number):
+        for _ in range(num_steps):
             start = clock()
             run.result = step()
             seconds.append(clock() - start)

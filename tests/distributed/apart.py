@@ -1,9 +1,9 @@
-"""Two ranks that come to wait for each other outside of a step: a program that tests launch.
+"""Let two ranks deadlock outside of a step: a program that tests launch.
 
 horovodrun -np 2 python -m tests.distributed.apart SCENARIO model|data|stage|shards FOLDER
 
-Each scenario is one of `SCENARIOS`: an error that one rank alone raises and the script catches, or
-a call that one rank alone makes, after which the script goes on.
+In each of the `SCENARIOS`, a single rank raises an error that the script catches, or a single rank
+calls a function that needs all ranks. The script then continues.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
 
-# What the two ranks are together.
+# Parallel axis of the two ranks -> fields of the config.
 AXES = {
     "model": {"model_parallel": 2},
     "data": {},
@@ -31,7 +31,7 @@ AXES = {
 
 
 class FailsAlone(keras.callbacks.Callback):
-    """Raises an error on the last rank, after the first step."""
+    """Callback that raises an error on the last rank after the first step."""
 
     def on_train_batch_end(self, batch, logs=None):
         if not job.is_chief():
@@ -39,12 +39,12 @@ class FailsAlone(keras.callbacks.Callback):
 
 
 def fail(step, instruction):
-    """Fail while sends to and from this rank are on their way."""
+    """Raise an error while this rank has pending sends and receives."""
     raise RuntimeError("this rank has had enough")
 
 
 class Script:
-    """What a script does after a first training."""
+    """Script that trains a network first. Its other methods are the scenarios."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -78,7 +78,7 @@ class Script:
         job.barrier()
 
     def fit_after_a_stage(self):
-        """The last rank fails amidst a step, while others wait for what it sends."""
+        """The last rank fails in the middle of a step while the other rank waits for its sends."""
         compute = PipelineStep._backward
         if not job.is_chief():
             PipelineStep._backward = fail
@@ -87,7 +87,7 @@ class Script:
         self.fit()
 
     def fit_after_data(self):
-        """One rank's data end with an error."""
+        """The data of one rank raise an error."""
 
         def batches():
             yield self.batch()
@@ -137,7 +137,7 @@ class Script:
         job.barrier()
 
     def begin(self):
-        """Only one rank makes a second trainer, whose weights are broadcast."""
+        """Only one rank compiles the trainer again, which broadcasts the weights."""
         if job.is_chief():
             self.trainer.compile("sgd", CrossEntropyLoss(ignore_id=0))
         self.fit()

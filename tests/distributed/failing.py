@@ -1,10 +1,20 @@
-"""A training job in which one rank fails as asked: a program that tests launch.
+"""Train on two ranks and let the last one fail: a program that tests launch.
 
 horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
 
-HOW is slow (all steps; none fails), straggle (the last rank waits longer for its data), kill, raise,
-crash (in C), midst or save; freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it
-does not come back from a callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
+HOW is the kind of failure:
+
+- slow: no failure, but every step takes longer
+- straggle: no failure, but the last rank waits longer for its data
+- kill: SIGKILL
+- raise: an exception
+- crash: a segmentation fault
+- midst: an exception in the middle of a pipeline step
+- save: SIGKILL while a checkpoint is written
+- freeze: SIGSTOP
+- unequal: a barrier that the other rank does not enter
+- loop: a callback that never returns
+- preempt: SIGUSR1, which asks the job to save in FOLDER and stop
 """
 
 import ctypes
@@ -26,7 +36,7 @@ from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
 
 FAIL_IN_STEP = 5
-# What the two ranks are together.
+# Parallel axis of the two ranks -> fields of the config.
 AXES = {
     "model": {"model_parallel": 2},
     "data": {},
@@ -35,7 +45,7 @@ AXES = {
 
 
 class Fail(keras.callbacks.Callback):
-    """Lets the last rank fail after some steps."""
+    """Callback that lets the last rank fail after some steps."""
 
     def __init__(self, how):
         super().__init__()
@@ -67,7 +77,7 @@ class Fail(keras.callbacks.Callback):
             PipelineStep._backward = fail
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Wait for a batch; save, while the last rank is killed."""
+        """Delay the batch, or kill the last rank during a save."""
         if self.how == "straggle":
             time.sleep(0.4 if job.rank() == job.size() - 1 else 0.2)
         if self.how == "save" and batch == FAIL_IN_STEP:
@@ -78,7 +88,7 @@ class Fail(keras.callbacks.Callback):
 
 
 def fail(step, instruction):
-    """Fail while sends to and from this rank are on their way."""
+    """Raise an error while this rank has pending sends and receives."""
     raise RuntimeError("this rank has had enough")
 
 

@@ -1,6 +1,6 @@
-"""The layouts that are held to one process' numbers: those of the quick suite, and the others."""
+"""Runs of the parity tests, in the quick suite and in the long suite."""
 
-# Every pair of techniques that can be together is in one of these (test_layout_pairs.py).
+# The quick suite contains every valid pair of techniques (test_layout_pairs.py).
 # More layouts: python benchmarks/parity.py, with --layouts '*+shard?', '*pp*', '*cp*' and '*ep*'
 QUICK = """
     sgd/dp2mp2-interleaved2@2x2+rows+sp+shard1+recompute
@@ -96,9 +96,9 @@ LONG = """
     tied.used/mp2m2-interleaved2@2x1+rows+sp+recompute tied/dp2pp2m2-1f1b@4x1+shard1
     long_causal/dp2cp2-interleaved2@2x2+ring+whole1 moe/dp4ep2@2x2+whole1
 """.split()
-# Steps as on GPUs (harness/gpu_branch.py): some of the quick suite's; in the long one each network and
-# each layout of two ranks once, as layouts do not know networks, and these of four. Those that go so in
-# the quick suite go as on CPUs in the long one.
+# Runs with "+gpu" use the GPU code path (harness/gpu_branch.py). The long suite uses it once for each
+# network and for each layout of two ranks, because layouts do not depend on networks, and for the
+# runs of four ranks below. Runs with "+gpu" in the quick suite use the CPU code path in the long suite.
 _IS_GPU = "+gpu"
 _GPU_OF_FOUR = """
     sgd/dp2mp2@4x1+rows+sp+whole2+recompute bert/mp2pp2m2-gpipe@4x1+rows+sp
@@ -108,7 +108,7 @@ _GPU_OF_FOUR = """
 
 
 def _as_on_gpus(runs):
-    """Yield the runs of which the network or the layout has not been there yet."""
+    """Yield runs of two ranks, with "+gpu", until each network and each layout occurs once."""
     seen = set()
     for run in runs:
         network, layout = run.removesuffix(_IS_GPU).split("/")

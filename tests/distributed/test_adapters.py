@@ -1,4 +1,4 @@
-"""Promise: adapters are trained, saved, loaded, merged and generate alike on every layout."""
+"""Promise: adapters train, save, load, merge and generate with the same results on every layout."""
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -25,12 +25,12 @@ pytestmark = needs_horovod
 each_run = each(LONG, LONG, lambda run: [ALONE])
 
 
-def lora_of(folder, run):
+def load_adapter_file(folder, run):
     return load_file(adapters_of(folder, Run.of(run).layout) / "adapter_model.safetensors")
 
 
 @each_run
-def test_training_and_prediction_are_those_of_one_process(run, ranks_of):
+def test_training_and_prediction_match_one_process(run, ranks_of):
     (expected,) = ranks_of(ALONE)
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
@@ -39,7 +39,7 @@ def test_training_and_prediction_are_those_of_one_process(run, ranks_of):
 
 
 @each_run
-def test_a_checkpoint_of_one_process_goes_on_elsewhere(run, ranks_of):
+def test_layouts_resume_from_the_checkpoint_of_one_process(run, ranks_of):
     (expected,) = ranks_of(ALONE)
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["restored"], expected["after"], rtol=PARITY_LOSS)
@@ -52,12 +52,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(run, ranks_of):
 
 
 @each_run
-def test_files_of_adapters_do_not_depend_on_the_layout(run, ranks_of):
+def test_adapter_files_do_not_depend_on_the_layout(run, ranks_of):
     ranks_of(run)
-    found, expected = lora_of(ranks_of.folder, run), lora_of(ranks_of.folder, ALONE)
-    assert found.keys() == expected.keys()
+    actual, expected = (
+        load_adapter_file(ranks_of.folder, run),
+        load_adapter_file(ranks_of.folder, ALONE),
+    )
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=10 * PARITY_WEIGHTS)
+        np.testing.assert_allclose(actual[name], value, rtol=0, atol=10 * PARITY_WEIGHTS)
 
 
 @each([ALONE, *LONG], [ALONE, *LONG], lambda run: [ALONE])
@@ -70,7 +73,7 @@ def test_merged_kernels_give_what_adapters_gave(run, ranks_of):
             rank["logits_merged"], expected["logits"], rtol=0, atol=PARITY_LOGITS
         )
         assert not any("lora" in path for path in rank["paths_merged"])
-        # Stages of a pipeline write one file, too.
+        # All pipeline stages also write a single file.
         np.testing.assert_allclose(
             rank["published"], expected["published"], rtol=0, atol=PARITY_WEIGHTS
         )

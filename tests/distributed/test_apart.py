@@ -1,4 +1,4 @@
-"""Promise: ranks that come to wait for each other outside of a step end, and say in what they wait."""
+"""Promise: ranks that deadlock outside of a step end the job and report the call that waits."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from harness.launch import launch, tail
 from tests.shared_runs import needs_horovod
 
-# What one rank alone does or catches, what the ranks are together -> patterns of the verdict.
+# (action or error of a single rank, parallel axis) -> patterns of the final error.
 SCENARIOS = {
     ("read", "shards"): [
         "rank 0 in code outside of fit, .* waiting in .*'read/.*' for rank 1",
@@ -51,10 +51,10 @@ STALL_SECONDS = "12"
 def test_the_job_ends_and_names_who_waits_in_what_for_whom(scenario, axis, tmp_path):
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     arguments = ["-m", "tests.distributed.apart", scenario, axis, tmp_path]
-    done = launch(2, arguments, timeout=240, environment=environment)
-    output = tail(done.stdout, done.stderr, 20000)
-    assert done.returncode != 0 and "is done" not in output
-    told = [line for line in done.stderr.splitlines() if "the job ends: " in line]
-    assert told, output
-    for words in SCENARIOS[scenario, axis]:
-        assert re.search(words, told[0]), told[0]
+    completed = launch(2, arguments, timeout=240, environment=environment)
+    output = tail(completed.stdout, completed.stderr, 20000)
+    assert completed.returncode != 0 and "is done" not in output
+    verdicts = [line for line in completed.stderr.splitlines() if "the job ends: " in line]
+    assert verdicts, output
+    for pattern in SCENARIOS[scenario, axis]:
+        assert re.search(pattern, verdicts[0]), verdicts[0]

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint of experts or long sequences fits other numbers of shards, states and all."""
+"""Promise: a checkpoint of experts or sharded sequences restores on other numbers of shards."""
 
 import numpy as np
 import pytest
@@ -27,18 +27,18 @@ def case(network, restoring):
     ["network", "restoring"],
     [case(network, name) for network in SAVING for name in (*RESTORING[network], ALONE)],
 )
-def test_states_are_the_saved_ones_and_training_goes_on(network, restoring, ranks_of):
+def test_states_and_losses_after_restoring_match_the_saving_run(network, restoring, ranks_of):
     after = {saved: ranks_of(run("save", saved))[0]["after"] for saved in SAVING[network]}
     if restoring == ALONE:
-        found = other_shards.restored(ranks_of.folder, ALONE, network)
+        losses = other_shards.restored(ranks_of.folder, ALONE, network)
     else:
-        found = ranks_of(run("restore_all", restoring))[0]["restored"]
-    assert set(found) == set(SAVING[network])
+        losses = ranks_of(run("restore_all", restoring))[0]["restored"]
+    assert set(losses) == set(SAVING[network])
     for saved, expected in after.items():
-        np.testing.assert_allclose(found[saved], expected, rtol=PARITY_LOSS, err_msg=saved)
+        np.testing.assert_allclose(losses[saved], expected, rtol=PARITY_LOSS, err_msg=saved)
         states = state_of(checkpoint_of(ranks_of.folder, saved))
-        again = state_of(checkpoint_of(ranks_of.folder, saved, restoring))
-        assert again.keys() == states.keys()
+        restored_states = state_of(checkpoint_of(ranks_of.folder, saved, restoring))
+        assert restored_states.keys() == states.keys()
         assert any(name.startswith("optimizer/velocities/") for name in states)
         for name, value in states.items():
-            np.testing.assert_array_equal(again[name], value, err_msg=name)
+            np.testing.assert_array_equal(restored_states[name], value, err_msg=name)

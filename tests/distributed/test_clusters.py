@@ -1,4 +1,4 @@
-"""Promise: steps as on GPUs are compiled in clusters, once; collectives stay outside, and are told."""
+"""Promise: XLA compiles GPU-style steps in clusters, once, and reports the operations outside."""
 
 import collections
 import pathlib
@@ -21,54 +21,58 @@ PRODUCTS = {"MatMul", "_MklMatMul", "BatchMatMulV2", "Einsum"}
 
 
 @each([run for run in RUNS if run.endswith("+gpu")], LONG)
-def test_products_are_in_clusters_and_collectives_are_not(run, ranks_of):
+def test_matrix_products_are_in_clusters_and_collectives_are_not(run, ranks_of):
     layout = Run.of(run).layout
     for rank in ranks_of(run):
         assert rank["clusters"] > 1
-        # Of stages a backward pass for weights alone may be one product, and no cluster.
+        # TensorFlow forms no cluster for a single product, as in some backward passes of stages.
         if layout.stages == 1:
             assert not PRODUCTS & rank["outside"].keys()
-        of_ranks = any(
+        has_rank_collectives = any(
             op.startswith(("Horovod", "EagerPyFunc", "PyFunc")) for op in rank["outside"]
         )
-        of_mesh = any(op.startswith("Collective") for op in rank["outside"])
-        assert of_mesh if layout.joins_ranks else of_ranks or layout.stages > 1
+        has_mesh_collectives = any(op.startswith("Collective") for op in rank["outside"])
+        assert (
+            has_mesh_collectives
+            if layout.joins_ranks
+            else has_rank_collectives or layout.stages > 1
+        )
 
 
 def _trained():
-    """Train five steps; return the report of clusters, and how often XLA compiled after the first."""
+    """Train five steps and return the cluster report and XLA's compilations after the first step."""
     model, optimizer = make(NETWORK)
     model.build()
     trainer = Trainer(model)
     trainer.compile(optimizer, loss_of(NETWORK))
     data = _data(NETWORK, STEPS, model, seed=0)
-    fit = lambda some: trainer.fit(some, verbose=0, shard=False)
+    fit = lambda batches: trainer.fit(batches, verbose=0, shard=False)
     fit(data.take(1))
     with tempfile.TemporaryDirectory() as folder:
-        later = compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
+        recompilations = compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
     assert trainer.num_steps == STEPS
-    return trainer._program.compiler.clusters, later
+    return trainer._program.compiler.clusters, recompilations
 
 
 @pytest.mark.long
 @on_ranks("dp2@2x1+gpu")
-def test_data_ranks():
-    report, later = _trained()
-    assert report.clusters > 1 and not later, (report, later)
+def test_clusters_of_data_parallel_ranks_compile_once():
+    report, recompilations = _trained()
+    assert report.clusters > 1 and not recompilations, (report, recompilations)
     assert any("Horovod" in op for op in report.outside), report
     assert not PRODUCTS & report.outside.keys(), report
 
 
 @pytest.mark.long
 @on_ranks("mp2@2x1+rows+sp+gpu")
-def test_ranks_of_a_mesh():
-    report, later = _trained()
-    assert report.clusters > 1 and not later, (report, later)
+def test_clusters_of_a_mesh_of_ranks_compile_once():
+    report, recompilations = _trained()
+    assert report.clusters > 1 and not recompilations, (report, recompilations)
     assert report.outside["CollectiveReduceV2"] >= 4, report
     assert not PRODUCTS & report.outside.keys(), report
 
 
-def test_a_report_counts_clusters_and_what_stays_outside():
+def test_report_counts_clusters_and_operations_outside():
     operations = {
         "_XlaCompile": 2,
         "_XlaRun": 2,

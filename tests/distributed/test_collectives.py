@@ -29,7 +29,7 @@ def checks(num_ranks):
         if size in sizes
     ],
 )
-def test_check(num_ranks, name, ranks_of):
+def test_collective_check_passes_on_every_rank(num_ranks, name, ranks_of):
     failures = [
         f"rank {rank}: {text}"
         for rank, results in enumerate(ranks_of(checks(num_ranks)))

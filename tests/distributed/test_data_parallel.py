@@ -1,4 +1,4 @@
-"""Promise: two ranks give the numbers of one process."""
+"""Promise: two data-parallel ranks give the losses and weights of one process."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def two_ranks(name):
     return f"harness.tasks:{name}/dp2@2x1"
 
 
-# What makes no difference in one process.
+# Task -> task with the same results in one process.
 SAME_ALONE = {
     "micro_batches": "untied",
     "sharded_sums_of_micro_batches": "untied",
@@ -30,8 +30,8 @@ SAME_ALONE = {
 }
 
 
-def alone(run):
-    """Return the run of the same task in one process, or of one that is the same there."""
+def one_process(run):
+    """Return the run of the same or an equivalent task in one process."""
     name = run.removeprefix("harness.tasks:").removesuffix("/dp2@2x1")
     return f"harness.tasks:{SAME_ALONE.get(name, name)}/alone@1x1"
 
@@ -61,9 +61,9 @@ EXACT = [
 ]
 
 
-@each(EXACT, LONG, lambda run: [alone(run)])
-def test_two_ranks_give_the_losses_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
+@each(EXACT, LONG, lambda run: [one_process(run)])
+def test_losses_and_weights_match_one_process(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["step_losses"], expected["step_losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["gradient_norms"], expected["gradient_norms"], rtol=1e-4)
@@ -77,87 +77,93 @@ def test_two_ranks_give_the_losses_of_one_process(run, ranks_of):
 
 
 @each(ALL, LONG)
-def test_ranks_agree_to_the_last_bit(run, ranks_of):
+def test_ranks_agree_bit_for_bit(run, ranks_of):
     first, second = ranks_of(run)
     assert first["step_losses"] == second["step_losses"]
     assert first["weights"] == second["weights"]
 
 
 @each(EXACT, LONG)
-def test_losses_fall(run, ranks_of):
+def test_losses_decrease(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
-    half = len(losses) // 2  # steps_per_execution logs every fifth step only
+    half = len(losses) // 2  # `steps_per_execution` logs only every fifth step.
     assert np.mean(losses[half:]) < np.mean(losses[:half])
 
 
 @pytest.mark.long
 @pytest.mark.runs(two_ranks("mixed_float16"), two_ranks("master_weights"))
-def test_master_weights_are_sharded_and_losses_stay_those_of_replicated_ones(ranks_of):
+def test_sharded_master_weights_give_the_losses_of_replicated_weights(ranks_of):
     replicated = ranks_of(two_ranks("mixed_float16"))[0]
     sharded = ranks_of(two_ranks("master_weights"))[0]
     assert sharded["step_losses"] == replicated["step_losses"], "to the last bit"
     assert sharded["weights"] == replicated["weights"]
     for planned, measured in sharded["memory"].values():
         assert planned == measured
-    # In bytes of a parameter: 4 of the weight are 2 of its copy, and with two states a rank has
-    # half of 12; but tables and norms, a sixth of this network, are computed with in float32.
+    # Bytes per parameter: a 16-bit copy of a weight takes 2 bytes instead of 4. A master weight and
+    # two states take 12 bytes, and a rank has half of them. The limits are higher because tables
+    # and norms, a sixth of this network, compute in float32.
+
     parameters = replicated["memory"]["weights"][0] / 4
-    for what, allowed in (("weights", 2.6), ("gradients", 2.6), ("optimizer states", 6)):
-        assert sharded["memory"][what][0] < allowed * parameters
+    for kind, allowed in (("weights", 2.6), ("gradients", 2.6), ("optimizer states", 6)):
+        assert sharded["memory"][kind][0] < allowed * parameters
 
 
-@each([two_ranks("mixed_float16")], LONG, lambda run: [alone(run)])
+@each([two_ranks("mixed_float16")], LONG, lambda run: [one_process(run)])
 def test_16_bit_losses_are_those_of_one_process(run, ranks_of):
-    (expected,), (found, _) = ranks_of(alone(run)), ranks_of(run)
+    (expected,), (found, _) = ranks_of(one_process(run)), ranks_of(run)
     np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
 
 
 @each([two_ranks("untied"), two_ranks("mixed_float16")], LONG)
 def test_each_gradient_is_sent_once(run, ranks_of):
     for rank in ranks_of(run):
-        others = rank["sent"] - rank["parameters"]
-        assert 0 < others < 20, "what is counted, and the sums of the logs"
+        other_elements = rank["sent"] - rank["parameters"]
+        assert 0 < other_elements < 20, "the remaining elements are counters and sums of the logs"
 
 
 @each(OVERFLOWS, LONG)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
-    for found in ranks_of(run):
-        weights, scales = found["weights_by_step"], found["loss_scale"]
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(run, ranks_of):
+    for rank in ranks_of(run):
+        weights, scales = rank["weights_by_step"], rank["loss_scale"]
         assert weights[2] == weights[1], "to the last bit"
         assert weights[1] != weights[0] and weights[3] != weights[2] != weights[4]
         assert scales == [*[scales[0]] * 3, *[scales[0] / 2] * 2]
-        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
-        shown = np.isfinite(found["loss"]).tolist()
-        assert shown == [True, True, False, True, True], "each step's own loss, as in Keras"
+        assert rank["skipped_steps"] == [0, 0, 1, 1, 1]
+        is_finite = np.isfinite(rank["loss"]).tolist()
+        assert is_finite == [True, True, False, True, True], "each step's own loss, as in Keras"
 
 
-@each(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [alone(run)])
-def test_gradients_may_be_reduced_in_16_bits(run, ranks_of):
+@each(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [one_process(run)])
+def test_gradients_can_be_reduced_in_16_bits(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
-    expected = ranks_of(alone(run))[0]["step_losses"][: len(losses)]
+    expected = ranks_of(one_process(run))[0]["step_losses"][: len(losses)]
     assert len(losses) == 3
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
     assert losses != expected
 
 
 @each([two_ranks("untied")])
-def test_losses_are_those_of_20_steps(run, ranks_of):
+def test_each_of_20_steps_has_another_loss(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
     assert len(losses) == len(set(losses)) == 20
 
 
 @on_ranks("dp2@2x1")
-def test_batches_that_are_made_whole_are_shared_as_arrays_are():
+def test_global_batches_are_sharded_like_arrays():
     ids = (np.arange(5, 13, dtype="int32"), np.arange(9))
-    whole = TranslationBatches(ids, ids, batch_size=4)
+    global_batches = TranslationBatches(ids, ids, batch_size=4)
     index, count = job.data_shard()
-    own = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
-    assert [RowSharding.of_data(x).is_global for x in (ids, whole, own)] == [True, True, False]
+    local_batches = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
+    assert [RowSharding.of_data(x).is_global for x in (ids, global_batches, local_batches)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @on_ranks("dp2@2x1")
-def test_each_rank_has_a_folder_of_its_own_for_tensorboard():
+def test_each_rank_logs_to_a_separate_tensorboard_folder():
     board = keras.callbacks.TensorBoard("logs")
-    for _ in range(2):  # fits
+    for _ in range(2):  # `fit` prepares the callbacks each time.
         prepare_callbacks([board])
     assert board.log_dir == ("logs" if job.is_chief() else "logs/rank_1")

@@ -1,4 +1,4 @@
-"""Data that end where nobody knew, on data ranks; layouts that are refused after others."""
+"""Promise: data ranks handle data of unknown length, and recover from an invalid layout."""
 
 import keras
 import numpy as np
@@ -16,15 +16,15 @@ LAYOUT = "dp2@2x1"
 
 
 def values(rank):
-    """Return the rows of a rank."""
+    """Return 12 random rows, the same for each call with this rank."""
     return tf.cast(np.random.default_rng(rank).normal(size=(12, 4)) * 8, "float32")
 
 
-def _fit_what_ends(config):
-    """Train, evaluate and predict twice, each until TensorFlow finds that there is no batch."""
+def _train_evaluate_and_predict(config):
+    """Train, evaluate and predict twice on data whose length TensorFlow does not know."""
     layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
     data = tf.data.Dataset.from_tensor_slices((values(dtransformer.rank()), np.zeros(12, "i")))
-    data = data.batch(4, drop_remainder=True).filter(lambda *_: True)  # shapes are constants
+    data = data.batch(4, drop_remainder=True).filter(lambda *_: True)  # The shapes stay static.
     with parallel_config(**config):
         trainer = Trainer(keras.Sequential([keras.Input((4,)), *layers]))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -37,17 +37,19 @@ def _fit_what_ends(config):
 
 
 @on_ranks(LAYOUT)
-def test_data_of_unknown_length_end_between_steps():
-    _fit_what_ends({})
+def test_data_of_unknown_length_ends_between_steps():
+    _train_evaluate_and_predict({})
 
 
 @on_ranks(LAYOUT)
-def test_data_of_unknown_length_end_between_steps_whose_weights_are_gathered():
-    _fit_what_ends({"optimizer_shard": 3, "parallel_optimizer_threshold": 0, "micro_batch_num": 2})
+def test_data_of_unknown_length_ends_between_steps_with_gathered_weights():
+    _train_evaluate_and_predict(
+        {"optimizer_shard": 3, "parallel_optimizer_threshold": 0, "micro_batch_num": 2}
+    )
 
 
 @on_ranks(LAYOUT)
-def test_sums_go_on_after_a_layout_that_is_refused():
+def test_collectives_work_after_an_invalid_layout():
     with pytest.raises(ValueError, match="model_parallel"):
         dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=3))
     group = job.data_parallel_group()

@@ -1,4 +1,4 @@
-"""Promise: ranks that were started wrongly say so on every rank, and do not hang."""
+"""Promise: a wrong start raises an error on every rank instead of a hang."""
 
 import pytest
 
@@ -42,13 +42,13 @@ TASKS = "tests.distributed.tasks.errors:"
     "run, action",
     [pytest.param(*case, marks=pytest.mark.runs(TASKS + case[0])) for case in WRONG],
 )
-def test_every_rank_says_what_is_wrong(run, action, ranks_of):
+def test_every_rank_raises_an_error_that_explains_the_fault(run, action, ranks_of):
     for rank in ranks_of(TASKS + run):
         for words in WRONG[run, action]:
             assert words in rank[action]
 
 
 @pytest.mark.runs(TASKS + "checkpoints/dp2@2x1")
-def test_a_checkpoint_is_as_it_was_after_failures(ranks_of):
+def test_checkpoint_is_unchanged_after_failed_saves(ranks_of):
     for rank in ranks_of(TASKS + "checkpoints/dp2@2x1"):
         assert rank["restored in the end"] == 0

@@ -1,4 +1,4 @@
-"""Promise: a rank that fails ends the job, with its name, instead of a hang."""
+"""Promise: a rank that fails ends the job with an error that names it, instead of a hang."""
 
 import re
 
@@ -8,9 +8,9 @@ from dtransformer.trainers.checkpoint.folders import saved_steps
 from harness.launch import launch, tail
 from tests.shared_runs import needs_horovod
 
-# On a busy machine another rank, which tells of it, may end the job before the one that fails ends.
+# On a busy machine, a rank that reports the failure can end the job before the failed rank exits.
 ENDED = "Process name: 1|the job ends: rank 1 on host localhost: failed"
-# How the last rank fails, what the ranks are together -> patterns of what the output says.
+# (kind of failure of the last rank, parallel axis) -> patterns of the output.
 FAILURES = {
     ("kill", "model"): ["Process name: 1", "Exit code: 137"],
     ("raise", "model"): ["this rank has had enough", ENDED],
@@ -45,27 +45,27 @@ STALL_SECONDS = "12"
     [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in FAILURES],
 )
 def test_a_rank_that_fails_ends_the_job(how, axis, tmp_path):
-    """Within the time of a start, five steps and a minute."""
+    """The timeout allows for the start, five steps and a minute."""
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     arguments = ["-m", "tests.distributed.failing", how, axis, tmp_path]
-    done = launch(2, arguments, timeout=240, environment=environment)
-    output = tail(done.stdout, done.stderr, 20000)
-    assert done.returncode != 0
+    completed = launch(2, arguments, timeout=240, environment=environment)
+    output = tail(completed.stdout, completed.stderr, 20000)
+    assert completed.returncode != 0
     assert "step 5" in output, output
     assert "step 7" not in output
-    for words in FAILURES[how, axis]:
-        assert re.search(words, output), output
+    for pattern in FAILURES[how, axis]:
+        assert re.search(pattern, output), output
 
 
 @needs_horovod
 @pytest.mark.parametrize(
-    "axis", ["model", *(pytest.param(one, marks=pytest.mark.long) for one in ("data", "stage"))]
+    "axis", ["model", *(pytest.param(axis, marks=pytest.mark.long) for axis in ("data", "stage"))]
 )
-def test_a_rank_that_is_told_to_stop_lets_all_save_and_leave(axis, tmp_path):
-    """After the same step, with the code that says so."""
+def test_stop_signal_to_one_rank_makes_all_ranks_save_and_exit(axis, tmp_path):
+    """All ranks save after the same step and exit with the code for a requested stop."""
     arguments = ["-m", "tests.distributed.failing", "preempt", axis, tmp_path]
-    done = launch(2, arguments, timeout=240)
-    output = tail(done.stdout, done.stderr, 20000)
+    completed = launch(2, arguments, timeout=240)
+    output = tail(completed.stdout, completed.stderr, 20000)
     assert "Exit code: 75" in output and "step 50" not in output, output
     ((step, _),) = saved_steps(tmp_path)
     assert f"Stopping on request. Saved step {step} in" in output and 5 <= step < 50
@@ -73,8 +73,8 @@ def test_a_rank_that_is_told_to_stop_lets_all_save_and_leave(axis, tmp_path):
 
 @needs_horovod
 @pytest.mark.long
-def test_a_rank_whose_data_takes_twice_as_long_is_named():
-    """Within 20 steps, though nothing fails."""
+def test_warns_of_a_rank_with_slow_data():
+    """The warning names the slow rank within 20 steps, although nothing fails."""
     arguments = ["-m", "tests.distributed.failing", "straggle", "data", "nowhere"]
     done = launch(2, arguments, timeout=240)
     assert done.returncode == 0, tail(done.stdout, done.stderr)

@@ -1,6 +1,6 @@
-"""Promise: what a training step computes has kernels for GPUs, on every kind of layout.
+"""Promise: every operation of a training step has a GPU kernel, on every kind of layout.
 
-TensorFlow's wheel registers its GPU kernels on machines without one, too.
+TensorFlow's wheel also registers its GPU kernels on machines without a GPU.
 """
 
 import collections
@@ -28,14 +28,14 @@ LONG = (
     "mp2@1x2+sp+fp16 cp2@1x2+ring+fp16 dp2ep2@2x1+bf16 dp2ep2@2x1+fp16 "
     "pp2m4-zb_h1@2x1 pp2m4-1f1b@2x1+fp16"
 ).split()
-# What TensorFlow's executor, its graph passes or the host do by themselves.
+# These operations run in TensorFlow's executor, its graph passes or on the host.
 NO_KERNELS = {
     *("Placeholder", "_Arg", "_Retval", "Const", "NoOp", "SymbolicGradient"),
     *("PartitionedCall", "StatefulPartitionedCall", "IfV2", "If", "StatelessIf"),
     *("While", "StatelessWhile", "Case", "StatelessCase", "RemoteCall"),
-    *("Relayout", "RelayoutLike"),  # of functions that DTensor has not lowered yet
+    *("Relayout", "RelayoutLike"),  # They occur in functions that DTensor has not lowered yet.
 }
-# Operation -> why it may be the host's.
+# Operation -> reason why it may run on the host.
 ON_HOST = {
     "MatMul(DT_INT32)": "a device's place on the mesh, by DTensor; a card has run it",
     "Relu(DT_INT32)": "the same",
@@ -49,91 +49,102 @@ ON_HOST = {
 }
 
 
-# What the host takes of a GPU's results -> why it may.
+# Transfer of a result from a GPU to the host -> reason why it is allowed.
 WAITED_FOR = {
-    "Cumsum -> SplitV": "how many tokens each expert takes, where their number has no bound",
+    "Cumsum -> SplitV": "token counts of the experts, if they have no capacity limit",
 }
 
 
 def audit(layout):
-    """Train a step; return which operations have no GPU kernel, and for which ones the host waits."""
+    """Train a step, and count operations without a GPU kernel and host waits for GPU results."""
     network = "moe" if layout.experts > 1 else "long_causal" if layout.context > 1 else "causal"
     model, optimizer = make(f"deep_{network}" if layout.stages > 1 else network)
     model.build()
     trainer = Trainer(model)
     trainer.compile(optimizer, loss_of(network), jit_compile=False)
-    of_others = set(_compat.function_names())  # which runs before this one have left
+    earlier_functions = set(_compat.function_names())  # Earlier runs have left these functions.
     trainer.fit(_data(network, 1, model, seed=0), verbose=0, shard=False)
-    missing, waits, number = collections.Counter(), collections.Counter(), 0
-    for name in set(_compat.function_names()) - of_others:
+    missing, waits, num_nodes = collections.Counter(), collections.Counter(), 0
+    for name in set(_compat.function_names()) - earlier_functions:
         name = name.decode() if isinstance(name, bytes) else name
-        if "Dataset" in name or name.startswith("__wrapped"):  # the input pipeline's; eager ones
+        if "Dataset" in name or name.startswith(
+            "__wrapped"
+        ):  # Functions of the input pipeline, and eager ones.
             continue
         try:
             nodes = _compat.function_def(name).node_def
-        except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
+        except (
+            tf.errors.NotFoundError,
+            ValueError,
+        ):  # TensorFlow has deleted the function in the meantime.
             continue
         waits += host_waits(nodes)
         for node in nodes:
-            number += 1
+            num_nodes += 1
             if node.op not in NO_KERNELS and not has_gpu_kernel(node):
                 types = [types_pb2.DataType.Name(a.type) for a in node.attr.values() if a.type]
                 missing[f"{node.op}({', '.join(sorted(types))})"] += 1
-    return {"missing": dict(missing), "waits": dict(waits), "nodes": number}
+    return {"missing": dict(missing), "waits": dict(waits), "nodes": num_nodes}
 
 
 def has_gpu_kernel(node):
-    """Return whether TensorFlow has a kernel of a node's types for GPUs."""
+    """Return whether TensorFlow has a GPU kernel for the types of a node."""
     return host_arguments(node) is not None
 
 
 def host_waits(nodes):
-    """Return how often the host takes what a GPU computes, "PRODUCER -> CONSUMER": it waits for it.
+    """Count the places where the host waits for the result of a GPU operation.
 
     Args:
-        nodes: the nodes of a function.
+        nodes: List of nodes of a function.
+
+    Returns:
+        A Counter of strings "PRODUCER -> CONSUMER".
     """
-    on_device = {}  # "node:result" -> what computes it
+    on_device = {}  # "node:result" -> name of the operation that computes it
     for node in nodes:
-        of_device = node.op not in NO_KERNELS and "CPU" not in node.device
-        if of_device and (host := host_arguments(node)) is not None:
+        is_on_device = node.op not in NO_KERNELS and "CPU" not in node.device
+        if is_on_device and (host_memory := host_arguments(node)) is not None:
             for result in definition(node.op).output_arg:
-                if result.name not in host:
+                if result.name not in host_memory:
                     on_device[f"{node.name}:{result.name}"] = node.op
-    found = collections.Counter()
+    waits = collections.Counter()
     for node in nodes:
-        host = None if node.op in NO_KERNELS else host_arguments(node)
-        if host and "CPU" not in node.device:
+        host_memory = None if node.op in NO_KERNELS else host_arguments(node)
+        if host_memory and "CPU" not in node.device:
             inputs = [name for name in node.input if not name.startswith("^")]
             for name, argument in zip(inputs, input_arguments(node)):
                 producer = on_device.get(name.rpartition(":")[0])
-                if argument in host and producer:
-                    found[f"{producer} -> {node.op}"] += 1
-    return found
+                if argument in host_memory and producer:
+                    waits[f"{producer} -> {node.op}"] += 1
+    return waits
 
 
 definition = functools.cache(op_def_registry.get)
 
 
 def input_arguments(node):
-    """Return the names of the arguments that a node's inputs are of, in their order."""
+    """Yield the argument name of each input of a node, in order."""
     for argument in definition(node.op).input_arg:
         types = node.attr[argument.type_list_attr].list.type if argument.type_list_attr else [0]
-        number = node.attr[argument.number_attr].i if argument.number_attr else len(types)
-        yield from [argument.name] * number
+        count = node.attr[argument.number_attr].i if argument.number_attr else len(types)
+        yield from [argument.name] * count
 
 
 def host_arguments(node):
-    """Return which arguments and results of a node are in the host's memory; None without a kernel."""
-    for types, host in gpu_kernels(node.op):
-        if all(set(types_of(node, name)) <= allowed for name, allowed in types):
-            return host
+    """Return the names of a node's arguments and results in host memory, or `None` without a kernel."""
+    for types, host_memory in gpu_kernels(node.op):
+        if all(set(attribute_types(node, name)) <= allowed for name, allowed in types):
+            return host_memory
     return None
 
 
 @functools.cache
 def gpu_kernels(op):
-    """Return of each kernel for GPUs the types it takes, by attribute, and what the host has of it."""
+    """List the GPU kernels of an operation.
+
+    Each entry has the allowed types by attribute, and the names of arguments in host memory.
+    """
     return [
         (
             [(c.name, set(c.allowed_values.list.type)) for c in kernel.constraint],
@@ -144,7 +155,7 @@ def gpu_kernels(op):
     ]
 
 
-def types_of(node, name):
+def attribute_types(node, name):
     attribute = node.attr.get(name) if name in node.attr else None
     if attribute is None:
         return ()
@@ -158,7 +169,7 @@ QUICK, LONG = ([f"{TASK}/{layout_of(name).name}" for name in names] for names in
 
 
 @each([*QUICK, *LONG], long=LONG)
-def test_every_operation_of_a_step_has_a_gpu_kernel(run, ranks_of):
+def test_every_operation_of_a_training_step_has_a_gpu_kernel(run, ranks_of):
     for rank in ranks_of(run):
         assert rank["nodes"] > 100
         missing = {op: n for op, n in rank["missing"].items() if op not in ON_HOST}
@@ -171,7 +182,7 @@ def test_the_host_waits_for_no_result_of_a_gpu(run, ranks_of):
         assert not set(rank["waits"]) - set(WAITED_FOR)
 
 
-def test_a_wait_of_the_host_is_found():
+def test_host_waits_are_detected():
     @tf.function
     def function(x):
         return tf.reshape(tf.cast(x, "int32"), [-1])
@@ -180,7 +191,7 @@ def test_a_wait_of_the_host_is_found():
     assert host_waits(nodes) == {"Cast -> Reshape": 1}
 
 
-def test_an_operation_without_one_is_found():
+def test_operation_without_a_gpu_kernel_is_detected():
     graph = tf.Graph()
     with graph.as_default():
         text = tf.strings.join(["a", tf.strings.as_string(tf.constant(1))])

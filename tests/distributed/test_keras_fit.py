@@ -1,4 +1,4 @@
-"""Promise: on every layout `fit`, `evaluate` and `predict` give the numbers of Keras' own."""
+"""Promise: on every layout `fit`, `evaluate` and `predict` give the results of plain Keras."""
 
 import numpy as np
 import pytest
@@ -39,24 +39,24 @@ IN_TEST_ALL = {
 }
 LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
 RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG
-# Keras weighs the batch that has fewer rows as one row where it shows the losses of outputs.
-OF_OUTPUTS = {"tag_loss", "value_loss"}
+# Keras' logged losses of single outputs ignore that the last batch has fewer rows.
+OUTPUT_LOSSES = {"tag_loss", "value_loss"}
 
 
-def alone(run):
+def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, LONG, lambda run: [alone(run)])
-def test_numbers_are_those_of_keras(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_history_and_outputs_match_keras(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
     for rank in ranks_of(run):
         for kind in ("history", "evaluation"):
-            for name in set(expected[kind]) - (OF_OUTPUTS):
+            for name in set(expected[kind]) - (OUTPUT_LOSSES):
                 assert rank[kind][name] == pytest.approx(expected[kind][name], PARITY_LOSS), name
         if "log_folders" in rank:
-            others = [f"rank_{number}" for number in range(1, len(ranks_of(run)))]
-            assert rank["log_folders"] == [*others, "train"]
+            rank_folders = [f"rank_{rank_index}" for rank_index in range(1, len(ranks_of(run)))]
+            assert rank["log_folders"] == [*rank_folders, "train"]
         if "keeps" in run:
             assert rank["begun"] == expected["begun"]
             assert rank["with_calls"] == pytest.approx(expected["with_calls"], PARITY_LOSS)

@@ -1,4 +1,4 @@
-"""Promise: on ranks a Keras model trains on whatever data Keras takes, in every way to compile it."""
+"""Promise: on several ranks, a Keras model trains on texts and ragged rows, with and without XLA."""
 
 import keras
 import numpy as np
@@ -30,37 +30,37 @@ def losses(model, data, **options):
     return model.fit(data, epochs=2, verbose=0).history["loss"]
 
 
-def same_as_keras(make, data, **options):
-    """Train on the last batch's one row, too, of which one rank has none."""
+def assert_same_losses_as_keras(make, data, **options):
+    """Train on batches whose last one has a single row, so that one rank has no row."""
     data = tf.data.Dataset.from_tensor_slices(data).batch(8)
     expected = losses(make(), data)
     np.testing.assert_allclose(losses(Trainer(make()), data, **options), expected, rtol=PARITY_LOSS)
 
 
-def of_ids():
+def ids_model():
     inputs = keras.Input((4,), dtype="int32")
     return classifier(inputs, inputs)
 
 
 @on_ranks("dp2@2x1+shard2")
-def test_a_table_whose_gradients_are_rows_under_xla():
-    same_as_keras(of_ids, (IDS, TAGS), jit_compile=True)
+def test_embedding_with_sparse_gradients_trains_under_xla():
+    assert_same_losses_as_keras(ids_model, (IDS, TAGS), jit_compile=True)
 
 
 @on_ranks("dp2@2x1+shard2")
-def test_texts():
-    def of_texts():
+def test_text_vectorization_trains_on_ranks():
+    def texts_model():
         inputs = keras.Input((1,), dtype="string")
         words = keras.layers.TextVectorization(12, output_sequence_length=4)
         words.adapt(TEXTS)
         return classifier(words(inputs), inputs)
 
-    same_as_keras(of_texts, (TEXTS[:, None], TAGS))
+    assert_same_losses_as_keras(texts_model, (TEXTS[:, None], TAGS))
 
 
 @on_ranks("dp2@2x1+shard2")
-def test_ragged_rows_beside_texts_that_nobody_reads():
-    def of_rows():
+def test_ragged_rows_with_unused_texts_train_on_ranks():
+    def ragged_model():
         inputs = {
             "ids": keras.Input((None,), dtype="int32", ragged=True),
             "name": keras.Input((1,), dtype="string"),
@@ -68,4 +68,4 @@ def test_ragged_rows_beside_texts_that_nobody_reads():
         return classifier(inputs["ids"], inputs)
 
     ragged = tf.RaggedTensor.from_row_lengths(IDS.reshape(-1), [3, 5] * 12 + [4])
-    same_as_keras(of_rows, ({"ids": ragged, "name": TEXTS[:, None]}, TAGS))
+    assert_same_losses_as_keras(ragged_model, ({"ids": ragged, "name": TEXTS[:, None]}, TAGS))

@@ -1,4 +1,4 @@
-"""Promise: a language model trained on token shards has one process' losses, and goes on bit by bit."""
+"""Promise: training on token shards gives one process' losses, and resumes bit for bit."""
 
 import numpy as np
 import pytest
@@ -17,29 +17,29 @@ LONG = [
 ]
 
 
-def alone(run):
+def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-each_run = each(LONG, LONG, lambda run: [alone(run)])
+each_run = each(LONG, LONG, lambda run: [one_process(run)])
 
 
 @each_run
-def test_losses_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
+def test_losses_match_one_process(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
 
 
 @each_run
-def test_a_run_goes_on_from_any_step_bit_by_bit(run, ranks_of):
-    for rank in (*ranks_of(run), *ranks_of(alone(run))):
+def test_resumed_run_continues_bit_for_bit(run, ranks_of):
+    for rank in (*ranks_of(run), *ranks_of(one_process(run))):
         np.testing.assert_array_equal(rank["resumed"], rank["losses"][STOP:])
         assert rank["same_weights"]
 
 
 @pytest.mark.runs(f"{TASKS}gpt/alone@1x1")
-def test_it_learns(ranks_of):
+def test_language_model_loss_decreases(ranks_of):
     losses = ranks_of(f"{TASKS}gpt/alone@1x1")[0]["losses"]
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])

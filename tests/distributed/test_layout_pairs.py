@@ -9,7 +9,7 @@ from dtransformer.parallel.config.validators import check_supported
 from harness.runs import Run
 from tests.distributed.parity_runs import QUICK
 
-# What a config asks for where a technique is used, and how its layouts are known.
+# Technique -> (fields of a config that uses it, condition for layouts that use it).
 TECHNIQUES = {
     "data": ({"data_parallel": 2}, lambda x: x.data > 1),
     "zero": ({"data_parallel": 2, "optimizer_shard": 2}, lambda x: _flat(x) and x.level < 3),
@@ -23,7 +23,7 @@ TECHNIQUES = {
     "sequence": ({"model_parallel": 2, "sequence_parallel": True}, lambda x: x.sequence),
     "context": ({"context_parallel": 2}, lambda x: x.context > 1),
     "experts": ({"data_parallel": 2, "expert_parallel": 2}, lambda x: x.experts > 1),
-    # Of any schedule: what updates weights, and what shards a block, does not know it.
+    # Any schedule counts, because weight updates and sharding do not depend on the schedule.
     "pipeline": (
         {"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_schedule": "1f1b"},
         lambda x: x.stages > 1,
@@ -35,7 +35,7 @@ TECHNIQUES = {
     "micro-batches": ({"micro_batch_num": 2}, lambda x: x.micro_batches > 1),
     "recompute": ({"recompute": True}, lambda x: x.recompute),
 }
-# A mesh may be of several ranks, whatever else there is, unless it has no axis.
+# Techniques that work on a mesh of several ranks.
 JOINS_RANKS = {"rows", "sequence", "context", "experts", "gathered weights", "unsharded states"}
 JOINS_RANKS |= {"data", "model", "chunks", "micro-batches", "recompute", "pipeline"}
 # Ranks share unsharded states after the mesh and the model chunks have added up the gradients.
@@ -48,13 +48,13 @@ def _flat(layout):
     return layout.level and layout.partition == "flat" and layout.data > layout.experts
 
 
-def can_be_together(one, other):
-    """Return whether a config may ask for two techniques; some are two values of one field."""
-    (first, _), (second, _) = TECHNIQUES[one], TECHNIQUES[other]
-    if any(first[field] != second[field] for field in first.keys() & second.keys()):
+def can_combine(technique, other_technique):
+    """Return whether a config can combine two techniques, which may need two values of one field."""
+    (config, _), (other_config, _) = TECHNIQUES[technique], TECHNIQUES[other_technique]
+    if any(config[field] != other_config[field] for field in config.keys() & other_config.keys()):
         return False
     try:
-        check_supported(TransformerOpParallelConfig(**{**first, **second}))
+        check_supported(TransformerOpParallelConfig(**{**config, **other_config}))
     except ValueError:
         return False
     return True
@@ -63,18 +63,18 @@ def can_be_together(one, other):
 PAIRS = [
     pair
     for pair in itertools.combinations(TECHNIQUES, 2)
-    if pair not in INDEPENDENT and can_be_together(*pair)
+    if pair not in INDEPENDENT and can_combine(*pair)
 ]
 
 
 @pytest.mark.parametrize("one, other", PAIRS)
-def test_every_pair_of_techniques(one, other):
+def test_quick_suite_trains_every_pair_of_techniques(one, other):
     uses = [layout for layout in LAYOUTS if TECHNIQUES[one][1](layout)]
     assert any(TECHNIQUES[other][1](layout) for layout in uses), f"no layout has {one} and {other}"
 
 
 @pytest.mark.parametrize("technique", sorted(JOINS_RANKS))
-def test_meshes_of_several_ranks(technique):
+def test_quick_suite_joins_ranks_into_a_mesh_with_every_technique(technique):
     joined = [layout for layout in LAYOUTS if layout.joins_ranks]
     assert any(TECHNIQUES[technique][1](layout) for layout in joined)
 
@@ -90,5 +90,5 @@ def test_meshes_of_several_ranks(technique):
         ("ranks", {1, 2, 4}),
     ],
 )
-def test_every_value(field, values):
+def test_quick_suite_trains_every_value_of_a_layout_field(field, values):
     assert values <= {getattr(layout, field) for layout in LAYOUTS}

@@ -1,4 +1,4 @@
-"""Promise: with model parallelism a rank holds its shards of the weights only."""
+"""Promise: with model parallelism, a rank holds only its shards of the weights."""
 
 import re
 
@@ -14,19 +14,19 @@ RUNS = """
     untied/dp2mp2@4x1+rows
 """.split()
 LONG = RUNS[2:]
-# The weights of which a rank holds a shard, besides tables.
+# Paths of sharded weights, without embedding tables.
 SHARDED = re.compile(
     r"(query|key|value|mapping)_(kernel|bias)|(output|projection)_kernel|head/(kernel|bias)"
 )
 
 
-def alone(run):
-    """Return the run of the same network in one process, whose weights that of a layout loads."""
+def one_process(run):
+    """Return the one-process run of the same network; runs with ".used" load its weights."""
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, LONG, reads=lambda run: [alone(run)] * (".used" in run))
-def test_a_rank_holds_its_shards_only(run, ranks_of):
+@each(RUNS, LONG, reads=lambda run: [one_process(run)] * (".used" in run))
+def test_rank_holds_only_its_shards(run, ranks_of):
     layout = Run.of(run).layout
     shards_of_a_rank = min(layout.devices, layout.model)
     for rank in ranks_of(run):

@@ -1,4 +1,4 @@
-"""Promise: a network that all ranks save by its own methods is one whole file, as its trainer's."""
+"""Promise: Keras' save methods of a network write one complete file, as the trainer does."""
 
 import pathlib
 
@@ -14,19 +14,21 @@ RUNS = [f"{TASK}/dp2@2x1+shard3", *LONG]
 
 
 @each(RUNS, LONG)
-def test_files_are_whole(run, ranks_of):
+def test_files_contain_all_weights(run, ranks_of):
     first, *_ = ranks_of(run)
     folder = pathlib.Path(first["folder"])
     expected, loaded = make(), make()
     expected.load_weights(folder / "trainer.weights.h5")
     loaded.load_weights(folder / "network.weights.h5")
     for network in (loaded, keras.models.load_model(folder / "network.keras")):
-        for own, wanted in zip(network.get_weights(), expected.get_weights(), strict=True):
-            np.testing.assert_array_equal(own, wanted)
+        for weight, expected_weight in zip(
+            network.get_weights(), expected.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(weight, expected_weight)
     assert (folder / "alone.weights.h5").exists() == run.endswith("dp2@2x1")
 
 
 @each(RUNS, LONG)
-def test_what_rank_0_refuses_is_told_on_every_rank(run, ranks_of):
+def test_save_error_of_rank_0_is_raised_on_every_rank(run, ranks_of):
     for rank in ranks_of(run):
         assert "weights.h5" in rank["message"]

@@ -1,4 +1,4 @@
-"""Promise: a model of the user's own trains on every layout with the losses of Keras' `fit`."""
+"""Promise: a custom Keras model trains on every layout with the losses of Keras' `fit`."""
 
 import keras
 import numpy as np
@@ -19,13 +19,13 @@ RUNS = [f"{TASKS}{model}/{layout}" for model in own_models.TASKS for layout in L
 PIPELINES = [run for run in RUNS if "pp2" in run]
 
 
-def alone(run):
+def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, RUNS, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [one_process(run)])
 def test_numbers_are_those_of_keras(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
+    (expected,) = ranks_of(one_process(run))
     assert len(set(expected["losses"])) == STEPS
     for rank in ranks_of(run):
         assert rank["parameters"] == expected["parameters"]
@@ -36,32 +36,34 @@ def test_numbers_are_those_of_keras(run, ranks_of):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)
 
 
-@each(RUNS, RUNS, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [one_process(run)])
 def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
     ranks_of(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
     classes = own_models.Tagger, own_models.VisionTransformer, own_models.Block
-    own = {one.__name__: one for one in classes}
-    model = keras.saving.load_model(own_models.file_of(ranks_of.folder, name, layout), own)
+    custom_objects = {cls.__name__: cls for cls in classes}
+    model = keras.saving.load_model(
+        own_models.file_of(ranks_of.folder, name, layout), custom_objects
+    )
     outputs = keras.tree.flatten(model.predict(own_models.INPUTS[name], verbose=0))
-    (expected,) = ranks_of(alone(run))
-    for number, output in enumerate(outputs):
-        np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
+    (expected,) = ranks_of(one_process(run))
+    for i, output in enumerate(outputs):
+        np.testing.assert_allclose(output, expected[f"outputs/{i}"], atol=PARITY_LOSS)
 
 
-@each(RUNS, RUNS, lambda run: [alone(run)])
+@each(RUNS, RUNS, lambda run: [one_process(run)])
 def test_an_exported_model_is_served(run, ranks_of):
     ranks_of(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
     served = tf.saved_model.load(own_models.file_of(ranks_of.folder, name, layout).with_suffix(""))
     outputs = keras.tree.flatten(served.serve(own_models.INPUTS[name]))
-    (expected,) = ranks_of(alone(run))
-    for number, output in enumerate(outputs):
-        np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
+    (expected,) = ranks_of(one_process(run))
+    for i, output in enumerate(outputs):
+        np.testing.assert_allclose(output, expected[f"outputs/{i}"], atol=PARITY_LOSS)
 
 
-@each(PIPELINES, PIPELINES, lambda run: [alone(run)])
+@each(PIPELINES, PIPELINES, lambda run: [one_process(run)])
 def test_each_stage_has_some_of_the_weights(run, ranks_of):
-    (expected,), ranks = ranks_of(alone(run)), ranks_of(run)
+    (expected,), ranks = ranks_of(one_process(run)), ranks_of(run)
     assert sum(rank["num_weights"] for rank in ranks) == expected["num_weights"]
     assert min(rank["num_weights"] for rank in ranks) > 0

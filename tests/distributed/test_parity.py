@@ -1,4 +1,4 @@
-"""Promise: a job gives the numbers of one process, whatever its layout."""
+"""Promise: a job gives the losses, weights and outputs of one process, for every layout."""
 
 import numpy as np
 import pytest
@@ -22,17 +22,19 @@ def network_of(run):
 def alone(run):
     """Return the run of the same network in one process."""
     network, layout = network_of(run), Run.of(run).layout
-    if kind_of(network) == "dropout":  # its masks depend on the micro-batches
+    if kind_of(network) == "dropout":  # The dropout masks depend on the micro-batches.
         return f"{network}/m{layout.micro_batches}@1x1"
-    together = QUICK if run in QUICK else RUNS  # the quick suite does no more than it needs
-    is_used = any(USED in other and network_of(other) == network for other in together)
+    runs = QUICK if run in QUICK else RUNS  # The quick suite skips unneeded runs.
+    is_used = any(USED in other_run and network_of(other_run) == network for other_run in runs)
     return f"{network}{USED * is_used}/alone@1x1"
 
 
-def together(ranks, kind):
-    """Return the weights that the ranks have, by path."""
-    have = [weights(results, kind) for results in reversed(ranks)]
-    return {path: weight for own in have for path, weight in own.items()}
+def merge_rank_weights(ranks, kind):
+    """Return the weights of all ranks, by path. Lower ranks take precedence."""
+    weights_by_rank = [weights(results, kind) for results in reversed(ranks)]
+    return {
+        path: weight for rank_weights in weights_by_rank for path, weight in rank_weights.items()
+    }
 
 
 each_run = each(RUNS, LONG, lambda run: [alone(run)])
@@ -43,18 +45,18 @@ each_generating = each(
 
 
 @each_run
-def test_losses_and_weights_are_those_of_one_process(run, ranks_of):
+def test_losses_and_weights_match_one_process(run, ranks_of):
     ranks, (expected,) = ranks_of(run), ranks_of(alone(run))
     assert len(set(expected["losses"])) == len(expected["losses"]) >= SHORT_STEPS
-    assert together(ranks, "final").keys() == weights(expected, "final").keys()
-    found = {name: value for rank in reversed(ranks) for name, value in rank.items()}
-    found = differences(found, expected, network_of(run))
-    assert found["loss"] <= PARITY_LOSS
-    assert found["weights"] <= PARITY_WEIGHTS, found["where"]
+    assert merge_rank_weights(ranks, "final").keys() == weights(expected, "final").keys()
+    results = {name: value for rank in reversed(ranks) for name, value in rank.items()}
+    results = differences(results, expected, network_of(run))
+    assert results["loss"] <= PARITY_LOSS
+    assert results["weights"] <= PARITY_WEIGHTS, results["where"]
 
 
 @each([run for run in RUNS if "moe" in run], LONG, lambda run: [alone(run)])
-def test_experts_take_the_tokens_that_they_take_in_one_process(run, ranks_of):
+def test_expert_assignments_match_one_process(run, ranks_of):
     (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
         np.testing.assert_array_equal(rank["taken"], expected["taken"])
@@ -63,13 +65,13 @@ def test_experts_take_the_tokens_that_they_take_in_one_process(run, ranks_of):
 @each_run
 def test_initial_weights_do_not_depend_on_the_layout(run, ranks_of):
     (expected,) = ranks_of(alone(run))
-    assert_same(together(ranks_of(run), "initial"), weights(expected, "initial"))
+    assert_same(merge_rank_weights(ranks_of(run), "initial"), weights(expected, "initial"))
 
 
 @each([run for run in RUNS if Run.of(run).layout.ranks > 1], LONG)
-def test_ranks_agree_to_the_last_bit(run, ranks_of):
+def test_ranks_agree_bit_for_bit(run, ranks_of):
     ranks = ranks_of(run)
-    common = together(ranks, "final")
+    common = merge_rank_weights(ranks, "final")
     for rank in ranks:
         np.testing.assert_array_equal(rank["losses"], ranks[0]["losses"])
         for path, weight in weights(rank, "final").items():
@@ -77,7 +79,7 @@ def test_ranks_agree_to_the_last_bit(run, ranks_of):
 
 
 @each_used
-def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of):
+def test_evaluation_and_prediction_match_one_process(run, ranks_of):
     (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
@@ -92,22 +94,22 @@ def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of):
         for search in SEARCHES
     ],
 )
-def test_translations_are_those_of_one_process(run, search, ranks_of):
+def test_translations_match_one_process(run, search, ranks_of):
     (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
         np.testing.assert_array_equal(rank[search], expected[search])
 
 
 @each_used
-def test_weights_saved_by_the_job_load_in_one_process(run, ranks_of):
-    trained = together(ranks_of(run), "final")
+def test_weights_saved_on_ranks_load_in_one_process(run, ranks_of):
+    trained = merge_rank_weights(ranks_of(run), "final")
     model, _ = make(network_of(run))
     Trainer(model).load_weights(weights_file(ranks_of.folder, network_of(run), Run.of(run).layout))
     assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
 
 
 @each_used
-def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of):
+def test_weights_saved_by_one_process_load_on_ranks(run, ranks_of):
     expected = weights(ranks_of(alone(run))[0], "final")
     for rank in ranks_of(run):
         loaded = weights(rank, "loaded")

@@ -1,4 +1,4 @@
-"""Promise: a rank has its stage only; stages skip and measure together, and say what is wrong."""
+"""Promise: a rank has only its pipeline stage, and all stages skip, measure and fail together."""
 
 import itertools
 
@@ -22,29 +22,33 @@ PIPELINES = [run for run in RUNS if Run.of(run).layout.stages > 1]
 
 
 @each(PIPELINES, LONG, lambda run: [alone(run)])
-def test_a_rank_has_its_stage_only(run, ranks_of):
+def test_rank_has_only_the_weights_of_its_stage(run, ranks_of):
     network, layout = network_of(run), Run.of(run).layout
-    of_all = weights(ranks_of(alone(run))[0], "final")
+    all_weights = weights(ranks_of(alone(run))[0], "final")
     stacks = _stacks(network, layout)
-    has_head = any("head/" in path for path in of_all)
-    is_tied = not any(path.endswith("head/kernel") for path in of_all)
+    has_head = any("head/" in path for path in all_weights)
+    is_tied = not any(path.endswith("head/kernel") for path in all_weights)
     place = schedules.SCHEDULES[layout.schedule].place
     stage_of_chunk = place(layout.stages, layout.chunks).stage_of_chunk
     for rank, results in enumerate(ranks_of(run)):
         stage = rank * layout.stages // layout.ranks
-        own = weights(results, "final")
+        rank_weights = weights(results, "final")
         names = {
             f"{stack.name}/{block.name}"
             for stack in stacks
             for block in stack.blocks
             if stage_of_chunk[block.pipeline_stage] == stage
         }
-        assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("output_kernel")} == names
+        assert {
+            "/".join(p.split("/")[-4:-2]) for p in rank_weights if p.endswith("output_kernel")
+        } == names
         is_last = stage == stage_of_chunk[-1]
-        tables = {path for path in of_all if path.endswith("embedding/table")}
+        tables = {path for path in all_weights if path.endswith("embedding/table")}
         has_tables = stage == 0 or (is_last and is_tied)
-        assert {path for path in own if path in tables} == (tables if has_tables else set())
-        assert any("head/" in path for path in own) == (has_head and is_last)
+        assert {path for path in rank_weights if path in tables} == (
+            tables if has_tables else set()
+        )
+        assert any("head/" in path for path in rank_weights) == (has_head and is_last)
 
 
 def _stacks(network, layout):
@@ -54,7 +58,7 @@ def _stacks(network, layout):
 
 
 def stages(task, schedule="1f1b"):
-    """Return the name of a run on two stages with four micro-batches."""
+    """Return the name of a run on two stages with four micro-batches per step."""
     return f"tests.distributed.tasks.pipeline:{task}/pp2m4-{schedule}@2x1"
 
 
@@ -64,20 +68,25 @@ def one_process(task, layout="m4@1x1"):
 
 
 @pytest.mark.runs(stages("overflow_on_one_stage"))
-def test_an_overflow_on_one_stage_is_skipped_on_all(ranks_of):
+def test_overflow_on_one_stage_skips_the_step_on_all_stages(ranks_of):
     ranks = ranks_of(stages("overflow_on_one_stage"))
-    for found in ranks:
-        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
-        assert found["loss_scale"][3] == found["loss_scale"][2] / 2
-        after = found["weights"]
-        assert [after[i] == after[i - 1] for i in range(1, 5)] == [False, True, False, False]
-        assert len(after[0]) == 2  # of both stages
+    for result in ranks:
+        assert result["skipped_steps"] == [0, 0, 1, 1, 1]
+        assert result["loss_scale"][3] == result["loss_scale"][2] / 2
+        weights_by_step = result["weights"]
+        assert [weights_by_step[i] == weights_by_step[i - 1] for i in range(1, 5)] == [
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert len(weights_by_step[0]) == 2  # One weight on each stage.
     first, last = (rank["weights"][-1] for rank in ranks)
     assert first == last
 
 
 @pytest.mark.runs(stages("keras_metrics"), one_process("keras_metrics"))
-def test_keras_metrics_are_those_of_one_process(ranks_of):
+def test_keras_metrics_match_one_process(ranks_of):
     (expected,) = ranks_of(one_process("keras_metrics"))
     for rank in ranks_of(stages("keras_metrics")):
         for name, values in expected.items():
@@ -102,19 +111,19 @@ def test_sleeps_before_instructions_change_nothing(run, ranks_of):
     for rank in ranks_of(run):
         losses = rank["without_sleeps"]
         assert len(rank["with_sleeps"]) >= 1 and len(set(losses)) == 10
-        assert all(others == losses for others in rank["with_sleeps"])
+        assert all(delayed_losses == losses for delayed_losses in rank["with_sleeps"])
         assert rank["with_sleeps"] == ranks_of(run)[0]["with_sleeps"]
 
 
 @pytest.mark.runs(stages("v_shaped"), one_process("v_shaped"))
-def test_a_placement_of_neighbours_on_one_stage_gives_the_numbers_of_one_process(ranks_of):
+def test_neighboring_chunks_on_one_stage_match_one_process(ranks_of):
     (expected,), ranks = ranks_of(one_process("v_shaped")), ranks_of(stages("v_shaped"))
-    for found, blocks in zip(ranks, (["block_0", "block_3"], ["block_1", "block_2"])):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=PARITY_LOSS)
-        assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=PARITY_LOSS)
-        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
-        assert found["blocks"] == blocks
-    # Between the chunks 1 and 2, which are on one stage, nothing is sent.
+    for result, blocks in zip(ranks, (["block_0", "block_3"], ["block_1", "block_2"])):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=PARITY_LOSS)
+        assert result["evaluation"] == pytest.approx(expected["evaluation"], rel=PARITY_LOSS)
+        np.testing.assert_allclose(result["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+        assert result["blocks"] == blocks
+    # Chunks 1 and 2 are on the same stage, so nothing is sent between them.
     forth, back = ["blocks/block_0", False], ["blocks/block_2", True]
     assert sorted(ranks[0]["sent"]) == 4 * [forth] + 4 * [back]
     forth, back = ["blocks/block_2", False], ["blocks/block_0", True]
@@ -122,27 +131,29 @@ def test_a_placement_of_neighbours_on_one_stage_gives_the_numbers_of_one_process
 
 
 @pytest.mark.runs(stages("frozen"), one_process("frozen"))
-def test_a_stage_may_be_frozen(ranks_of):
+def test_frozen_stage_matches_one_process(ranks_of):
     (expected,), ranks = ranks_of(one_process("frozen")), ranks_of(stages("frozen"))
     assert len(set(expected["loss"])) == 5
-    for found in ranks:
-        np.testing.assert_allclose(found["before"], expected["before"], atol=PARITY_LOGITS)
-        assert found["loss"] == pytest.approx(expected["loss"], rel=PARITY_LOSS)
-        assert found["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=TRAINING)
+    for result in ranks:
+        np.testing.assert_allclose(result["before"], expected["before"], atol=PARITY_LOGITS)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=PARITY_LOSS)
+        assert result["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=TRAINING)
 
 
 @pytest.mark.runs(stages("reports"))
-def test_the_timeline_has_all_computations_and_transfers_in_order(ranks_of):
+def test_timeline_has_all_computations_and_transfers_in_order(ranks_of):
     first, last = ranks_of(stages("reports"))
     assert first["events"] == last["events"]
     assert 0 < first["bubble"] < 1
     events = {(name, stage): (start, end) for name, stage, start, end in first["events"]}
-    way = [("F{}", 0), ("a<{}.1", 1), ("F{}.1", 1), ("B{}.1", 1), ("g<{}", 0), ("B{}", 0)]
-    assert events.keys() == {(name.format(k), stage) for name, stage in way for k in range(4)}
+    path = [("F{}", 0), ("a<{}.1", 1), ("F{}.1", 1), ("B{}.1", 1), ("g<{}", 0), ("B{}", 0)]
+    assert events.keys() == {(name.format(k), stage) for name, stage in path for k in range(4)}
     for k in range(4):
-        times = [events[name.format(k), stage] for name, stage in way]
+        times = [events[name.format(k), stage] for name, stage in path]
         assert all(start <= end for start, end in times)
-        assert all(before[0] <= after[1] for before, after in itertools.pairwise(times))
+        assert all(
+            before[0] <= weights_by_step[1] for before, weights_by_step in itertools.pairwise(times)
+        )
         starts = [start for start, _ in times]
         assert starts == sorted(starts)
 
@@ -154,20 +165,20 @@ def test_transfers_and_activations_are_reported(ranks_of):
     num_bytes = 4 * shape[0] * shape[1] * shape[2]
     assert first["sent"] == 4 * [["blocks/block_1", shape, False, num_bytes]]
     assert last["sent"] == 4 * [["blocks/block_1", shape, True, num_bytes]]
-    assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two micro-batches, one
+    assert first["activations"] == 2 * last["activations"] > 0  # 1F1B keeps two and one.
 
 
 @pytest.mark.runs(stages("reports"))
-def test_the_plan_shows_which_layers_each_stage_has(ranks_of):
-    for found in ranks_of(stages("reports")):
-        assert found["stages"] == [
+def test_plan_lists_the_layers_of_each_stage(ranks_of):
+    for result in ranks_of(stages("reports")):
+        assert result["stages"] == [
             ["embedding", "positions", "blocks/block_0", "blocks/block_1"],
             ["embedding", "blocks/block_2", "blocks/block_3", "blocks/final_norm", "head"],
         ]
 
 
 @pytest.mark.runs(stages("shapes"), one_process("shapes"))
-def test_shapes_that_vary_are_traced_twice(ranks_of):
+def test_varying_shapes_are_traced_twice(ranks_of):
     (expected,) = ranks_of(one_process("shapes"))
     first, last = ranks_of(stages("shapes"))
     assert (first["traces"], last["traces"]) == (0, 2)
@@ -183,7 +194,7 @@ def test_shapes_that_vary_are_traced_twice(ranks_of):
         ("order", ["have different batches", "the same order"]),
     ],
 )
-def test_every_rank_says_what_is_wrong_with_a_batch(name, words, ranks_of):
+def test_every_rank_raises_an_error_that_explains_the_wrong_batch(name, words, ranks_of):
     for rank in ranks_of(stages("errors")):
         message, is_built = rank[name]
         assert all(word in message for word in words), message

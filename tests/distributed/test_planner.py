@@ -1,4 +1,4 @@
-"""Promise: the planner, the reports and what is measured agree, for small jobs of every technique."""
+"""Promise: planner, reports and measurements agree for small jobs with every technique."""
 
 import numpy as np
 import pytest
@@ -22,11 +22,11 @@ LONG = [*REPLICAS, *MODEL, PIPELINES[1], RECOMPUTED]
 KINDS = {"weights": "weights", "gradients": "gradients", "optimizer states": "states"}
 KINDS |= {"activations": "activations"}
 STREAM = BATCH * LENGTH * SIZES["hidden_size"]
-MEMORY = 0.10  # of what is measured, as far as it is: activations are the report's
+MEMORY = 0.10  # Relative to measured values; for activations, to the values of the report.
 
 
 def planned(run):
-    """Return the `Cost` of a run's layout."""
+    """Return the planner's `Cost` of a run."""
     layout = Run.of(run).layout
     config = TransformerOpParallelConfig(
         data_parallel=layout.data,
@@ -44,38 +44,38 @@ def planned(run):
 
 
 @each([*REPLICAS, *MODEL, *PIPELINES, RECOMPUTED], LONG)
-def test_the_fullest_rank_has_what_is_planned(run, ranks_of):
-    own = planned(run).bytes_by_kind
+def test_planned_memory_matches_the_fullest_rank(run, ranks_of):
+    planned_bytes = planned(run).bytes_by_kind
     fullest = max(
         (results["bytes"] for results in ranks_of(run)), key=lambda row: sum(row.values())
     )
-    assert sum(own[kind] for kind in KINDS.values()) == pytest.approx(
+    assert sum(planned_bytes[kind] for kind in KINDS.values()) == pytest.approx(
         sum(fullest.values()), rel=MEMORY
     )
     for name, kind in KINDS.items():
-        assert own[kind] == pytest.approx(fullest[name], rel=MEMORY), name
+        assert planned_bytes[kind] == pytest.approx(fullest[name], rel=MEMORY), name
 
 
 @each(REPLICAS, LONG)
-def test_replicas_send_what_the_theory_says(run, ranks_of):
+def test_replicas_send_the_planned_number_of_elements(run, ranks_of):
     level = Run.of(run).layout.level
     for results in ranks_of(run):
         expected = ring_elements("all-reduce", results["parameters"], 2)
-        # Level 3 gathers once more, but for tables of embeddings, whose rows are looked up.
+        # Level 3 has one more all-gather, except for embedding tables: it sends looked-up rows.
         expected *= 1.5 if level == 3 else 1
         assert results["reduced"] == pytest.approx(expected, rel=MEMORY)
 
 
 @each(MODEL, LONG)
-def test_a_mesh_sums_what_the_theory_says(run, ranks_of):
+def test_mesh_reduces_the_planned_number_of_elements(run, ranks_of):
     for results in ranks_of(run):
         expected = [sums_over_model(2) * STREAM] * SIZES["num_layers"]
-        # With a sharded stream also the gradients of norms and biases, which are vectors.
+        # A sharded stream also reduces the small gradients of norms and biases.
         np.testing.assert_allclose(results["sums"], expected, rtol=0.01)
 
 
 @each(PIPELINES, LONG)
-def test_stages_send_what_the_theory_says(run, ranks_of):
-    """Each sends a stream for every micro-batch: activations forward, gradients backward."""
+def test_stages_send_the_planned_number_of_elements(run, ranks_of):
+    """Each stage sends activations or gradients of all micro-batches."""
     sent = [results["sent"] for results in ranks_of(run)]
     np.testing.assert_allclose(sent, STREAM, rtol=MEMORY)

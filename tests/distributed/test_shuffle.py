@@ -1,4 +1,4 @@
-"""Promise: data that Keras shuffles have one order for every number of ranks, from the seed."""
+"""Promise: the seed determines the order of shuffled data, for every number of ranks."""
 
 import numpy as np
 

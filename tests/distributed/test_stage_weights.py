@@ -1,4 +1,4 @@
-"""Promise: in a pipeline every rank reads and sets all weights, in Keras' order."""
+"""Promise: in a pipeline, every rank reads and sets the weights of all stages, in Keras' order."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ RUNS = [f"{TASKS}{task}/{LAYOUT}" for task in TASK_NAMES]
 LONG = RUNS[1:]
 
 
-def alone(run):
+def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
@@ -20,9 +20,9 @@ def arrays(result, name):
     return [result[key] for key in sorted(result) if key.startswith(f"{name}/")]
 
 
-@each(RUNS, LONG, lambda run: [alone(run)])
-def test_weights_on_every_rank_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_weights_on_every_rank_match_one_process(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
     names = {key.partition("/")[0] for key in expected if "/" in key}
     if "untrained" in run:  # `BatchNormalization` normalizes each micro-batch.
         names = {"first", "ones"}
@@ -34,9 +34,9 @@ def test_weights_on_every_rank_are_those_of_one_process(run, ranks_of):
                 np.testing.assert_allclose(weight, value, rtol=0, atol=PARITY_WEIGHTS)
 
 
-@each(RUNS[:2] + RUNS[3:], LONG, lambda run: [alone(run)])
-def test_best_weights_come_back(run, ranks_of):
-    for rank in [*ranks_of(run), *ranks_of(alone(run))]:
+@each(RUNS[:2] + RUNS[3:], LONG, lambda run: [one_process(run)])
+def test_best_weights_are_restored(run, ranks_of):
+    for rank in [*ranks_of(run), *ranks_of(one_process(run))]:
         best, restored = arrays(rank, "best"), arrays(rank, "restored")
         assert len(best) > 10
         for weight, value in zip(restored, best, strict=True):
@@ -44,7 +44,7 @@ def test_best_weights_come_back(run, ranks_of):
 
 
 @each(RUNS[3:], LONG)
-def test_weights_that_are_set_are_read_again(run, ranks_of):
+def test_weights_that_were_set_are_read_on_every_rank(run, ranks_of):
     first, second = ranks_of(run)
     for name in ("trained", "averaged", "doubled"):
         for weight, value in zip(arrays(first, name), arrays(second, name), strict=True):

@@ -1,4 +1,4 @@
-"""Promise: what holds on one host holds on two, and a link that fails is waited for a minute."""
+"""Promise: two hosts give the results of one, and a failed link ends the job within a minute."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ RUNS = [f"tied/{layout}" for layout in LAYOUTS] + ["deep/pp2m2-1f1b@2x1"]
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(REPOSITORY),
-    "DTRANSFORMER_BIND_CORES": "0",  # both hosts have the same ones
+    "DTRANSFORMER_BIND_CORES": "0",  # Both hosts share the same cores.
 }
 
 pytestmark = [pytest.mark.long, needs_horovod]
@@ -30,20 +30,20 @@ def hosts(tmp_path_factory):
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    with TwoHosts(tmp_path_factory.mktemp("hosts")) as both:
-        yield both
+    with TwoHosts(tmp_path_factory.mktemp("hosts")) as two_hosts:
+        yield two_hosts
 
 
 def start(hosts, log, *arguments):
-    """Start a program of Python on two ranks, one on each host."""
+    """Start a Python program on two ranks, one on each host."""
     command = hosts.horovodrun(HOROVODRUN, 2, sys.executable, *arguments)
     with open(log, "w") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, cwd=REPOSITORY, stdout=file, stderr=file)
 
 
 @pytest.mark.runs("tied/alone@1x1", "deep/alone@1x1")
-def test_losses_are_those_of_one_process(hosts, tmp_path, ranks_of):
-    """Data, model and pipeline parallelism, and the optimizer sharded at each level."""
+def test_losses_match_one_process(hosts, tmp_path, ranks_of):
+    """The layouts use data, model and pipeline parallelism, and each level of sharded optimizer."""
     process = start(hosts, tmp_path / "log", "-m", "harness.rank", tmp_path, *RUNS)
     assert process.wait(900) == 0, (tmp_path / "log").read_text()[-8000:]
     for name in RUNS:
@@ -53,21 +53,21 @@ def test_losses_are_those_of_one_process(hosts, tmp_path, ranks_of):
 
 
 @pytest.mark.parametrize("axis", ["model", "data", "stage"])
-def test_a_link_that_fails_ends_both_ranks_within_a_minute(axis, hosts, tmp_path):
-    """Without the watchdog, DTensor waits for ever."""
+def test_failed_link_ends_both_ranks_within_a_minute(axis, hosts, tmp_path):
+    """Without the watchdog, DTensor would wait forever."""
     log = tmp_path / "log"
     process = start(hosts, log, "-m", "tests.distributed.failing", "slow", axis, tmp_path)
     try:
         assert wait_for(log, "step 4", 180), log.read_text()[-4000:]
         hosts.set_link(False)
-        begin = time.monotonic()
+        start_time = time.monotonic()
         process.wait(90)
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - start_time < 60
         told = log.read_text()
         assert "rank 1 on host 10.78.0.2: no heartbeat for" in told, told[-4000:]
         assert "rank 0 on host 10.78.0.1 was in" in told
         pattern = f"python.* -m tests.distributed.failing slow {axis} {tmp_path}"
-        for _ in range(50):  # the second rank ends by itself
+        for _ in range(50):  # The second rank needs some time to end.
             if subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode:
                 break
             time.sleep(0.2)
@@ -78,14 +78,14 @@ def test_a_link_that_fails_ends_both_ranks_within_a_minute(axis, hosts, tmp_path
         process.kill()
 
 
-def test_a_checkpoint_of_both_is_read_by_one(hosts, tmp_path):
-    """Ranks of two hosts write it; one process, on another layout, goes on."""
+def test_one_process_restores_a_checkpoint_of_two_hosts(hosts, tmp_path):
+    """The process resumes training on another layout."""
     process = start(
         hosts, tmp_path / "log", "-m", "harness.drill_rank", tmp_path, "dp2@2x1+shard2", 6
     )  # fmt: skip
     assert process.wait(300) == 0, (tmp_path / "log").read_text()[-8000:]
     command = ["-m", "harness.drill_rank", tmp_path, "alone@1x1", 9]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *map(str, command)],
         env=ENVIRONMENT,
         cwd=REPOSITORY,
@@ -93,5 +93,7 @@ def test_a_checkpoint_of_both_is_read_by_one(hosts, tmp_path):
         text=True,
         timeout=300,
     )
-    assert "Resuming from" in done.stdout and "ended at 9" in done.stdout, done.stderr[-4000:]
-    assert "step 7 " in done.stdout and "step 6 " not in done.stdout
+    assert "Resuming from" in completed.stdout and "ended at 9" in completed.stdout, (
+        completed.stderr[-4000:]
+    )
+    assert "step 7 " in completed.stdout and "step 6 " not in completed.stdout

@@ -1,4 +1,4 @@
-"""Trains adapters of a small Llama, saves them, and uses what other layouts have saved."""
+"""Train, save and load adapters of a small Llama, also from the files of other layouts."""
 
 import pathlib
 
@@ -30,28 +30,28 @@ def new_trainer(network="llama_lora", seed=SEED):
     dtransformer.set_seed(seed)
     model, optimizer = make(network)
     model.build()
-    optimizer.learning_rate = 0.02  # so that few steps change what is generated
+    optimizer.learning_rate = 0.02  # Few steps change the generated tokens.
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
     return trainer
 
 
-def losses(trainer, begin=0):
-    """Train some steps, on batches of one shape; return their losses."""
-    of_all = batches(begin + STEPS, trainer.network.vocab_size, 0, (EVEN,))[begin:]
-    data = replica_share(of_all, EVEN[0]).map(lambda x, y: (x["target"], y))
+def losses(trainer, start=0):
+    """Train `STEPS` steps on batches of one shape and return their losses."""
+    all_batches = batches(start + STEPS, trainer.network.vocab_size, 0, (EVEN,))[start:]
+    data = replica_share(all_batches, EVEN[0]).map(lambda x, y: (x["target"], y))
     data = data.apply(tf.data.experimental.assert_cardinality(STEPS))
     record = Record()
     trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     return record["step_loss"]
 
 
-def logits_of(trainer):
+def predict_logits(trainer):
     inputs, _ = batches(1, trainer.network.vocab_size, seed=2)[0]
     return trainer.predict(inputs["target"], verbose=0)[..., :61]
 
 
-def generated(network):
+def generate(network):
     return network.generate([[5, 9, 33], [7], [40, 41, 42, 43]], max_new_tokens=6).numpy()
 
 
@@ -59,22 +59,22 @@ def train_and_use(folder, layout):
     alone = layout == ALONE
     trainer = new_trainer()
     network = trainer.network
-    results = {"losses": losses(trainer), "logits": logits_of(trainer)}
-    results["generated"] = generated(network)
+    results = {"losses": losses(trainer), "logits": predict_logits(trainer)}
+    results["generated"] = generate(network)
     trainer.save(checkpoint_of(folder, layout))
     save_lora(network, adapters_of(folder, layout))
     results["after"] = losses(trainer, STEPS)
     for name, saved in {"resumed": layout, "restored": ALONE}.items():
         if name == "resumed" or not alone:
-            again = new_trainer(seed=OTHER_SEED)  # frozen weights, too, are restored
-            again.restore(checkpoint_of(folder, saved))
-            results[name] = losses(again, STEPS)
+            restored_trainer = new_trainer(seed=OTHER_SEED)  # Frozen weights must be restored.
+            restored_trainer.restore(checkpoint_of(folder, saved))
+            results[name] = losses(restored_trainer, STEPS)
     loaded = new_trainer("llama")
     load_lora(loaded.network, adapters_of(folder, ALONE))
-    results["generated_loaded"] = generated(loaded.network)
+    results["generated_loaded"] = generate(loaded.network)
     merge_lora(loaded.network)
-    results["generated_merged"] = generated(loaded.network)
-    results["logits_merged"] = logits_of(Trainer(loaded.network))
+    results["generated_merged"] = generate(loaded.network)
+    results["logits_merged"] = predict_logits(Trainer(loaded.network))
     results["paths_merged"] = sorted(weight.path for weight in loaded.network.variables)
     published = pathlib.Path(folder) / f"published-{layout.name}"
     tensors = load_file(save_pretrained(loaded.network, published, "mistral") / "model.safetensors")

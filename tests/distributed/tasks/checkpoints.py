@@ -1,4 +1,4 @@
-"""Saves checkpoints on several layouts, and restores them on other ones."""
+"""Save checkpoints on several layouts and restore them on other layouts."""
 
 import pathlib
 
@@ -29,27 +29,27 @@ CHAIN = (
     "dp2@2x1+whole2",
 )
 ALONE = CHAIN[0]
-# What a layout restores, besides all the others in the long suite.
+# Layout -> layouts whose checkpoints it restores in the quick suite. The long suite adds all others.
 RESTORED = {
     name: QUICK[-2:] if name == ALONE else CHAIN[max(number - 2, 0) : number]
     for number, name in enumerate(CHAIN)
 }
 # Layouts of runs that are resumed on the same layout (long suite).
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
-# With replicated 16-bit copies of sharded weights, and loss scaling.
+# Layouts with replicated 16-bit copies of sharded weights, and loss scaling.
 IN_16_BITS = ("dp2@2x1+shard2",)
-# Those that also save with replicas.
+# Layouts that also save a checkpoint with replicas.
 REPLICATED = ("dp2@2x1", "dp2@2x1+shard1")
 SEED, OTHER_SEED = 7, 99
 
 
 def checkpoint_of(folder, saved, restored=None):
-    """Return the path of a checkpoint, written again after it was restored on a layout."""
+    """Return the path of a checkpoint, or of its copy that was saved after restoring on a layout."""
     return pathlib.Path(folder) / (saved if restored is None else f"{saved}-on-{restored}")
 
 
 def replicated(folder, name):
-    """Return the path of a checkpoint with replicas of what several ranks hold."""
+    """Return the path of a checkpoint with replicas of the tensors that several ranks have."""
     return pathlib.Path(folder) / f"{name}-replicated"
 
 
@@ -62,18 +62,18 @@ def new_trainer(network=NETWORK, seed=SEED):
     return trainer
 
 
-def losses(trainer, begin, number, network=NETWORK):
-    """Train on some batches, all of one shape; return the losses of the steps."""
-    of_all = batches(begin + number, trainer.network.vocab_size, 0, (EVEN,))[begin:]
-    data = as_taken(network, replica_share(of_all, EVEN[0]))
-    data = data.apply(tf.data.experimental.assert_cardinality(number))
+def losses(trainer, start, num_steps, network=NETWORK):
+    """Train on batches of one shape and return the losses of the steps."""
+    all_batches = batches(start + num_steps, trainer.network.vocab_size, 0, (EVEN,))[start:]
+    data = as_taken(network, replica_share(all_batches, EVEN[0]))
+    data = data.apply(tf.data.experimental.assert_cardinality(num_steps))
     record = Record()
     trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     return record["step_loss"]
 
 
 def restore(trainer, folder, saved, name, network=NETWORK):
-    """Restore a checkpoint, save it again, and train on; return the losses."""
+    """Restore a checkpoint, save it again, continue training, and return the losses."""
     dtransformer.set_seed(OTHER_SEED)
     restored = trainer.restore(checkpoint_of(folder, saved))
     assert restored.step == STEPS_BEFORE and job.seed() == SEED
@@ -82,7 +82,7 @@ def restore(trainer, folder, saved, name, network=NETWORK):
 
 
 def save_and_restore(folder, layout):
-    """Train, save, and go on; then go on from what the layouts before have saved."""
+    """Train, save and continue. Then resume from the checkpoints in `RESTORED`."""
     trainer = new_trainer()
     losses(trainer, 0, STEPS_BEFORE)
     trainer.save(checkpoint_of(folder, layout.name))
@@ -97,26 +97,28 @@ def save_and_restore(folder, layout):
 
 
 def restore_the_others(folder, layout):
-    """Go on from what all the other layouts have saved, and from its own."""
+    """Resume from the checkpoints that are not in `RESTORED`."""
     trainer, name = new_trainer(seed=OTHER_SEED), layout.name
-    others = [saved for saved in CHAIN if saved not in RESTORED[name]]
-    return {"restored": {saved: restore(trainer, folder, saved, name) for saved in others}}
+    other_layouts = [saved for saved in CHAIN if saved not in RESTORED[name]]
+    return {"restored": {saved: restore(trainer, folder, saved, name) for saved in other_layouts}}
 
 
 def sums_over_rows(folder, layout):
-    """As `save_and_restore`, with states that have not their weights' shapes, and one process'."""
-    own, alone = (pathlib.Path(folder) / f"adafactor-{name}" for name in (layout.name, ALONE))
+    """Save and resume with Adafactor, whose states have other shapes than the weights."""
+    local_path, one_process_path = (
+        pathlib.Path(folder) / f"adafactor-{name}" for name in (layout.name, ALONE)
+    )
     trainer = new_trainer("adafactor")
     losses(trainer, 0, STEPS_BEFORE)
-    trainer.save(own)
+    trainer.save(local_path)
     after = losses(trainer, STEPS_BEFORE, STEPS_AFTER)
-    if own == alone:
+    if local_path == one_process_path:
         return {"after": after}
-    return {"after": after, "restored": continued(trainer, alone)}
+    return {"after": after, "restored": continued(trainer, one_process_path)}
 
 
 def continued(trainer, path):
-    """Return the losses of a trainer that goes on from a checkpoint."""
+    """Restore a checkpoint into a trainer, continue training, and return the losses."""
     assert trainer.restore(path).step == STEPS_BEFORE
     return losses(trainer, STEPS_BEFORE, STEPS_AFTER)
 
@@ -139,10 +141,10 @@ def shuffled_data():
 
 
 def resume(folder, layout):
-    """Train two epochs with shuffling and dropout; again from the middle of the first one."""
+    """Train two epochs with shuffling and dropout. Then resume in the middle of the first epoch."""
     folder = pathlib.Path(folder) / f"resumed-{layout.name}"
     policy = "mixed_float16" if layout.name in IN_16_BITS else "float32"
-    found = {}
+    results = {}
     for kind, seed, path in (
         ("uninterrupted", SEED, False),
         ("resumed", OTHER_SEED, folder / "step-00000003"),
@@ -158,15 +160,15 @@ def resume(folder, layout):
             resume=path,
             shard=False,
         )
-        found[kind] = {
+        results[kind] = {
             "losses": record["step_loss"],
             "history": {
                 name: [float(value) for value in history.history[name]]
                 for name in ("loss", "accuracy", "step_loss", "gradient_norm")
             },
         }
-        keras.backend.clear_session()  # and the policy
-    return found
+        keras.backend.clear_session()  # This also resets the dtype policy.
+    return results
 
 
 TASKS = {

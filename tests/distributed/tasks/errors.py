@@ -1,4 +1,4 @@
-"""What has to end in an error on every rank; tasks give the messages by what was wrong."""
+"""Faults that must raise an error on every rank. Each task returns error messages by fault."""
 
 import pathlib
 
@@ -15,19 +15,19 @@ from harness.networks import translation_model
 from harness.tasks import global_batches, share
 
 
-def messages_of(*actions):
-    """Return what each action says, by its name."""
-    found = {}
+def error_messages(*actions):
+    """Run each action and return the error messages by the action's name."""
+    messages = {}
     for action in actions:
         try:
             action()
         except ValueError as error:
-            found[action.__name__] = str(error)
-    return found
+            messages[action.__name__] = str(error)
+    return messages
 
 
 def starts():
-    """Start wrongly, and train on different numbers of batches."""
+    """Initialize wrongly, or train on different numbers of batches."""
 
     def different_configs():
         groups = 4 + job.rank()
@@ -44,16 +44,16 @@ def starts():
         trainer = Trainer(translation_model())
         trainer.compile()
         batches = share(global_batches(2 + job.rank()))
-        number = tf.data.experimental.assert_cardinality(2 + job.rank())
-        trainer.fit(batches.apply(number), verbose=0, shard=False)
+        cardinality = tf.data.experimental.assert_cardinality(2 + job.rank())
+        trainer.fit(batches.apply(cardinality), verbose=0, shard=False)
 
-    return messages_of(
+    return error_messages(
         different_configs, different_seeds, wrong_product, different_numbers_of_batches
     )
 
 
 def batches():
-    """Give ranks of one mesh batches of different shapes."""
+    """Train ranks of one mesh on batches of different shapes."""
 
     def different_shapes():
         trainer = Trainer(translation_model())
@@ -61,11 +61,11 @@ def batches():
         ids = np.full((16, 8 + 8 * job.rank()), 5, "int32")
         trainer.fit({"source": ids, "target": ids}, ids, batch_size=16, verbose=0)
 
-    return messages_of(different_shapes)
+    return error_messages(different_shapes)
 
 
 def checkpoints(folder):
-    """Harm a checkpoint in ways that leave it as it is in the end."""
+    """Save and restore with faults that leave the checkpoint unchanged."""
     folder = pathlib.Path(folder) / "wrong-checkpoints"
     trainer = Trainer(translation_model())
     trainer.compile("adam")
@@ -105,60 +105,60 @@ def checkpoints(folder):
         other.compile("adam")
         other.restore(folder / "good")
 
-    found = messages_of(
+    messages = error_messages(
         file_that_cannot_be_written, folder_that_cannot_be_made, lost_file, other_network
     )
-    return found | {"restored in the end": trainer.restore(folder / "good").step}
+    return messages | {"restored in the end": trainer.restore(folder / "good").step}
 
 
 def data_shards():
-    """Train what needs the whole batch, and give the data shards other data than they need."""
+    """Use layers or metrics that need the full batch, or wrong data on the data shards."""
     x = np.arange(16, dtype="float32").reshape(8, 2)
     y = x[:, :1]
-    own = x + job.rank()
+    local_x = x + job.rank()
 
     def trainer(*layers, **options):
         network = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
-        made = Trainer(network)
-        made.compile("sgd", "mse", **options)
-        return made
+        result = Trainer(network)
+        result.compile("sgd", "mse", **options)
+        return result
 
     def other_batches():
-        trainer().train_on_batch(own, y)
+        trainer().train_on_batch(local_x, y)
 
     def equal_shares():
         trainer().train_on_batch(x, y, shard=False)
 
     def other_rows():
-        trainer().fit(own, y, verbose=0)
+        trainer().fit(local_x, y, verbose=0)
 
     def other_validation():
-        trainer().fit(x, y, validation_data=(own, y), verbose=0)
+        trainer().fit(x, y, validation_data=(local_x, y), verbose=0)
 
     def generators():
-        trainer().fit((batch for batch in [(own, y)] * 3), steps_per_epoch=2, verbose=0)
+        trainer().fit((batch for batch in [(local_x, y)] * 3), steps_per_epoch=2, verbose=0)
 
     def normalization():
         trainer(keras.layers.BatchNormalization())
 
     def normalization_that_is_unfrozen():
         layer = keras.layers.BatchNormalization(trainable=False)
-        made = trainer(layer)
+        model = trainer(layer)
         layer.trainable = True
-        made.fit(x, y, verbose=0)
+        model.fit(x, y, verbose=0)
 
     def metric_of_all_rows():
         root = lambda y_true, y_pred: keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
         trainer(metrics=[root]).fit(x, y, verbose=0)
 
-    return messages_of(
+    return error_messages(
         *(other_batches, equal_shares, other_rows, other_validation, generators),
         *(normalization, normalization_that_is_unfrozen, metric_of_all_rows),
     )
 
 
 def sharded_weights():
-    """Ask for what needs full weights."""
+    """Use optimizers that need full weights."""
     x = np.zeros((8, 32), "float32")
 
     def fit(optimizer):
@@ -172,7 +172,7 @@ def sharded_weights():
     def full_weights():
         fit(keras.optimizers.Lamb())
 
-    return messages_of(averages, full_weights)
+    return error_messages(averages, full_weights)
 
 
 TASKS = {

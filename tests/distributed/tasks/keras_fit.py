@@ -1,4 +1,4 @@
-"""What Keras' own `fit` does, done by it where there is one process, and by every rank else."""
+"""Train Keras models with Keras' `fit` in one process, and with the trainer on every layout."""
 
 import pathlib
 
@@ -23,7 +23,7 @@ IDS = rng.integers(0, 12, (ROWS, WIDTH + 1)).astype("int32")
 
 
 class Largest(keras.metrics.Metric):
-    """The largest output so far: a state that is no sum."""
+    """Metric of the largest output. Its state is a maximum, not a sum."""
 
     state_reduction = "max"
 
@@ -39,7 +39,7 @@ class Largest(keras.metrics.Metric):
 
 
 class Shares(keras.metrics.Metric):
-    """The share of the first class, whose state begins with the first batch, as F1Score's do."""
+    """Fraction of labels of the first class. Like F1Score, it creates its state on the first batch."""
 
     state_reduction = "sum"
 
@@ -54,7 +54,7 @@ class Shares(keras.metrics.Metric):
 
 
 def train(model, data, optimizer=None, epochs=2, callbacks=(), **options):
-    """Fit, evaluate and predict with the global data; return what a test compares."""
+    """Fit, evaluate and predict with the global data, and return history, evaluation and outputs."""
     if job.size() > 1 or job.mesh() is not None:
         model = Trainer(model)
     model.compile(optimizer or keras.optimizers.AdamW(0.01), **options)
@@ -71,7 +71,7 @@ def train(model, data, optimizer=None, epochs=2, callbacks=(), **options):
 
 
 def several_outputs():
-    """A functional model of Keras' layers, with two outputs, losses, weights and metrics."""
+    """Train a functional Keras model with two outputs, losses, loss weights and metrics."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH, 3))
     regularizer = keras.regularizers.L2(0.1)
@@ -90,7 +90,7 @@ def several_outputs():
 
 
 def a_mask():
-    """A mask of Keras', which tells only after the forward pass what a loss is divided by."""
+    """Train with a Keras mask, whose loss normalizer is known only after the forward pass."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -100,29 +100,29 @@ def a_mask():
         ]
     )
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Adam would not do: Keras squares the gradient of each of a table's rows that are looked up
-    # several times, and not their sum.
+    # Adam does not work here: for rows that are looked up several times, Keras squares each gradient
+    # instead of their sum.
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     return train(model, {"x": IDS[:, :-1], "y": IDS[:, 1:]}, optimizer, loss=classes)
 
 
 def keeps():
-    """Layers that set states and own metrics, behind one that leaves its mask by itself."""
+    """Train layers with states and metrics, behind a layer that sets a mask."""
     model = stateful.network(lambda: [stateful.Seen(), stateful.Counts(name="counts")])
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data, optimizer = {"x": stateful.IDS, "y": stateful.TAGS}, keras.optimizers.SGD(0.5)
     options = stateful.masked_metrics()
     options["metrics"].append(Shares(name="shares"))
-    found = train(model, data, optimizer, loss=classes, **options)
+    result = train(model, data, optimizer, loss=classes, **options)
     counts = model.get_layer("counts")
-    if counts.weights:  # on its stage
+    if counts.weights:  # Only the stage of this layer has its weights.
         assert (int(counts.steps), float(counts.rows)) == (4, 32.0)
         assert float(keras.ops.sum(counts.mean)) == pytest.approx(8.0e-4, abs=2e-6)
-    return {**found, "begun": begun(), "with_calls": with_calls()}
+    return {**result, "begun": begun(), "with_calls": with_calls()}
 
 
 def with_calls():
-    """Losses of a fit on a rank's share, whose callback evaluates and predicts global data."""
+    """Return losses of a fit on local rows, and results of a callback that uses global data."""
     x, y = X.reshape(ROWS, -1), VALUE.reshape(ROWS, -1)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((WIDTH * 3,)), *map(keras.layers.Dense, (8, WIDTH))])
@@ -146,12 +146,12 @@ def with_calls():
 
 
 def begun():
-    """How often datasets are begun: those of training, of validation and of a prediction."""
+    """Return how often training, validation and prediction start to iterate their dataset."""
     times = [0, 0, 0]
 
-    def dataset(number):
+    def dataset(index):
         def rows():
-            times[number] += 1
+            times[index] += 1
             yield from zip(X.reshape(-1, WIDTH * 3), VALUE[:, 0])
 
         specs = (tf.TensorSpec((WIDTH * 3,)), tf.TensorSpec((1,)))
@@ -166,7 +166,7 @@ def begun():
 
 
 def tokens():
-    """Our model, with Keras' loss, which leaves out a class."""
+    """Train a CausalLM with a Keras loss that ignores a class."""
     model = CausalLM(12, hidden_size=16, num_heads=2, num_layers=2, dropout_rate=0.0)
     model.build()
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
@@ -180,7 +180,7 @@ NO_DROPOUT = {"hidden_dropout_rate": 0.0, "attention_dropout_rate": 0.0}
 
 
 class Weights(keras.callbacks.Callback):
-    """Reads, changes, keeps and restores weights, of the model and of its layers; sets rates."""
+    """Callback that reads, changes and restores weights, and sets learning rates."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model.optimizer.learning_rate = 0.1 / (1 + epoch)
@@ -197,13 +197,13 @@ class Weights(keras.callbacks.Callback):
 
 
 def callbacks(folder, layout):
-    """Callbacks that read and write weights and rates."""
+    """Train with callbacks that read and write weights and learning rates."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH,), dtype="int32")
     x = TransformerEncoder(2, **SIZES, **NO_DROPOUT)(keras.layers.Embedding(12, 16)(inputs))
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     logs = pathlib.Path(folder) / f"logs-{layout.name}"
-    found = train(
+    result = train(
         keras.Model(inputs, keras.layers.Dense(12)(x)),
         {"x": IDS[:16, :-1], "y": IDS[:16, 1:]},
         keras.optimizers.SGD(0.1, momentum=0.9),
@@ -216,11 +216,11 @@ def callbacks(folder, layout):
         loss=classes,
     )
     job.barrier()
-    return {**found, "log_folders": sorted(path.name for path in logs.iterdir())}
+    return {**result, "log_folders": sorted(path.name for path in logs.iterdir())}
 
 
 class SharedByHand(keras.Model):
-    """A block that is called twice, and a table that is the head."""
+    """Model that calls a block twice and uses its embedding table as the head."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -242,11 +242,11 @@ def shared_by_hand():
 
 
 def between():
-    """Keras' layers between ours, and Keras' mask, which reaches the blocks."""
+    """Train a model with Keras layers between ours, and a Keras mask that reaches our blocks."""
     keras.utils.set_random_seed(0)
     ids = np.where(np.arange(WIDTH) < 3, IDS[:16, :-1], 0)
     inputs = keras.Input((WIDTH,), dtype="int32")
-    normal = keras.initializers.RandomNormal(stddev=1.0)  # of small rows a norm magnifies noise
+    normal = keras.initializers.RandomNormal(stddev=1.0)  # Norms amplify noise in small rows.
     embedded = keras.layers.Embedding(12, 16, normal, mask_zero=True)(inputs)
     x = TransformerEncoder(1, **SIZES, **NO_DROPOUT, network_layers=2)(embedded)
     x = keras.layers.Conv1D(16, 3, padding="same")(x)
@@ -261,7 +261,7 @@ def between():
 
 
 class Adds(keras.layers.Layer):
-    """Adds a mean over the rows to the loss."""
+    """Layer that adds a mean over the rows to the loss."""
 
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -269,7 +269,7 @@ class Adds(keras.layers.Layer):
 
 
 class AddingBlock(TransformerEncoderLayer):
-    """A block that is computed again in the backward pass, and adds to the loss."""
+    """Block with recompute that adds to the loss."""
 
     def add_sublayers(self):
         super().add_sublayers()
@@ -281,9 +281,9 @@ class AddingBlock(TransformerEncoderLayer):
 
 
 def added():
-    """Losses that layers add; metrics whose states are ints; an optimizer that is built before.
+    """Train with added losses, a metric with integer states, and an optimizer that is already built.
 
-    Where weights are sharded such an optimizer is refused.
+    Sharded weights do not support such an optimizer.
     """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH, 3))
@@ -309,7 +309,7 @@ FIRST_CALLS = {
 
 
 def first_calls():
-    """What is called of a model that was neither trained nor built."""
+    """Call each method of a model that was neither trained nor built."""
     outputs = {}
     for name, call in FIRST_CALLS.items():
         keras.backend.clear_session()

@@ -1,4 +1,4 @@
-"""Small language models that are trained on token shards, and once more from a checkpoint on."""
+"""Train small language models on token shards, and resume from a checkpoint."""
 
 import functools
 import pathlib
@@ -24,22 +24,22 @@ LENGTH, STOP = 24, 7
 SIZES = {"hidden_size": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}
 
 
-def gpt(own):
-    """A causal network, its loss, and its data."""
-    network = CausalLM(own.vocab_size, max_length=LENGTH, **SIZES)
+def gpt(token_shards):
+    """Return a causal network, its loss and the class of its batches."""
+    network = CausalLM(token_shards.vocab_size, max_length=LENGTH, **SIZES)
     return network, CrossEntropyLoss(ignore_id=IGNORED), LanguageModelBatches
 
 
-def bert(own):
-    """A masked network with next sentences, its loss, and its data."""
-    vocab_size = own.vocab_size + 1
+def bert(token_shards):
+    """Return a masked network with next-sentence head, its losses and the class of its batches."""
+    vocab_size = token_shards.vocab_size + 1
     network = MaskedLM(vocab_size, max_length=LENGTH, next_sentence=True, **SIZES)
     losses = {name: CrossEntropyLoss(ignore_id=IGNORED) for name in ("masked_lm", "next_sentence")}
     return network, losses, NextSentenceBatches
 
 
 def shards(folder):
-    """Write, and return, the same shards of the embedded corpus on every rank."""
+    """Write the same shards of the embedded corpus on every rank and return them."""
     sentences = [english for english, _ in sentence_pairs(100)]
     tokenizer = SubwordTokenizer.train(sentences, vocab_size=120)
     documents = [sentences[i : i + 1 + i % 5] for i in range(0, len(sentences), 4)]
@@ -47,20 +47,22 @@ def shards(folder):
 
 
 def train(make, folder, layout):
-    """Train without a break, then again from a step on; return the losses, and what is evaluated."""
+    """Train without interruption, resume from step `STOP`, and return losses and evaluation."""
     folder = pathlib.Path(folder)
-    own = shards(folder / f"shards-{make.__name__}-{layout.name}-{job.rank()}")
+    token_shards = shards(folder / f"shards-{make.__name__}-{layout.name}-{job.rank()}")
     checkpoints = folder / f"checkpoints-{make.__name__}-{layout.name}"
     index, count = job.data_shard()
-    share = {"shard_index": index, "num_shards": count}
+    shard_options = {"shard_index": index, "num_shards": count}
     multiple = {"pad_rows_to_multiple_of": job.rows_multiple_of()}
-    options = {"length": LENGTH, "batch_size": 6, **share, **multiple}
+    options = {"length": LENGTH, "batch_size": 6, **shard_options, **multiple}
 
     def fit(callbacks=(), **fit_options):
-        network, loss, kind = make(own)
+        network, loss, kind = make(token_shards)
         trainer, record = Trainer(network), Record()
-        batches, held_out = (kind(own, seed=3, training=t, **options) for t in (True, False))
-        assert STOP < len(batches), "a resumed run has to go on beyond its epoch"
+        batches, held_out = (
+            kind(token_shards, seed=3, training=t, **options) for t in (True, False)
+        )
+        assert STOP < len(batches), "a resumed run must continue beyond its epoch"
         trainer.compile(keras.optimizers.SGD(0.3), loss)
         callbacks = [record, *callbacks]
         trainer.fit(batches, epochs=2, verbose=0, callbacks=callbacks, **fit_options)
@@ -73,7 +75,9 @@ def train(make, folder, layout):
     return {
         "losses": np.array(losses),
         "resumed": np.array(after),
-        "same_weights": all(np.array_equal(one, other) for one, other in pairs),
+        "same_weights": all(
+            np.array_equal(weight, resumed_weight) for weight, resumed_weight in pairs
+        ),
         "evaluation": [float(evaluation["loss"])],
     }
 

@@ -1,4 +1,4 @@
-"""What a network saves by itself, called by all ranks or by one."""
+"""Save a network with Keras' methods, on all ranks or on rank 0 only."""
 
 import pathlib
 
@@ -19,7 +19,7 @@ def make():
 
 
 def saved(folder):
-    """Save a network that has a trainer in each way; return where."""
+    """Save a trained network in each format and return the folder and the error of a wrong name."""
     config = dtransformer.get_parallel_config()
     degrees = config.optimizer_shard, config.pipeline_stage, config.model_parallel
     folder = pathlib.Path(folder) / "network-{}-{}-{}".format(*degrees)

@@ -1,4 +1,4 @@
-"""Saves experts and sharded sequences, and restores them over other numbers of shards."""
+"""Save experts and sharded sequences, and restore them with other numbers of shards."""
 
 from tests.distributed.tasks.checkpoints import (
     OTHER_SEED,
@@ -10,7 +10,7 @@ from tests.distributed.tasks.checkpoints import (
     restore,
 )
 
-# Of each network, who saves and who restores; one process does, too.
+# Network -> layouts that save, and layouts that restore. One process also restores each checkpoint.
 EXPERTS, LONG = "deep_moe", "deep_long_causal"
 SAVING = {
     EXPERTS: ("dp4ep2@2x2", "dp4ep2@2x2+shard1", "dp4ep2@2x2+shard2"),
@@ -23,12 +23,12 @@ RESTORING = {
 
 
 def network_of(layout):
-    """Return the name of the network of a layout."""
+    """Return the name of the network that a layout trains."""
     return LONG if layout.context > 1 else EXPERTS
 
 
 def save(folder, layout):
-    """Train, save, and go on; return the losses after it."""
+    """Train, save and continue, and return the losses after saving."""
     network = network_of(layout)
     trainer = new_trainer(network)
     losses(trainer, 0, STEPS_BEFORE, network)
@@ -37,12 +37,12 @@ def save(folder, layout):
 
 
 def restore_all(folder, layout):
-    """Go on from what each layout has saved; return the losses."""
+    """Resume from the checkpoint of each layout and return the losses."""
     return {"restored": restored(folder, layout.name, network_of(layout))}
 
 
 def restored(folder, name, network):
-    """As `restore_all`, of the layout with a name."""
+    """Resume from each checkpoint on the layout with this name and return the losses."""
     trainer = new_trainer(network, OTHER_SEED)
     return {saved: restore(trainer, folder, saved, name, network) for saved in SAVING[network]}
 

@@ -1,4 +1,4 @@
-"""Models of a user's own: trained by Keras' `fit` where there is one process, by every rank else."""
+"""Train custom models with Keras' `fit` in one process, and with the trainer on every layout."""
 
 import pathlib
 
@@ -34,7 +34,7 @@ def classes():
 
 
 def train(model, x, y, **options):
-    """Train with the global batch; return what a test compares."""
+    """Train with the global batch and return losses, evaluation, weights and outputs."""
     network = model
     if job.size() > 1 or job.mesh() is not None:
         model = Trainer(network)
@@ -48,13 +48,13 @@ def train(model, x, y, **options):
         "num_weights": len(network.trainable_variables),
         "model": model,
         "parameters": [network.count_params(), model.count_params()],
-        **{f"weights/{number}": x for number, x in enumerate(model.get_weights())},
-        **{f"outputs/{number}": np.asarray(x) for number, x in enumerate(outputs)},
+        **{f"weights/{i}": x for i, x in enumerate(model.get_weights())},
+        **{f"outputs/{i}": np.asarray(x) for i, x in enumerate(outputs)},
     }
 
 
 class Tagger(keras.Model):
-    """Our embedding and encoder, and a Keras layer behind them."""
+    """Model with our embedding and encoder, followed by a Keras layer."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -72,7 +72,7 @@ def tagger():
 
 
 def translator():
-    """A functional model of Keras' layers and ours, with two outputs and two losses."""
+    """Train a functional model of Keras layers and ours, with two outputs and two losses."""
     source, target = keras.Input((WIDTH,), dtype="int32"), keras.Input((WIDTH,), dtype="int32")
     memory = keras.layers.Embedding(VOCAB_SIZE, HIDDEN, keras.initializers.RandomNormal(0, 1))(
         source
@@ -95,7 +95,7 @@ def translator():
 
 
 class VisionTransformer(keras.Model):
-    """Patches by a Keras convolution, our blocks, a Keras head."""
+    """Model with a Keras convolution for patches, our blocks and a Keras head."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -119,7 +119,7 @@ def vision():
 
 
 class Block(keras.layers.Layer):
-    """A block of Keras' layers alone, as KerasHub's."""
+    """Block that contains only Keras layers, like the blocks of KerasHub."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -135,7 +135,7 @@ class Block(keras.layers.Layer):
 
 
 def plain():
-    """A language model of Keras' layers alone: nothing in it knows of us."""
+    """Train a language model that contains only Keras layers."""
     model = keras.Sequential(
         [
             keras.layers.Embedding(VOCAB_SIZE, HIDDEN),
@@ -153,7 +153,7 @@ def file_of(folder, task, layout):
 
 
 def seeded(task):
-    """Return a task that begins with the same random numbers on every rank, and saves the model."""
+    """Return a task that seeds every rank equally, runs `task`, and saves and exports the model."""
 
     def run(folder, layout):
         keras.utils.set_random_seed(0)
@@ -163,7 +163,7 @@ def seeded(task):
         if isinstance(model, Trainer):
             model.export(file.with_suffix(""), verbose=False)
             before = [weight.numpy() for weight in model.weights]
-            model.set_weights(model.get_weights())  # of all stages
+            model.set_weights(model.get_weights())  # This sets the weights of all stages.
             assert all(map(np.array_equal, before, [weight.numpy() for weight in model.weights]))
         return results
 

@@ -1,4 +1,4 @@
-"""What stages of a pipeline do on real ranks, besides parity."""
+"""Train pipelines on ranks with overflows, metrics, delays, frozen stages, reports and errors."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from harness.tasks import HitRate
 from tests.parallel.pipeline_parallel.v_schedule import V_SCHEDULE
 
 ROWS, WIDTH, VOCAB_SIZE = 8, 6, 12
-SECONDS = 2e-3  # most that a stage sleeps before an instruction
+SECONDS = 2e-3  # Maximum delay of a stage before an instruction.
 
 
 def words(seed=0):
@@ -28,7 +28,7 @@ def words(seed=0):
 
 
 class Scale(Layer):
-    """Multiplies with a weight; gradients of rows with a flag overflow."""
+    """Layer that multiplies by a weight. The gradient overflows if a flag is set."""
 
     def __init__(self, stage, **kwargs):
         super().__init__(**kwargs)
@@ -51,7 +51,7 @@ class Scale(Layer):
 
 
 class TwoScales(keras.Model):
-    """A layer on each stage; the first one's gradient alone overflows."""
+    """Model with one layer on each stage. Only the gradient of the first layer overflows."""
 
     def __init__(self):
         super().__init__(dtype="mixed_float16")
@@ -100,22 +100,22 @@ def keras_metrics():
 
 
 def losses(is_short=False):
-    """Losses of ten steps, and of the same ones with sleeps, once or four times."""
+    """Return the losses of ten steps, and of the same steps with random delays."""
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
     trainer.network.build()
-    first = trainer.network.get_weights()
+    initial_weights = trainer.network.get_weights()
     result = {"without_sleeps": _ten_steps(trainer), "with_sleeps": []}
     run, rng = PipelineStep.run, random.Random(job.rank())
 
-    def sleepy(step, instruction):
+    def run_with_delay(step, instruction):
         time.sleep(rng.random() * SECONDS)
         run(step, instruction)
 
-    PipelineStep.run = sleepy
+    PipelineStep.run = run_with_delay
     try:
         for _ in range((1 if is_short else 4) if job.size() > 1 else 0):
-            trainer.network.set_weights(first)
+            trainer.network.set_weights(initial_weights)
             result["with_sleeps"].append(_ten_steps(trainer))
     finally:
         PipelineStep.run = run
@@ -128,7 +128,7 @@ def _ten_steps(trainer):
 
 
 def v_shaped():
-    """Ten steps of a schedule of the tests' own, whose last chunk is on the first stage."""
+    """Train ten steps with a custom schedule that has the last chunk on the first stage."""
     schedules.SCHEDULES["v"] = V_SCHEDULE
     stages = min(job.size(), 2)
     options = {"pipeline_schedule": "v", "pipeline_chunks": 2} if stages > 1 else {}
@@ -150,7 +150,7 @@ def v_shaped():
 
 
 def frozen():
-    """A trainer that is called first; all but a shared table is frozen on the last stage."""
+    """Train with a last stage that is frozen except for a shared table."""
     model = small_model()
     trainer = Trainer(model)
     before = trainer(words()[0])
@@ -162,7 +162,7 @@ def frozen():
 
 
 def reports():
-    """The timeline and what is sent, of a step with four micro-batches of two rows."""
+    """Return timeline and transfers of a step with four micro-batches of two rows."""
     trainer = Trainer(small_model())
     trainer.compile("adam", CrossEntropyLoss())
     trainer.train_on_batch(*words())
@@ -182,7 +182,7 @@ def reports():
 
 
 class CountedLoss(CrossEntropyLoss):
-    """Counts how often it is traced."""
+    """Loss that counts its traces."""
 
     traces = 0
 
@@ -192,7 +192,7 @@ class CountedLoss(CrossEntropyLoss):
 
 
 def shapes():
-    """Texts of three lengths: the second one is traced for all that come."""
+    """Train on texts of three lengths. The trace of the second length serves all later ones."""
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CountedLoss())
     texts = [words(seed)[0][:, : WIDTH - seed] for seed in range(3)]
@@ -205,8 +205,8 @@ def shapes():
 
 
 def errors():
-    """What is said of wrong batches, before anything is built, and when stages differ."""
-    found = {}
+    """Return the error messages for wrong numbers of rows, and for batches that differ by stage."""
+    messages = {}
     x, y = words()
     for name, rows, options in (
         ("rows", 6, {}),
@@ -220,8 +220,8 @@ def errors():
         try:
             trainer.fit(x[:rows], y[:rows], verbose=0, **options)
         except ValueError as error:
-            found[name] = [str(error), bool(trainer.network.weights)]
-    return found
+            messages[name] = [str(error), bool(trainer.network.weights)]
+    return messages
 
 
 _ALL = (

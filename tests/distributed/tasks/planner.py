@@ -1,4 +1,4 @@
-"""A language model is trained for a step; what its ranks keep and send is told."""
+"""Train a language model for a step, and measure memory and communication of its ranks."""
 
 import dataclasses
 
@@ -18,21 +18,21 @@ VOCAB_SIZE = 128
 
 
 def network():
-    """Return it, not built."""
+    """Return the language model, not built."""
     return CausalLM(VOCAB_SIZE, dropout_rate=0.1, **SIZES)
 
 
 def kept_and_sent():
-    """Bytes by their use, measured where they are, and elements sent by their way."""
+    """Train a step and return bytes by use, measured or planned, and elements sent by kind."""
     trainer = Trainer(network())
     trainer.compile("adam", CrossEntropyLoss())
     ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, (BATCH, LENGTH + 1)).astype("int32")
     index, count = job.data_shard()
-    own = ids[index::count]
-    trainer.train_on_batch(own[:, :-1], own[:, 1:], shard=False)
+    local_ids = ids[index::count]
+    trainer.train_on_batch(local_ids[:, :-1], local_ids[:, 1:], shard=False)
     report = trainer.communication_report()
     is_alone = job.mesh() is None and job.stage()[1] == 1
-    rows = trainer.memory_report(own[:, :-1] if is_alone else None).rows
+    rows = trainer.memory_report(local_ids[:, :-1] if is_alone else None).rows
     return {
         "bytes": {row.what: row.measured or row.planned for row in rows},
         "reduced": float(elements_sent(trainer)),
@@ -43,11 +43,11 @@ def kept_and_sent():
 
 
 def recomputed():
-    """As `kept_and_sent`, with blocks that are recomputed."""
+    """Run `kept_and_sent` with recomputed blocks."""
     dtransformer.init(dataclasses.replace(get_parallel_config(), recompute=True))
-    found = kept_and_sent()
+    result = kept_and_sent()
     dtransformer.init(TransformerOpParallelConfig())
-    return found
+    return result
 
 
 TASKS = {"kept_and_sent": kept_and_sent, "recomputed": recomputed}

@@ -1,4 +1,4 @@
-"""Training with Keras' own shuffling, on a process alone and on every rank."""
+"""Train on data that Keras shuffles, in one process and on ranks."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ class Rows(keras.utils.PyDataset):
 
 
 class Steps(keras.callbacks.Callback):
-    """Keeps the loss of each step."""
+    """Callback that stores the loss of each step."""
 
     def on_train_begin(self, logs=None):
         self.losses = []
@@ -31,18 +31,18 @@ class Steps(keras.callbacks.Callback):
 
 
 def losses(*data, **options):
-    """Return the loss of each step of two fits of two epochs; the second fit has another order."""
+    """Call `fit` twice with two epochs and return the loss of each step. The orders differ."""
     initializer = keras.initializers.Constant(0.1)
     network = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(1, kernel_initializer=initializer)]
     )
-    trainer, found = Trainer(network), []
+    trainer, step_losses = Trainer(network), []
     trainer.compile(keras.optimizers.SGD(0.01), "mse")
     for _ in range(2):
         steps = Steps()
         trainer.fit(*data, epochs=2, verbose=0, callbacks=[steps], **options)
-        found += steps.losses
-    return found
+        step_losses += steps.losses
+    return step_losses
 
 
 def shuffled():

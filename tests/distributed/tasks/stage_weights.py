@@ -1,4 +1,4 @@
-"""Reads, sets, saves and restores the weights of a network whose layers are on two stages."""
+"""Read, set, save and restore the weights of a network on two pipeline stages."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ X, Y = IDS[:, :-1], IDS[:, 1:]
 
 
 def arrays(name, values):
-    """Return a list of arrays as named results of a task."""
+    """Return a dict of the values, with keys "NAME/INDEX"."""
     return {f"{name}/{i:02}": np.asarray(value) for i, value in enumerate(values)}
 
 
@@ -47,7 +47,7 @@ class LossThatRises(keras.callbacks.Callback):
         logs["rising"] = float(epoch)
 
 
-def weights_of_adapters(folder, layout, kind):
+def get_adapter_weights(folder, layout, kind):
     """Read, set, restore, load and merge the weights of a network with adapters."""
     network = language_model(num_layers=2)
     add_lora(network, rank=2, alpha=4.0, kind=kind, targets=["*query_kernel", "*mapping_kernel"])
@@ -80,11 +80,11 @@ def weights_of_adapters(folder, layout, kind):
 
 
 def lora(folder, layout):
-    return weights_of_adapters(folder, layout, "lora")
+    return get_adapter_weights(folder, layout, "lora")
 
 
 def dora(folder, layout):
-    return weights_of_adapters(folder, layout, "dora")
+    return get_adapter_weights(folder, layout, "dora")
 
 
 class Frozen(keras.layers.Layer):
@@ -105,7 +105,7 @@ class Frozen(keras.layers.Layer):
 
 
 def untrained(folder, layout):
-    """Return weights of layers that are frozen, or that keep moving means, under a moving average."""
+    """Return weights of frozen and normalizing layers, trained with averaged weights."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8, activation="tanh")(inputs)
@@ -147,7 +147,7 @@ def untrained(folder, layout):
 
 
 def frozen_blocks(folder, layout):
-    """Return the weights of a language model with experts, trained with half of the blocks frozen."""
+    """Train a language model with experts and half of the blocks frozen, and return the weights."""
     network = language_model(moe_config=dtransformer.MoEConfig(expert_num=2, expert_group_size=6))
     freeze(network, ["embedding/*", "blocks/block_[0-1]/*"])
     trainer = Trainer(network)

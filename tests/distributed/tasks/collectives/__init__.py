@@ -1,4 +1,4 @@
-"""What ranks do with collectives: all checks for their number, and an example."""
+"""Tasks that run the checks of collectives, or the example of hybrid parallelism."""
 
 import runpy
 import traceback
@@ -9,11 +9,11 @@ from tests.distributed.tasks.collectives import errors, functions, own, values
 from tests.distributed.tasks.collectives.checks import CHECKS, failures, is_quick
 from tests.distributed.tasks.collectives.groups import all_groups
 
-FILES = values, errors, functions, own  # which register their checks
+FILES = values, errors, functions, own  # These modules register their checks on import.
 
 
 def checks(is_short):
-    """Run all checks for this number of ranks, or those of the quick suite; return failures by name."""
+    """Run the checks for this number of ranks, or only the quick ones, and return the failures."""
     all_groups()
     results = {}
     for name, (sizes, function) in CHECKS.items():
@@ -28,7 +28,7 @@ def checks(is_short):
 
 
 def hybrid_example():
-    """Train as examples/hybrid_parallel.py does; on several ranks with two of a model."""
+    """Train as in examples/hybrid_parallel.py, with `mp=2` on several ranks."""
     train = runpy.run_path(REPOSITORY / "examples/hybrid_parallel.py")["train"]
     return {"losses": train(mp=min(job.size(), 2))}
 

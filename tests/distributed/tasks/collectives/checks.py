@@ -1,4 +1,7 @@
-"""Checks that every rank makes: one never stops in its middle, or the others would wait."""
+"""Helpers for checks that run on every rank.
+
+A failed check does not raise an error, because the other ranks would then wait forever.
+"""
 
 import functools
 
@@ -32,7 +35,7 @@ def eager(function):
 
 
 def check(*sizes):
-    """Register a check for jobs of these numbers of ranks."""
+    """Register a check for jobs with each of these sizes."""
 
     def register(function):
         CHECKS[function.__name__] = sizes, function
@@ -61,13 +64,13 @@ def expect_error(function, *words, error_type=ValueError):
         result = function()
     except error_type as error:
         missing = [word for word in words if word not in str(error)]
-        expect(not missing, f"the error does not say {missing}: {error}")
+        expect(not missing, f"the error does not contain {missing}: {error}")
     except Exception as error:
         expect(False, f"expected a {error_type.__name__}, got {error!r}")
     else:
-        expect(False, f"expected an error that says {words}, got {result}")
+        expect(False, f"expected an error with {words}, got {result}")
 
 
-def mine(values):
-    """This rank's entry of a list that has one for each rank, repeating its last."""
+def value_for_rank(values):
+    """Return the value for this rank. Ranks beyond the end of the list use the last value."""
     return values[min(job.rank(), len(values) - 1)]

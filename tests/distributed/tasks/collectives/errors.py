@@ -1,4 +1,4 @@
-"""Wrong arguments, ranks that disagree and wrong groups end in errors on every rank."""
+"""Checks that wrong arguments, wrong groups and different calls raise an error on every rank."""
 
 import functools
 
@@ -15,12 +15,12 @@ from tests.distributed.tasks.collectives.checks import (
     expect,
     expect_equal,
     expect_error,
-    mine,
+    value_for_rank,
 )
 
 
 @check(3)
-def a_wrong_argument():
+def wrong_arguments():
     n, x, ones = job.size(), tf.zeros([5, 7]), tf.ones([12, 24])
     ranks = f"group of {n}"
     for name in ("gather", "all_gather", "scatter", "reduce_scatter_sum"):
@@ -44,7 +44,7 @@ def a_wrong_argument():
 
 
 @check(3)
-def a_rank_that_is_not_in_the_group():
+def rank_outside_the_group():
     group = job.new_group([0])
     if job.rank() > 0:
         for name in ("all_reduce_sum", "all_gather"):
@@ -60,22 +60,39 @@ def a_rank_that_is_not_in_the_group():
 
 
 DISAGREEMENTS = {
-    "shapes": (lambda: collectives.all_reduce_sum(tf.zeros(mine([2, 3]))), "(2,)", "(3,)"),
-    "ranks_of_tensors": (lambda: collectives.all_gather(tf.zeros(mine([[2], [2, 1]]))), "(2, 1)"),
+    "shapes": (
+        lambda: collectives.all_reduce_sum(tf.zeros(value_for_rank([2, 3]))),
+        "(2,)",
+        "(3,)",
+    ),
+    "ranks_of_tensors": (
+        lambda: collectives.all_gather(tf.zeros(value_for_rank([[2], [2, 1]]))),
+        "(2, 1)",
+    ),
     "dtypes": (
-        lambda: collectives.all_to_all(tf.zeros([12], mine(["float32", "int32"]))),
+        lambda: collectives.all_to_all(tf.zeros([12], value_for_rank(["float32", "int32"]))),
         "float32",
         "int32",
     ),
-    "axes": (lambda: collectives.all_gather(tf.zeros([2, 2]), mine([0, 1])), "axis=0", "axis=1"),
-    "roots": (lambda: collectives.broadcast(tf.zeros([2]), mine([0, 1])), "root=0", "root=1"),
+    "axes": (
+        lambda: collectives.all_gather(tf.zeros([2, 2]), value_for_rank([0, 1])),
+        "axis=0",
+        "axis=1",
+    ),
+    "roots": (
+        lambda: collectives.broadcast(tf.zeros([2]), value_for_rank([0, 1])),
+        "root=0",
+        "root=1",
+    ),
     "functions": (
-        lambda: getattr(collectives, mine(["all_reduce_sum", "all_reduce_max"]))(tf.zeros([2])),
+        lambda: getattr(collectives, value_for_rank(["all_reduce_sum", "all_reduce_max"]))(
+            tf.zeros([2])
+        ),
         "all_reduce_sum",
         "all_reduce_max",
     ),
-    "what_one_of_them_refuses": (
-        lambda: collectives.scatter(tf.zeros([mine([12, 13])])),
+    "a_shape_that_one_rank_rejects": (
+        lambda: collectives.scatter(tf.zeros([value_for_rank([12, 13])])),
         "(12,)",
         "(13,)",
     ),
@@ -86,8 +103,8 @@ def check_disagreement(function, *words):
     words = ("rank 0", "rank 1", "of a group must make the same", *words)
     expect_error(function, *words)
     expect_error(compiled(function), *words)
-    expect_error(compiled(function), *words)  # it is not forgotten
-    y = collectives.all_reduce_sum(tf.ones([2]))  # and the group is as it was
+    expect_error(compiled(function), *words)  # A second call raises the same error.
+    y = collectives.all_reduce_sum(tf.ones([2]))  # The group still works.
     expect_equal(y, np.full(2, job.size(), "f"), "after the error")
 
 
@@ -96,7 +113,7 @@ for name, arguments in DISAGREEMENTS.items():
 
 
 @check(3)
-def a_tape_on_one_rank_alone():
+def gradient_tape_on_a_single_rank():
     def forward():
         x = tf.zeros([2])
         with tf.GradientTape() as tape:
@@ -109,20 +126,22 @@ def a_tape_on_one_rank_alone():
 
 
 @check(3)
-def unknown_dimensions_are_compared_when_it_runs():
+def unknown_dimensions_are_compared_at_run_time():
     function = compiled(
         lambda x: collectives.all_gather(x, axis=1), input_signature=[tf.TensorSpec([2, None])]
     )
     n = job.size()
     expect_equal(function(tf.ones([2, 3])), np.ones([2, 3 * n], "f"), "of unknown dimension")
     error_type = tf.errors.FailedPreconditionError
-    expect_error(lambda: function(tf.ones([2, mine([3, 4])])), "3", "4", error_type=error_type)
+    expect_error(
+        lambda: function(tf.ones([2, value_for_rank([3, 4])])), "3", "4", error_type=error_type
+    )
     expect_equal(function(tf.ones([2, 1])), np.ones([2, n], "f"), "after the error")
 
 
 @check(3)
-def a_function_that_one_rank_traces_anew():
-    """With tensors that agree it is no matter; with others it ends on every rank."""
+def function_that_one_rank_traces_again():
+    """Matching tensors work. Different tensors raise an error on every rank."""
 
     @compiled
     def total(local, common):
@@ -130,11 +149,13 @@ def a_function_that_one_rank_traces_anew():
 
     n = job.size()
     for length in ([2, 3], [4, 3], [4, 5]):
-        y = total(tf.zeros(mine(length)), tf.ones([7]))
+        y = total(tf.zeros(value_for_rank(length)), tf.ones([7]))
         expect_equal(y, np.float32(7 * n), "with another local shape")
     error_type = (ValueError, tf.errors.FailedPreconditionError)
     words = ["all_reduce_sum", "(8,)", "did not retrace"] if job.rank() == 0 else []
-    expect_error(lambda: total(tf.zeros([9]), tf.ones(mine([8, 7]))), *words, error_type=error_type)
+    expect_error(
+        lambda: total(tf.zeros([9]), tf.ones(value_for_rank([8, 7]))), *words, error_type=error_type
+    )
     y = total(tf.zeros([9]), tf.ones([7]))
     expect_equal(y, np.float32(7 * n), "after the error")
 
@@ -167,19 +188,19 @@ def wrong_groups():
     for ranks in ([], [0, 0], [0, n], [-1], ["0"], None, 1.5):
         expect_error(lambda: job.new_group(ranks), "rank", "group")
     expect_error(lambda: job.new_group([0, n]), str((0, n)), f"0 to {n - 1}")
-    for first, others in ([[0], [1]], [[0, 1], [1, 0]], [[0, 1], [0, n]], [[0], []]):
-        ranks = mine([first, others])
-        expect_error(lambda: job.new_group(ranks), str(tuple(first)), str(tuple(others)))
+    for first, ranks_on_others in ([[0], [1]], [[0, 1], [1, 0]], [[0, 1], [0, n]], [[0], []]):
+        ranks = value_for_rank([first, ranks_on_others])
+        expect_error(lambda: job.new_group(ranks), str(tuple(first)), str(tuple(ranks_on_others)))
 
 
 @check(4)
-def groups_are_made_once():
+def groups_are_created_once():
     n, rank = job.size(), job.rank()
-    first, again, turned = map(job.new_group, ([0, 1], (0, 1), [1, 0]))
+    first, again, reversed_group = map(job.new_group, ([0, 1], (0, 1), [1, 0]))
     expect(first is again, "the same ranks, another group")
-    expect(first is not turned and turned.ranks == (1, 0), f"got {turned}")
-    expect(first.process_set is turned.process_set, "one process set serves both orders")
+    expect(first is not reversed_group and reversed_group.ranks == (1, 0), f"got {reversed_group}")
+    expect(first.process_set is reversed_group.process_set, "one process set serves both orders")
     expect(first.index == (rank if rank < 2 else None), f"got {first.index}")
-    expect(turned.index == (1 - rank if rank < 2 else None), f"got {turned.index}")
+    expect(reversed_group.index == (1 - rank if rank < 2 else None), f"got {reversed_group.index}")
     expect(job.whole_job() is job.new_group(range(n)), "the whole job is one group")
     expect(job.whole_job().size == n and job.whole_job().index == rank, "the whole job")

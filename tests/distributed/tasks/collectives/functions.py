@@ -1,4 +1,4 @@
-"""In a `tf.function` TensorFlow must not take a collective for a pure function."""
+"""Checks that TensorFlow does not treat collectives in a `tf.function` as pure functions."""
 
 import functools
 
@@ -14,12 +14,12 @@ from tests.distributed.tasks.collectives.checks import (
     expect,
     expect_equal,
     expect_error,
-    mine,
+    value_for_rank,
 )
 
 
 @check(2)
-def constants_are_not_computed_beforehand():
+def collectives_of_constants_are_not_folded():
     @compiled
     def function(x):
         if job.rank() == 0:
@@ -33,7 +33,7 @@ def constants_are_not_computed_beforehand():
 
 
 @check(3)
-def a_result_that_is_not_used_is_computed():
+def unused_results_are_computed():
     @compiled
     def function(x):
         total = collectives.reduce_sum(x)
@@ -42,7 +42,7 @@ def a_result_that_is_not_used_is_computed():
 
     n = job.size()
     for _ in range(2):
-        expected = mine([np.full(3, n, "f"), np.ones(3 * n, "f")])
+        expected = value_for_rank([np.full(3, n, "f"), np.ones(3 * n, "f")])
         expect_equal(function(tf.ones([3])), expected, "what is used")
 
 
@@ -52,7 +52,7 @@ def gradients_in_another_order():
         with tf.GradientTape() as tape:
             tape.watch(x)
             terms = [k * collectives.all_reduce_sum(k * x) ** 2 for k in (1.0, 2.0, 3.0)]
-            loss = tf.reduce_sum(functools.reduce(tf.add, terms[:: mine([1, -1])]))
+            loss = tf.reduce_sum(functools.reduce(tf.add, terms[:: value_for_rank([1, -1])]))
         return tape.gradient(loss, x)
 
     for how in (eager, compiled):
@@ -60,7 +60,7 @@ def gradients_in_another_order():
 
 
 @check(2)
-def a_function_inside_of_another_and_a_tape_around_it():
+def nested_functions_inside_a_tape():
     @compiled
     def inner(x):
         return collectives.all_gather(x) ** 2
@@ -78,7 +78,7 @@ def a_function_inside_of_another_and_a_tape_around_it():
 
 
 @check(2)
-def a_loop():
+def collective_in_a_loop():
     @compiled
     def power(x):
         return tf.while_loop(
@@ -91,7 +91,7 @@ def a_loop():
 @check(2)
 def recomputed_and_in_a_custom_gradient():
     @tf.custom_gradient
-    def to_everyone(x):  # the conjugate pair of tensor parallelism
+    def to_everyone(x):  # Tensor parallelism uses this pair of functions.
         return tf.identity(x), collectives.all_reduce_sum
 
     @tf.custom_gradient
@@ -109,7 +109,7 @@ def recomputed_and_in_a_custom_gradient():
         return tape.gradient(y, [x, weight])
 
     x, scales = 0.3, 2.0 + np.arange(job.size())
-    of_x, of_weight = gradients(tf.constant(x))
+    x_gradient, weight_gradient = gradients(tf.constant(x))
     slopes = 1 - np.tanh(x * scales) ** 2
-    expect(abs(of_x - np.sum(scales * slopes)) < 1e-5, f"got {of_x}")
-    expect(abs(of_weight - x * slopes[job.rank()]) < 1e-5, f"got {of_weight}")
+    expect(abs(x_gradient - np.sum(scales * slopes)) < 1e-5, f"got {x_gradient}")
+    expect(abs(weight_gradient - x * slopes[job.rank()]) < 1e-5, f"got {weight_gradient}")

@@ -1,4 +1,4 @@
-"""The groups of ranks in which collectives are checked."""
+"""Groups of ranks for the checks of collectives."""
 
 import functools
 
@@ -7,12 +7,12 @@ from dtransformer.parallel.runtime import job
 
 @functools.cache
 def all_groups():
-    """The whole job and groups that are not in order, the same on every rank."""
+    """Return a group of all ranks and groups with other orders, identical on every rank."""
     orders = {2: [(1, 0)], 3: [(2, 0), (1, 2, 0)], 4: [(3, 1), (2, 0, 3, 1)]}[job.size()]
-    made = [job.whole_job(), *map(job.new_group, orders)]
-    for group in made:
-        job.new_group((group.ranks[0], group.ranks[-1]))  # for send and recv
-    return made
+    groups = [job.whole_job(), *map(job.new_group, orders)]
+    for group in groups:
+        job.new_group((group.ranks[0], group.ranks[-1]))  # `send` and `recv` need groups of two.
+    return groups
 
 
 def my_groups():

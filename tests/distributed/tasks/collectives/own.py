@@ -1,4 +1,4 @@
-"""A collective of the tests' own: one function, outside of the package."""
+"""Check of a custom collective that is one function outside of the package."""
 
 import tensorflow as tf
 
@@ -9,7 +9,7 @@ from tests.distributed.tasks.collectives.checks import check, expect_equal
 
 
 def all_reduce_mean(x, group=None):
-    """Return the mean over the group on every rank."""
+    """Return the mean over the group to every rank."""
     call = Call("all_reduce_mean", x, group, adds=True)
     return call.run(
         lambda x: call.carry(transport.all_reduce, x, "Sum") / call.group.size,
@@ -18,7 +18,7 @@ def all_reduce_mean(x, group=None):
 
 
 @check(2, 3)
-def a_collective_of_the_tests_own():
+def custom_collective_of_the_mean():
     x = tf.fill([3], float(job.rank()))
     with tf.GradientTape() as tape:
         tape.watch(x)

@@ -1,4 +1,4 @@
-"""What collectives give, by NumPy, and what they may be called with."""
+"""Reference results of collectives in NumPy, and their valid inputs and arguments."""
 
 import itertools
 
@@ -10,8 +10,7 @@ from dtransformer.parallel import collectives
 SHAPES = [(), (1,), (2, 3), (8, 10), (99, 77), (2, 4, 6, 8)]
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int32", "int64", "int8", "uint8", "bool"]
 
-# What each function gives, by NumPy: from the list of the ranks' inputs, in the group's
-# order, to the list of their results.
+# Collective -> NumPy function from the list of inputs to the list of results, in the group's order.
 
 
 def split(x, axis, count):
@@ -36,13 +35,13 @@ REFERENCE = {
         np.concatenate([split(x, split_axis, len(xs))[i] for x in xs], concat_axis)
         for i in range(len(xs))
     ],
-    # Position 0 sends to the last one; the others do not take part.
+    # Position 0 sends to the last position. The other ranks do nothing.
     "send_recv": lambda xs: [np.zeros([], xs[0].dtype), *xs[1:-1], xs[0]],
 }
 
 
 def add(xs):
-    return np.asarray(sum(xs[1:], xs[0]), xs[0].dtype)  # in the same type: integers wrap
+    return np.asarray(sum(xs[1:], xs[0]), xs[0].dtype)  # The dtype stays, so integers wrap.
 
 
 def send_recv(x, group):
@@ -56,8 +55,8 @@ def call(name, x, group, **arguments):
     return function(x, group=group, **arguments)
 
 
-def arguments_of(name, shape, count):
-    """All arguments that a function allows for a shape in a group of `count`."""
+def valid_arguments(name, shape, count):
+    """Return all valid arguments of a collective for a shape in a group of `count` ranks."""
     axes = range(len(shape))
     divisible = [axis for axis in axes if shape[axis] % count == 0]
     roots = sorted({0, count - 1})
@@ -77,7 +76,7 @@ def arguments_of(name, shape, count):
 
 
 def inputs(shape, dtype, count):
-    """One array for each rank, the same on all; sums of floats are exact in every type."""
+    """Return one array for each rank, identical on all ranks. Float sums are exact in every dtype."""
     rng = np.random.default_rng(len(shape) + 1)
     if dtype == "bool":
         return [np.asarray(rng.integers(0, 2, shape), bool) for _ in range(count)]

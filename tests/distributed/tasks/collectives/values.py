@@ -1,6 +1,6 @@
-"""Collectives against NumPy, and their gradients against numeric differentiation.
+"""Compare collectives with NumPy, and their gradients with numeric differentiation.
 
-Every rank knows the inputs of all ranks.
+Every rank computes the inputs of all ranks.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tests.distributed.tasks.collectives.checks import (
     expect,
     expect_equal,
     expect_error,
-    mine,
+    value_for_rank,
 )
 from tests.distributed.tasks.collectives.groups import all_groups, my_groups
 from tests.distributed.tasks.collectives.reference import (
@@ -30,15 +30,15 @@ from tests.distributed.tasks.collectives.reference import (
     REFERENCE,
     SHAPES,
     add,
-    arguments_of,
     call,
     inputs,
+    valid_arguments,
 )
 from tests.tolerances import BLOCKS, NUMERIC_DERIVATIVE
 
 
 def compare(name, cases, group, how):
-    """Compare a function with NumPy for many cases (shape, dtype, arguments)."""
+    """Compare a collective with NumPy for a list of cases (shape, dtype, arguments)."""
     arrays = [inputs(shape, dtype, group.size) for shape, dtype, _ in cases]
 
     def results(xs):
@@ -52,29 +52,29 @@ def compare(name, cases, group, how):
 
 def check_forward(name, how):
     for group in my_groups():
-        is_whole = group is job.whole_job()
+        is_world_group = group is job.whole_job()
         cases = [
             (shape, "float32", arguments)
-            for shape in (SHAPES if is_whole and how is eager else SHAPES[-1:])
-            for arguments in arguments_of(name, shape, group.size)
+            for shape in (SHAPES if is_world_group and how is eager else SHAPES[-1:])
+            for arguments in valid_arguments(name, shape, group.size)
         ]
-        if is_whole and job.size() < 4:  # to save time
+        if is_world_group and job.size() < 4:  # Four ranks skip the dtypes to save time.
             shape = (group.size, 2 * group.size)
-            *_, arguments = arguments_of(name, shape, group.size)
+            *_, arguments = valid_arguments(name, shape, group.size)
             dtypes = DTYPES[:-1] if "sum" in name else DTYPES
             cases += [(shape, dtype, arguments) for dtype in dtypes]
         compare(name, cases[:: 1 if how is eager else 3], group, how)
 
 
 def check_gradient(name):
-    """The first and the second derivative, along directions of one rank's input at a time.
+    """Check the first and second derivative along a direction of each rank's input.
 
-    The loss is the sum of all ranks' losses, that of a rank the sum of w · sin(y); what is
-    derived a second time is the sum of all ranks' sums of u · gradient.
+    The loss is the sum of w · sin(y) over all ranks. The second derivative is the gradient of the
+    sum of u · gradient over all ranks.
     """
     group = all_groups()[-1]
     shape = (group.size, 2 * group.size)
-    *_, arguments = arguments_of(name, shape, group.size)
+    *_, arguments = valid_arguments(name, shape, group.size)
     x, u, direction = np.random.default_rng(0).normal(size=(3, group.size, *shape))[:, group.index]
 
     def loss(x):
@@ -108,22 +108,22 @@ def check_gradient(name):
 
     def compare(derivative, expected, dtype, tolerance):
         actual = derivative(tf.constant(x, dtype))
-        along = np.sum(actual.numpy() * direction)
+        slope = np.sum(actual.numpy() * direction)
         expect(
-            abs(along - expected) <= tolerance * max(1, abs(expected)) and actual.dtype == dtype,
-            f"{name} in {group.ranks}, {dtype}: expected {expected}, got {along}",
+            abs(slope - expected) <= tolerance * max(1, abs(expected)) and actual.dtype == dtype,
+            f"{name} in {group.ranks}, {dtype}: expected {expected}, got {slope}",
         )
 
     expected = difference(loss)
     compare(gradient, expected, "float64", NUMERIC_DERIVATIVE)
     compare(compiled(gradient), expected, "float32", BLOCKS["float32"])
-    if job.size() != 3:  # to save time
+    if job.size() != 3:  # A single size of the job saves time.
         return
     expected = difference(product)
     compare(second, expected, "float64", NUMERIC_DERIVATIVE)
-    if name in ("scatter", "send_recv"):  # whose gradients have the most of their own
+    if name in ("scatter", "send_recv"):  # The gradients of these collectives have the most code.
         compare(compiled(second), expected, "float32", BLOCKS["float32"])
-        product = compiled(product)  # and with the tape outside of the function
+        product = compiled(product)  # Now the tape is outside of the function.
         compare(second, expected, "float64", NUMERIC_DERIVATIVE)
 
 
@@ -135,28 +135,30 @@ for name in REFERENCE:
 
 @check(3)
 def flat_shards_of_every_float_in_every_order():
-    """They take the same way as the public collectives."""
+    """Flat shards use the same transport as the public collectives."""
     for group in my_groups():
         for dtype in ("float32", "float16", "bfloat16"):
             xs = [inputs(shape, dtype, group.size) for shape in ((3, 5), (4,))]
             sums = [add(x) for x in xs]
-            own = [tf.constant(x[group.index]) for x in xs]
+            local_tensors = [tf.constant(x[group.index]) for x in xs]
             name = f"{'_'.join(map(str, group.ranks))}_{dtype}"
-            last = group.size - 1  # one rank has all of a tensor, those between the two nothing
+            last = group.size - 1  # The first and the last rank own one tensor each.
             owners = [Division.whole(15, group.size, 0), Division.whole(4, group.size, last)]
 
             @compiled
-            def shards_and_sums(own):
-                shards = flat_shards.reduce_scatter(own, group, f"to_shards_{name}")
-                shapes = [x.shape for x in own]
+            def shards_and_sums(local_tensors):
+                shards = flat_shards.reduce_scatter(local_tensors, group, f"to_shards_{name}")
+                shapes = [x.shape for x in local_tensors]
                 gathered = flat_shards.all_gather(shards, shapes, group, f"from_shards_{name}")
-                reduced = flat_shards.all_reduce(own, group, f"sums_{name}")
-                short = flat_shards.all_reduce(own, group, f"short_{name}", "bfloat16")
-                owned = flat_shards.reduce_scatter(own, group, f"owned_{name}", None, owners)
-                told = flat_shards.all_gather(owned, shapes, group, f"told_{name}", owners)
-                return shards, gathered, reduced, short, told
+                reduced = flat_shards.all_reduce(local_tensors, group, f"sums_{name}")
+                short = flat_shards.all_reduce(local_tensors, group, f"short_{name}", "bfloat16")
+                owned = flat_shards.reduce_scatter(
+                    local_tensors, group, f"owned_{name}", None, owners
+                )
+                regathered = flat_shards.all_gather(owned, shapes, group, f"told_{name}", owners)
+                return shards, gathered, reduced, short, regathered
 
-            shards, *results = shards_and_sums(own)
+            shards, *results = shards_and_sums(local_tensors)
             for shard, total in zip(shards, sums):
                 expected = flat_shards.own_shard(tf.constant(total), group)
                 expect_equal(shard, expected.numpy(), f"the shard in {group.ranks}, {dtype}")
@@ -166,7 +168,7 @@ def flat_shards_of_every_float_in_every_order():
 
 
 def all_reduce_product(x, group=None):
-    """A collective that the package does not have, as someone would add it."""
+    """Custom collective: the product over the group."""
     call = Call("all_reduce_product", x, group)
     return call.run(
         lambda x: call.carry(transport.all_reduce, x, "Product"),
@@ -175,9 +177,9 @@ def all_reduce_product(x, group=None):
 
 
 @check(2)
-def a_collective_of_ones_own():
+def custom_collective_of_the_product():
     n, x = job.size(), tf.constant([2.0, 3.0 + job.rank()])
-    everyones = np.array([[2.0, 3.0 + rank] for rank in range(n)], "f")
+    all_inputs = np.array([[2.0, 3.0 + rank] for rank in range(n)], "f")
     for how in (eager, compiled):
 
         def gradient(x):
@@ -187,17 +189,19 @@ def a_collective_of_ones_own():
             return y, tape.gradient(y, x)
 
         y, slope = how(gradient)(x)
-        expect_equal(y, everyones.prod(0), "the product")
-        expect_equal(slope, n * everyones.prod(0) / x.numpy(), "its gradient")
-    expect_error(lambda: all_reduce_product(tf.zeros(mine([2, 3]))), "all_reduce_product", "(3,)")
+        expect_equal(y, all_inputs.prod(0), "the product")
+        expect_equal(slope, n * all_inputs.prod(0) / x.numpy(), "its gradient")
+    expect_error(
+        lambda: all_reduce_product(tf.zeros(value_for_rank([2, 3]))), "all_reduce_product", "(3,)"
+    )
 
 
 @check(2)
-def ties_get_the_gradient_in_full():
-    x = tf.constant([1.0, 2.0, mine([3.0, 5.0])])
+def every_tied_maximum_gets_the_full_gradient():
+    x = tf.constant([1.0, 2.0, value_for_rank([3.0, 5.0])])
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = collectives.all_reduce_max(x)
     gradient = tape.gradient(y, x).numpy()
     n = job.size()
-    expect(list(gradient) == [n, n, mine([0, n])], f"got {gradient}")
+    expect(list(gradient) == [n, n, value_for_rank([0, n])], f"got {gradient}")
