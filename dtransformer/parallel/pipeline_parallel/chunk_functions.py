@@ -6,7 +6,7 @@ from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, make_signature
 from dtransformer.parallel.pipeline_parallel.stage_assignment import weights_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
-from dtransformer.parallel.tracing.dropout_seed import dropout_numbers
+from dtransformer.parallel.tracing.dropout_seed import use_random_ids
 
 
 class ChunkFunctions:
@@ -83,7 +83,7 @@ class ChunkFunctions:
             if dropouts is not None:
                 packed_numbers, *args = args
                 layer_numbers = self._devices.numbers(packed_numbers, [len(dropouts)])
-                scope = dropout_numbers({id(x): layer_numbers[i] for i, x in enumerate(dropouts)})
+                scope = use_random_ids({id(x): layer_numbers[i] for i, x in enumerate(dropouts)})
             with scope, view(chunk_view):
                 results = self._compute(chunk, *args)
             return relayout(chunk_view.sent), results

@@ -12,7 +12,7 @@ import keras
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of, placed_layers
-from dtransformer.parallel.tracing.dropout_seed import mask_drawers
+from dtransformer.parallel.tracing.dropout_seed import random_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def make_signature(network: keras.Model, chunk: int, dataflow: Dataflow) -> Sign
         tuple((tuple(w.shape), w.dtype, w.trainable) for layer in layers for w in layer.variables),
         repr(crossing),
     )
-    return Signature(key, roles, mask_drawers(inner), stack.name, [layer.name for layer in layers])
+    return Signature(key, roles, random_layers(inner), stack.name, [layer.name for layer in layers])
 
 
 def _find_stack(network, layers):
@@ -160,7 +160,7 @@ class SharedChunk:
         return self._function.weights(self.trained)
 
     def __call__(self, weights, received, *args):
-        layer_numbers = [layer.number for layer in self._signature.dropouts]
+        layer_numbers = [layer.random_id for layer in self._signature.dropouts]
         received = self._signature.rename_for(self._other_signature, received)
         sent, results = self._function.call(
             weights,

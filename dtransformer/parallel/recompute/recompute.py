@@ -25,10 +25,10 @@ from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
-    current_dropout_numbers,
     current_dropout_seed,
-    dropout_numbers,
     dropout_seed,
+    replaced_random_ids,
+    use_random_ids,
 )
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import trained_value
@@ -75,7 +75,7 @@ def recomputed(
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
     seed, num_inputs, metric_names, states = current_dropout_seed(), len(inputs), [], []
-    numbers = current_dropout_numbers()
+    numbers = replaced_random_ids()
     is_training_step = trace.is_training_step()
 
     def run(args, seed, sums, dy=None):
@@ -88,7 +88,7 @@ def recomputed(
         own, shards = args[num_inputs:num_tensors], args[num_tensors:]
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
-            stack.enter_context(dropout_numbers(numbers))
+            stack.enter_context(use_random_ids(numbers))
             stack.enter_context(not_splitting_backward())
             stack.enter_context(trace.training_step(is_training_step))
             scope = StateScope(list(zip(others, own)), collect_losses=True)

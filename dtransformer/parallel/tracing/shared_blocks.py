@@ -20,10 +20,10 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
-    dropout_numbers,
+    current_random_id,
     dropout_seed,
-    layer_number,
-    mask_drawers,
+    random_layers,
+    use_random_ids,
 )
 from dtransformer.parallel.tracing.scoped import Scoped, context_signature
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
@@ -80,7 +80,7 @@ class SharedBlocks:
         layers = _compat.flat_layers(block)
         if not _can_be_shared(block, layers):
             return compute(*tensors)
-        key, drawers = _key(layers, training), mask_drawers(layers)
+        key, drawers = _key(layers, training), random_layers(layers)
         if key not in self._functions:
             is_called = self._num_blocks > _MOST_COPIES and not trace.is_on_mesh()
             scope = f"alike_{next(_numbers)}"
@@ -111,7 +111,7 @@ def _function(block, compute, dropouts, is_called, name_scope):
             )
         own = {id(layer): numbers[i] for i, layer in enumerate(dropouts)}
         scope = keras.StatelessScope(zip(weights, values), collect_losses=True)
-        named, drawn = tf.name_scope(name_scope), dropout_numbers(own)
+        named, drawn = tf.name_scope(name_scope), use_random_ids(own)
         reports = collecting(is_collecting())
         with named, dropout_seed(seed), drawn, scope, reports as metrics:
             result = compute(*tensors)
@@ -125,7 +125,7 @@ def _function(block, compute, dropouts, is_called, name_scope):
 
 def _numbers_of(drawers):
     """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
-    numbers = [layer_number(layer) for layer in drawers]
+    numbers = [current_random_id(layer) for layer in drawers]
     if any(map(tf.is_tensor, numbers)):
         return tf.stack(numbers)
     # TensorFlow would make, and optimize, a function for each constant that one is given.
