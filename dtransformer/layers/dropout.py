@@ -7,16 +7,16 @@ import tensorflow as tf
 from dtransformer.layers.base import StreamLayer, check_rate, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, seed_after
 from dtransformer.parallel.tracing.dropout_seed import (
-    DrawsMasks,
+    RandomLayer,
     current_dropout_seed,
+    current_random_id,
     kept_elements,
-    layer_number,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
-class Dropout(DrawsMasks, StreamLayer):
+class Dropout(RandomLayer, StreamLayer):
     """Set a random fraction of the inputs to zero and scale up the rest.
 
     Inside `dropout_seed` the mask depends only on that seed and on the layer's path. Outside of it,
@@ -53,7 +53,7 @@ class Dropout(DrawsMasks, StreamLayer):
         """Return the masks for inputs that are computed in parts, or `None` without dropout."""
         if not training or self.rate == 0:
             return None
-        return DropoutMasks(self.rate, current_dropout_seed(), layer_number(self))
+        return DropoutMasks(self.rate, current_dropout_seed(), current_random_id(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,12 @@ class DropoutMasks:
     Args:
         rate: Float. Fraction of elements to drop.
         seed: Integer tensor of shape `[2]`.
-        number: Integer that identifies the layer.
+        random_id: Integer that identifies the layer.
     """
 
     rate: float
     seed: tf.Tensor
-    number: int | tf.Tensor
+    random_id: int | tf.Tensor
 
     def kept(
         self, x: tf.Tensor, part: int = 0, width: int | None = None, known: tf.Tensor | None = None
@@ -86,7 +86,7 @@ class DropoutMasks:
         shape = static_or_dynamic_shape(x)
         if width is not None:
             shape = [*shape[:-1], width]
-        return kept_elements(shape, self.rate, seed, self.number, part)
+        return kept_elements(shape, self.rate, seed, self.random_id, part)
 
     def drop(self, x: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
         """Return x with dropped elements set to 0 and the others scaled by 1 / (1 − rate).

@@ -99,7 +99,7 @@ class TakesLowRank(keras.layers.Layer):
         kernel.low_rank = LowRank(a, b, adapter["alpha"] / rank, dropout, m)
 
     @property
-    def mask_drawers(self) -> list[InputDropout]:
+    def random_layers(self) -> list[InputDropout]:
         """Input dropouts of the adapters, a list."""
         adapters = [low_rank_of(variable) for variable in _compat.own_variables(self)]
         return [x.dropout for x in adapters if x is not None and x.dropout is not None]

@@ -13,9 +13,9 @@ from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tracing.dropout_seed import (
-    DrawsMasks,
+    RandomLayer,
     current_dropout_seed,
-    layer_number,
+    current_random_id,
     random_floats,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -38,7 +38,7 @@ class Routing(typing.NamedTuple):
 
 
 @register
-class Router(DrawsMasks, Layer):
+class Router(RandomLayer, Layer):
     """Choose k of E experts for each token, in float32.
 
     `router_type="softmax"` chooses the k most probable experts. With k > 1 their probabilities are
@@ -139,5 +139,5 @@ class Router(DrawsMasks, Layer):
 
     def _jitter(self, shape):
         """Return random factors in 1 ± `router_jitter`."""
-        numbers = random_floats(shape, current_dropout_seed(), layer_number(self))
+        numbers = random_floats(shape, current_dropout_seed(), current_random_id(self))
         return 1 + self.config.router_jitter * (2 * numbers - 1)

@@ -6,17 +6,17 @@ import tensorflow as tf
 
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.dropout_seed import (
-    DrawsMasks,
+    RandomLayer,
     current_dropout_seed,
+    current_random_id,
     kept_elements,
-    layer_number,
     random_floats,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class InputDropout(DrawsMasks):
+class InputDropout(RandomLayer):
     """Dropout of a low-rank adapter's inputs, in training steps only.
 
     Args:
@@ -31,12 +31,12 @@ class InputDropout(DrawsMasks):
         if not trace.is_training_step():
             return x
         shape, seed = static_or_dynamic_shape(x), current_dropout_seed()
-        is_kept = kept_elements(shape, self.rate, seed, layer_number(self))
+        is_kept = kept_elements(shape, self.rate, seed, current_random_id(self))
         return tf.where(is_kept, x / tf.cast(1 - self.rate, x.dtype), tf.zeros([], x.dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EmbeddingNoise(DrawsMasks):
+class EmbeddingNoise(RandomLayer):
     """Uniform noise U(−a, a) on embeddings with a = α / √(s·h), in training steps only.
 
     Reference: [Jain et al., 2023](https://arxiv.org/abs/2310.05914) (NEFTune), algorithm 1, where s
@@ -57,6 +57,6 @@ class EmbeddingNoise(DrawsMasks):
         if not trace.is_training_step():
             return x
         shape = static_or_dynamic_shape(x)
-        noise = 2 * random_floats(shape, current_dropout_seed(), layer_number(self)) - 1
+        noise = 2 * random_floats(shape, current_dropout_seed(), current_random_id(self)) - 1
         size = tf.cast(shape[1], "float32") * shape[2]
         return x + tf.cast(noise * self.alpha * tf.math.rsqrt(size), x.dtype)

@@ -3,10 +3,9 @@
 import contextlib
 
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, make_signature
+from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, find_equal_layers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import weights_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
-from dtransformer.parallel.tracing.dropout_seed import dropout_numbers
 
 
 class ChunkFunctions:
@@ -27,7 +26,8 @@ class ChunkFunctions:
         self._devices = devices
         self._shares = shares and devices.compiles_whole_graphs
         self._compiled = {}
-        # Maps the key of a signature to the first chunk's signature and function.
+        # Maps the signature of equal chunks and the variant to the function and the layers of the
+        # first chunk.
         self._shared = {}
 
     def of(self, chunk: int, dataflow: Dataflow, variant=None):
@@ -47,29 +47,26 @@ class ChunkFunctions:
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
-            signature = make_signature(self._network, chunk, dataflow) if self._shares else None
-            weights = weights_of(self._network, chunk, dataflow)
-            if signature is None:
-                function = self._function(chunk, dataflow)
-                self._compiled[key] = self._devices.compile(function, *weights)
-            else:
-                self._compiled[key] = self._shared_chunk(
-                    chunk, dataflow, signature, weights, variant
-                )
+            self._compiled[key] = self._compile(chunk, dataflow, variant)
         return self._compiled[key]
 
-    def _shared_chunk(self, chunk, dataflow, signature, weights, variant):
-        key = signature.key, variant
+    def _compile(self, chunk, dataflow, variant):
+        weights = weights_of(self._network, chunk, dataflow)
+        equal = find_equal_layers(self._network, chunk, dataflow) if self._shares else None
+        if equal is None:
+            return self._devices.compile(self._function(chunk, dataflow), *weights)
+        signature, layers = equal
+        key = signature, variant
         if key not in self._shared:
-            function = self._function(chunk, dataflow, signature.dropouts)
-            self._shared[key] = signature, self._devices.compile(function, *weights)
-        first_signature, function = self._shared[key]
-        return SharedChunk(function, first_signature, signature, *weights)
+            function = self._devices.compile(self._function(chunk, dataflow, layers), *weights)
+            self._shared[key] = function, layers
+        function, compiled_layers = self._shared[key]
+        return SharedChunk(function, compiled_layers, layers, *weights)
 
-    def _function(self, chunk, dataflow, dropouts=None):
+    def _function(self, chunk, dataflow, layers=None):
         """Return the function to compile.
 
-        With `dropouts`, it also takes the numbers of these layers.
+        With `layers`, an `EqualLayers`, it also takes the ids of their random layers.
         """
         crossing = [*dataflow.received_by(chunk), *dataflow.sent_after(chunk)]
         crossing = {tensor.name: tensor for tensor in crossing}
@@ -80,10 +77,10 @@ class ChunkFunctions:
         def run(received, *args):
             chunk_view = ChunkView(chunk, dataflow, relayout(received))
             scope = contextlib.nullcontext()
-            if dropouts is not None:
-                packed_numbers, *args = args
-                layer_numbers = self._devices.numbers(packed_numbers, [len(dropouts)])
-                scope = dropout_numbers({id(x): layer_numbers[i] for i, x in enumerate(dropouts)})
+            if layers is not None:
+                packed_ids, *args = args
+                ids = self._devices.numbers(packed_ids, [len(layers.random_layers)])
+                scope = layers.use_random_ids(ids)
             with scope, view(chunk_view):
                 results = self._compute(chunk, *args)
             return relayout(chunk_view.sent), results

@@ -1,11 +1,11 @@
-"""Recompute: the backward pass computes activations again instead of keeping them.
+"""Recompute: the backward pass computes activations again instead of storing them.
 
-Reference: Chen et al., 2016, "Training deep nets with sublinear memory cost", arXiv
-1604.06174; what is worth it in a Transformer: Korthikanti et al., 2022, arXiv
-2205.05198, §5.
+Reference:
+    - [Chen et al., 2016](https://arxiv.org/abs/1604.06174)
+    - [Korthikanti et al., 2022, §5](https://arxiv.org/abs/2205.05198), for the choice of activations
+      in a Transformer
 """
 
-import contextlib
 from collections.abc import Callable
 
 import keras
@@ -25,21 +25,21 @@ from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
-    current_dropout_numbers,
     current_dropout_seed,
-    dropout_numbers,
     dropout_seed,
+    replaced_random_ids,
+    use_random_ids,
 )
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import RecomputedUnsharding
 
 _saved_sums = Scoped("saved_sums")
-"""`(sums, is_recomputing)` of row-parallel products that the backward pass does not repeat."""
+"""`(sums, is_recomputing)`, where `sums` is the list of results that `keep_for_recompute` saves."""
 
 
 def as_recompute_config(value: bool | TransformerRecomputeConfig) -> TransformerRecomputeConfig:
-    """Return True, False or a `TransformerRecomputeConfig` as the latter."""
+    """Convert a boolean to a `TransformerRecomputeConfig`. Return other configs unchanged."""
     if isinstance(value, TransformerRecomputeConfig):
         return value
     return TransformerRecomputeConfig(recompute=bool(value))
@@ -50,93 +50,107 @@ def recomputed(
     inputs: list[tf.Tensor],
     weights: list[keras.Variable],
     config: TransformerRecomputeConfig | None = None,
-    add_loss: Callable = lambda losses: None,
+    add_loss: Callable | None = None,
 ) -> tf.Tensor:
-    """Return function(*inputs), of which the backward pass keeps the inputs only.
+    """Call `function(*inputs)` with recompute: until the backward pass, only the inputs are saved.
 
-    Dropout masks are the same both times.
+    Both computations draw the same dropout masks.
 
     Args:
-        function: a function of tensors that returns one tensor. What else it reads has
-            no gradient.
-        inputs: list of float tensors [b, s, h].
-        weights: list of the Keras variables that it reads.
-        config: a `TransformerRecomputeConfig`, of what is kept besides; by default nothing.
-        add_loss: is called with the list of what layers inside of the function add to the loss.
+        function: Function of tensors that returns a tensor. Gradients are computed for its inputs
+            and `weights` only.
+        inputs: List of floating-point tensors of shape `[b, s, h]`.
+        weights: List of the Keras variables that `function` reads.
+        config: `TransformerRecomputeConfig`. Selects results that are saved in addition to the
+            inputs. Defaults to `TransformerRecomputeConfig()`.
+        add_loss: Function that takes the list of losses that layers add inside `function`. By
+            default they are discarded.
 
     Returns:
-        A tensor.
+        The result of `function`.
     """
     config = config or TransformerRecomputeConfig()
-    shard, unshard = _sharding_of_inputs(config)
+    slices = config.recompute_slice_activation and trace.is_on_mesh()
+    shard = _shard_length if slices else _identity
+    unshard = _unshard_length if slices else _identity
     unsharding = RecomputedUnsharding(weights, keeps=not config.parallel_optimizer_comm_recompute)
-    others = unsharding.others
-    with _compat.without_autocast():  # gradients are taken of the type that is stored
-        values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
+    full_weights = unsharding.others
+    with _compat.without_autocast():  # Gradients have the dtype of the stored weights.
+        values = [tf.convert_to_tensor(trained_value(weight)) for weight in full_weights]
         values += unsharding.shards()
-    seed, num_inputs, metric_names, states = current_dropout_seed(), len(inputs), [], []
-    numbers = current_dropout_numbers()
+    seed = current_dropout_seed()
+    random_ids = replaced_random_ids()
     is_training_step = trace.is_training_step()
+    num_inputs = len(inputs)
+    metric_names = []
+    states = []
 
     def run(args, seed, sums, dy=None):
-        """Compute for the first time; or again, once the gradient dy of the result is known.
+        """Compute the function: the second time with the gradient `dy` of its result.
 
-        Returns the result, what layers add to the loss, and, the first time, what they tell, and
-        the new values of their states.
+        Returns a list of the result and the added losses. The first time, the values of auxiliary
+        metrics and the new values of states follow.
         """
-        num_tensors = num_inputs + len(others)
-        own, shards = args[num_inputs:num_tensors], args[num_tensors:]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(dropout_seed(seed))
-            stack.enter_context(dropout_numbers(numbers))
-            stack.enter_context(not_splitting_backward())
-            stack.enter_context(trace.training_step(is_training_step))
-            scope = StateScope(list(zip(others, own)), collect_losses=True)
-            stack.enter_context(scope)
-            stack.enter_context(unsharding.scope(shards, dy))
-            if not config.mp_comm_recompute and trace.is_on_mesh():
-                stack.enter_context(_saved_sums.set((sums, dy is not None)))
-            auxiliary_metrics = stack.enter_context(collecting(is_collecting() and dy is None))
+        num_tensors = num_inputs + len(full_weights)
+        scope = StateScope(zip(full_weights, args[num_inputs:num_tensors]), collect_losses=True)
+        saved_sums = _saved_sums.get()
+        if not config.mp_comm_recompute and trace.is_on_mesh():
+            saved_sums = sums, dy is not None
+        with (
+            dropout_seed(seed),
+            use_random_ids(random_ids),
+            not_splitting_backward(),
+            trace.training_step(is_training_step),
+            scope,
+            unsharding.scope(args[num_tensors:], dy),
+            _saved_sums.set(saved_sums),
+            collecting(is_collecting() and dy is None) as metrics,
+        ):
             results = [function(*args[:num_inputs]), *scope.losses]
             if dy is not None:
                 return results
-            metric_names[:], states[:] = auxiliary_metrics, scope.states.values()
-            return [*results, *auxiliary_metrics.values(), *map(scope.get_current_value, states)]
+            metric_names[:] = metrics
+            states[:] = scope.states.values()
+            return [*results, *metrics.values(), *map(scope.get_current_value, states)]
 
     @custom_gradient
     def forward(*args):
-        # The layout is that of the second time, when they are unsharded again: else dropout
-        # would draw other masks.
+        # Both computations need the same layout, otherwise they would draw different masks. The
+        # second one unshards the saved inputs.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
         results = run(args, seed, sums)
-        kept = [shard(x) for x in args[:num_inputs]]
+        saved_inputs = [shard(x) for x in args[:num_inputs]]
 
-        def gradient(dy, *of_besides):
-            again = [after(unshard(x), dy) for x in kept] + args[num_inputs:]
+        def gradient(dy, *other_gradients):
+            recomputed_args = [after(unshard(x), dy) for x in saved_inputs] + args[num_inputs:]
             with tf.GradientTape() as tape:
-                tape.watch(again)
-                results = run(again, seed_after(seed, dy), list(sums), dy)
-            upstream = [dy, *of_besides][: len(results)]
-            gradients = tape.gradient(results, again, upstream, unconnected_gradients="zero")
+                tape.watch(recomputed_args)
+                results = run(recomputed_args, seed_after(seed, dy), list(sums), dy)
+            upstream = [dy, *other_gradients][: len(results)]
+            gradients = tape.gradient(
+                results, recomputed_args, upstream, unconnected_gradients="zero"
+            )
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
         return results, gradient
 
-    result, *besides = forward(*inputs, *values)
-    num_losses = len(besides) - len(metric_names) - len(states)
-    add_loss(besides[:num_losses])
-    report_all(dict(zip(metric_names, besides[num_losses:])))
-    for variable, value in zip(states, besides[num_losses + len(metric_names) :]):
+    result, *extra_results = forward(*inputs, *values)
+    num_losses = len(extra_results) - len(metric_names) - len(states)
+    if add_loss is not None:
+        add_loss(extra_results[:num_losses])
+    report_all(dict(zip(metric_names, extra_results[num_losses:])))
+    for variable, value in zip(states, extra_results[num_losses + len(metric_names) :]):
         variable.assign(value)
     return result
 
 
 class StateScope(keras.StatelessScope):
-    """A scope inside of another that remembers which variables are set.
+    """Scope inside another scope that records updated variables.
 
     Attributes:
-        states: dict of their ids and themselves, but for the seeds of Keras' own dropout.
+        states: Dict from ids of updated variables to the variables. The seeds of Keras' own dropout
+            are not included.
     """
 
     def __init__(self, *args, **kwargs):
@@ -156,43 +170,46 @@ class StateScope(keras.StatelessScope):
 
 
 def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return compute(), which `recomputed` keeps with `mp_comm_recompute=False`.
+    """Return `compute()`. With `mp_comm_recompute=False`, `recomputed` saves the result.
 
     Args:
-        compute: a function that returns a tensor, a sum over the mesh axis; it is not called
-            the second time.
+        compute: Function without arguments that returns a tensor, a sum over a mesh axis. The
+            second computation uses the saved tensor instead of calling it.
     """
     if _saved_sums.get() is None:
         return compute()
-    sums, again = _saved_sums.get()
-    if again:
+    sums, is_recomputing = _saved_sums.get()
+    if is_recomputing:
         return sums.pop(0)
     sums.append(compute())
     return sums[-1]
 
 
 def sum_gradients_first(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the inputs of a block, whose gradients of one input are summed within the block.
+    """Return the inputs of a block, so that each input's gradients are summed within the block.
 
-    They are with `recomputed`: so its results are the same to the last bit. On the mesh,
-    where a sum takes a collective, DTensor decides.
+    `recomputed` does the same. With and without it, results are therefore identical to the last
+    bit. On a mesh, the inputs are returned unchanged, because a sum there can communicate and
+    DTensor chooses its place.
     """
     return inputs if trace.is_on_mesh() else [tf.identity(x) for x in inputs]
 
 
-_AXES = "batch", "length", None  # of a kept input
+_INPUT_AXES = "batch", "length", None
+"""Logical axes of a saved input."""
 
 
-def _sharding_of_inputs(config):
-    """Return functions that shard an input that is kept, and unshard it for its use."""
-    if config.recompute_slice_activation and trace.is_on_mesh():
-        return _shard_length, lambda x: constrain(x, _AXES)
-    return (lambda x: x), (lambda x: x)
+def _identity(x):
+    return x
+
+
+def _unshard_length(x):
+    return constrain(x, _INPUT_AXES)
 
 
 def _shard_length(x):
-    """Shard an activation [b, s, h] along s over the model axis, where that is divisible."""
-    batch, length, *others = activation_specs(_AXES, x.shape)
+    """Shard an activation [b, s, h] along s over the model axis, if the axis size divides s."""
+    batch, length, *others = activation_specs(_INPUT_AXES, x.shape)
     axis = mesh_axis("mlp")
     divides = x.shape[1] % axis_size(axis) == 0
     return relayout(x, (batch, axis if length is None and divides else length, *others))

@@ -1,1 +1,1 @@
-"""The context of tracing, and functions that are traced once for many blocks."""
+"""Tracing context, functions shared by equal layers, and random numbers of layers."""

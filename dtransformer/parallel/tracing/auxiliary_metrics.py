@@ -1,7 +1,7 @@
 """Auxiliary metrics: token-weighted sums that layers report during the forward pass.
 
 They are summed over calls, micro-batches and ranks, and have no gradients. Outside of `collecting`
-nothing is computed.
+they are not computed.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ def collecting(enabled: bool = True) -> Iterator[dict[str, tf.Tensor]]:
     """Collect the metrics that layers report inside the `with` block.
 
     Args:
-        enabled: `False` discards them.
+        enabled: Boolean. `False` disables metrics inside the block. Defaults to `True`.
 
     Yields:
-        A dict of metric names to tensors, filled during the block.
+        A dict from metric names to tensors, which the block fills.
     """
     metrics = {}
     with _collector.set(metrics if enabled else None):
@@ -30,16 +30,16 @@ def collecting(enabled: bool = True) -> Iterator[dict[str, tf.Tensor]]:
 
 
 def is_collecting() -> bool:
-    """Return whether reported metrics are collected here."""
+    """Return whether the current code runs inside an enabled `collecting` block."""
     return _collector.get() is not None
 
 
 def report(name: str, compute: Callable[[], tf.Tensor]) -> None:
-    """Report a sum. It is computed only inside of `collecting`.
+    """Add a value to a metric. Outside of `collecting`, do nothing.
 
     Args:
-        name: Unique name in the network, such as a layer's path.
-        compute: Function that returns a float32 tensor.
+        name: String that is unique in the network, such as one that starts with a layer's path.
+        compute: Function without arguments that returns a float32 tensor.
     """
     metrics = _collector.get()
     if metrics is not None:
@@ -48,6 +48,6 @@ def report(name: str, compute: Callable[[], tf.Tensor]) -> None:
 
 
 def report_all(metrics: dict[str, tf.Tensor]) -> None:
-    """Report metrics that were collected inside a traced function."""
+    """Report metrics that a traced function returned, a dict from names to tensors."""
     for name, value in metrics.items():
         report(name, lambda value=value: value)

@@ -1,4 +1,8 @@
-"""Masks of dropout, and the seed that they are derived from, so that they can be drawn again."""
+"""Reproducible random numbers of layers, such as dropout masks.
+
+They depend only on a seed, the random id of the layer and the shape. A block that is computed again
+in the backward pass therefore draws the same masks.
+"""
 
 import contextlib
 import types
@@ -14,119 +18,124 @@ _PHILOX = 1
 """Id of the Philox algorithm in TensorFlow's random operations."""
 
 _seed = Scoped("dropout_seed")
-_layer_ids = Scoped("dropout_layer_ids", types.MappingProxyType({}))
+_random_ids = Scoped("random_ids", types.MappingProxyType({}))
 
 
-class DrawsMasks:
-    """A layer that draws masks, by its number; for layers inside of others, that find it by this type.
+class RandomLayer:
+    """Base class of everything that draws random numbers under a random id.
 
-    A subclass has a Keras layer's `path`.
+    A subclass has the attribute `path`, as Keras layers do.
     """
 
     @property
-    def number(self) -> int:
-        """What tells the layer's masks from those of others: a number made of its path."""
+    def random_id(self) -> int:
+        """Integer in [0, 2³¹) that is derived from the path. Its random numbers depend on it."""
         return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
 
 
-def mask_drawers(layers: Iterable) -> list[DrawsMasks]:
-    """Return what draws masks of some layers: they themselves, and what is in their `mask_drawers`."""
-    inner = [one for layer in layers for one in getattr(layer, "mask_drawers", ())]
-    return [*(layer for layer in layers if isinstance(layer, DrawsMasks)), *inner]
+def random_layers(layers: Iterable) -> list[RandomLayer]:
+    """Return the random layers in a list, then all in the `random_layers` attributes of its layers."""
+    listed = [inner for layer in layers for inner in getattr(layer, "random_layers", ())]
+    return [*(layer for layer in layers if isinstance(layer, RandomLayer)), *listed]
 
 
 def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
-    """Derive every dropout mask inside the `with` block from `seed`.
+    """Derive all dropout masks inside the `with` block from `seed`.
 
-    A training step opens it with a seed made of the job's seed, the step, the
-    micro-batch and the data shard; computing a block again inside it gives the same
-    masks again.
+    A training step sets a seed derived from the job's seed, the step, the micro-batch and the data
+    shard. If a block is computed again in this context, its masks are the same.
 
     Args:
-        seed: int tensor [2].
+        seed: Integer tensor of shape `[2]`.
     """
     return _seed.set(seed)
 
 
 def current_dropout_seed() -> tf.Tensor:
-    """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
+    """Return the seed set by `dropout_seed`, or a random one from TensorFlow's global generator."""
     seed = _seed.get()
     if seed is not None:
         return seed
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
 
 
-def dropout_numbers(numbers: dict[int, tf.Tensor]) -> contextlib.AbstractContextManager:
-    """Let layers inside the `with` block draw their masks by other numbers than their own.
+def use_random_ids(ids: dict[int, tf.Tensor]) -> contextlib.AbstractContextManager:
+    """Replace the random ids of layers inside the `with` block.
 
     Args:
-        numbers: dict of the id of a layer and its number, an int32 scalar.
+        ids: Dict from `id(layer)` to the new random id, a scalar int32 tensor.
     """
-    return _layer_ids.set(types.MappingProxyType(numbers))
+    return _random_ids.set(types.MappingProxyType(ids))
 
 
-def current_dropout_numbers() -> types.MappingProxyType:
-    """Return the numbers that `dropout_numbers` has set, by the layers' ids."""
-    return _layer_ids.get()
+def replaced_random_ids() -> types.MappingProxyType:
+    """Return the ids set by `use_random_ids`, a read-only dict."""
+    return _random_ids.get()
 
 
-def layer_number(layer: DrawsMasks) -> int | tf.Tensor:
-    """Return the number that a layer's masks are drawn by, here."""
-    return _layer_ids.get().get(id(layer), layer.number)
+def current_random_id(layer: RandomLayer) -> int | tf.Tensor:
+    """Return the random id of a layer, or its replacement set by `use_random_ids`."""
+    return _random_ids.get().get(id(layer), layer.random_id)
 
 
 def kept_elements(
-    shape: Sequence, rate: float, seed: tf.Tensor, number: int | tf.Tensor = 0, part: int = 0
+    shape: Sequence, rate: float, seed: tf.Tensor, random_id: int | tf.Tensor = 0, part: int = 0
 ) -> tf.Tensor:
-    """Return which elements are kept: a bool tensor, False with the probability `rate`, to 2⁻¹⁷.
+    """Return a dropout mask: a boolean tensor that is `False` with probability `rate`.
 
-    Each element has 16 random bits; on a mesh, which takes no word for two elements, a word.
+    The probability is exact to 2⁻¹⁷, because each element uses 16 random bits. On a mesh it uses
+    32 bits, because DTensor cannot split a word between two elements.
 
     Args:
-        shape: list of ints, or scalars where a dimension is not known.
-        rate: the probability, in [0, 1).
-        seed: int tensor [2].
-        number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
-        part: int in [0, 2³¹): masks of one number differ by it.
+        shape: List of integers, or of scalar tensors for unknown dimensions.
+        rate: Float in [0, 1). Probability of dropping an element.
+        seed: Integer tensor of shape `[2]`.
+        random_id: Integer in [0, 2³¹) or scalar int32 tensor. Masks with the same seed but
+            different ids are independent. Defaults to `0`.
+        part: Integer in [0, 2³¹). Masks with different parts are independent. Defaults to `0`.
     """
-    threshold, offset = min(round(rate * 2**16), 2**16 - 1), part * 2**32
+    threshold = min(round(rate * 2**16), 2**16 - 1)
+    offset = part * 2**32
     if trace.is_on_mesh():
-        words = _random_words(shape, seed, number, offset)
+        words = _random_words(shape, seed, random_id, offset)
         return words >= tf.constant(threshold * 2**16, "uint32")
     *rows, length = shape or [1]
     half = (length + 1) // 2
-    words = _random_words([*rows, half], seed, number, offset)
+    words = _random_words([*rows, half], seed, random_id, offset)
     bits = tf.reshape(tf.bitcast(words, "uint16"), [*rows, 2 * half])[..., :length]
     return tf.reshape(bits, shape) >= tf.constant(threshold, "uint16")
 
 
-def random_floats(shape: Sequence, seed: tf.Tensor, number: int | tf.Tensor = 0) -> tf.Tensor:
-    """Return random numbers in [0, 1), float32, that follow from a seed and a number.
+def random_floats(shape: Sequence, seed: tf.Tensor, random_id: int | tf.Tensor = 0) -> tf.Tensor:
+    """Return float32 random numbers in [0, 1).
 
     Args:
-        shape: list of ints, or scalars where a dimension is not known.
-        seed: int tensor [2].
-        number: as of `kept_elements`.
+        shape: List of integers, or of scalar tensors for unknown dimensions.
+        seed: Integer tensor of shape `[2]`.
+        random_id: See `kept_elements`. Defaults to `0`.
     """
-    # Of a word's last bits, as TensorFlow's own are; XLA's would be of the first.
-    words = tf.bitwise.bitwise_and(_random_words(shape, seed, number), 2**23 - 1)
+    # TensorFlow also uses the low bits of a word. XLA uses the high bits.
+    words = tf.bitwise.bitwise_and(_random_words(shape, seed, random_id), 2**23 - 1)
     return tf.cast(words, "float32") * 2.0**-23
 
 
-def _random_words(shape, seed, number, offset=0):
-    """Return random uint32.
+def _random_words(shape, seed, random_id, offset=0):
+    """Return random uint32 numbers from the Philox generator.
 
-    They are those of Philox, whose key is the seed and whose counter begins with the number (Salmon
-    et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): those of other numbers are
-    independent. `tf.random.stateless_uniform` would mix the seed first, by 46 operations a mask.
+    The seed is the key and the id is part of the initial counter, so that numbers with different
+    ids are independent. `tf.random.stateless_uniform` would first hash the seed, which takes 46
+    operations per mask.
+
+    Reference:
+        Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"
     """
-    # Of int64, which sums have kernels for on GPUs.
+    # GPUs have kernels for sums of int64, but not of uint64.
     key = tf.reduce_sum(tf.cast(seed, "int64") * [2**32, 1], keepdims=True)
-    # An operation counts up the low word of the counter, which is its first.
-    if isinstance(number, int):
-        counter = tf.constant([0, number + offset], "uint64")
+    # The operation increments the low word of the counter, which comes first.
+    if isinstance(random_id, int):
+        counter = tf.constant([0, random_id + offset], "uint64")
     else:
-        counter = tf.cast(tf.stack([0, tf.cast(number, "int64") + offset]), "uint64")
+        counter = tf.cast(tf.stack([0, tf.cast(random_id, "int64") + offset]), "uint64")
     return tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=tf.convert_to_tensor(shape, "int32"),
         key=tf.cast(key, "uint64"),

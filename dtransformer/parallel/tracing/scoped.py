@@ -1,4 +1,4 @@
-"""Values that `with` blocks set for the code that is traced inside them."""
+"""Values that apply to the code inside a `with` block."""
 
 import contextlib
 import contextvars
@@ -8,16 +8,16 @@ _code_changing = []
 
 
 class Scoped:
-    """A value that `with` blocks replace, separately in each thread.
+    """Value that `with` blocks replace, separately in each thread.
 
-    Define one next to the code that reads it. Layers do not read scoped values, only the functions
-    that they call do.
+    Define a scoped value next to the code that reads it. Layers do not read scoped values. They
+    call functions that do.
 
     Args:
-        name: Name for debugging.
-        default: Value outside of all `with` blocks.
-        changes_code: Whether layers compute differently for different values, see
-            `context_signature`.
+        name: String. Name for debugging.
+        default: Value outside of all `with` blocks. Defaults to `None`.
+        changes_code: Boolean, whether layers are traced differently for different values, see
+            `context_signature`. Defaults to `False`.
 
     Example:
 
@@ -40,7 +40,7 @@ class Scoped:
 
     @contextlib.contextmanager
     def set(self, value) -> Iterator:
-        """Replace the value inside the `with` block; yield the new value."""
+        """Replace the value inside the `with` block and yield the new value."""
         token = self._variable.set(value)
         try:
             yield value
@@ -49,7 +49,7 @@ class Scoped:
 
 
 def context_signature() -> tuple[str, ...]:
-    """Return a text for each scoped value that changes what layers compute.
+    """Return the `repr` of each scoped value with `changes_code=True`.
 
     Code that was traced under one signature must not be reused under another.
     """

@@ -1,4 +1,4 @@
-"""What is traced: tensors on a mesh, a computation with gradients, a training step."""
+"""Properties of the computation that is traced, such as whether it has gradients."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ _in_decoding_loop = Scoped("in_decoding_loop", False)
 
 
 def is_on_mesh() -> bool:
-    """Return whether tensors are DTensors here, so that `constrain` applies."""
+    """Return whether tensors are DTensors. Only then `constrain` has an effect."""
     return _on_mesh.get()
 
 
@@ -33,8 +33,8 @@ def with_gradients(enabled: bool) -> contextlib.AbstractContextManager:
 def is_training_step() -> bool:
     """Return whether a training step of a trainer is traced.
 
-    Noise that has no `training` argument, such as that of embeddings and adapters, is drawn only
-    then.
+    Noise on embeddings and dropout in adapters depend on this, because they have no `training`
+    argument.
     """
     return _in_training_step.get()
 
@@ -45,7 +45,7 @@ def training_step(enabled: bool = True) -> contextlib.AbstractContextManager:
 
 
 def is_decoding_loop() -> bool:
-    """Return whether a compiled decoding loop is traced, which updates caches in place."""
+    """Return whether a compiled decoding loop is traced. It updates caches in place."""
     return _in_decoding_loop.get()
 
 
