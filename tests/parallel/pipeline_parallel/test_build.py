@@ -24,7 +24,7 @@ def placed(network, inputs, placement=TWO):
 
 
 def assert_chunks_give(network, inputs, dataflow, expected):
-    """Run all chunks of a network in sequence and compare the last outputs with the expected ones."""
+    """Run all chunks of a network in sequence and compare the last outputs."""
     received = {}
     for chunk in range(dataflow.placement.num_chunks):
         with view(ChunkView(chunk, dataflow, received)) as calls:

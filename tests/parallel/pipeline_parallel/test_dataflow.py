@@ -1,4 +1,4 @@
-"""Promise: the tensors sent between stages are detected, and chunks in sequence equal the network."""
+"""Promise: tensors sent between stages are detected, and chunks in sequence equal the network."""
 
 import keras
 import pytest

@@ -12,7 +12,7 @@ CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 6}
 
 
 def trained(**fields):
-    """Return the losses of three steps and an evaluation, the logits, the report and the trainer."""
+    """Return losses of three steps and an evaluation, logits, the report and the trainer."""
     start(model_parallel=2, **fields)
     network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=6, dropout_rate=0.1)
     trainer = Trainer(network)
