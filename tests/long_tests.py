@@ -159,10 +159,10 @@ LEFT = [
     Left(
         "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
         "",
-        "parallel/test_shared_blocks.py::test_one_block_is_traced_whatever_the_depth",
+        "parallel/test_shared_blocks.py::test_only_one_block_is_traced_at_any_depth",
     ),
     Left(
-        "parallel/context_parallel/test_communication.py::test_what_is_sent",
+        "parallel/context_parallel/test_communication.py::test_sent_elements_match_the_formula",
         "",
         "planner/test_formulas.py; layers/test_context_attention.py",
     ),
@@ -177,7 +177,7 @@ LEFT = [
         "sgd of distributed/test_parity.py",
     ),
     Left(
-        "parallel/context_parallel/test_training.py::test_what_is_recomputed_drops_the_same",
+        "parallel/context_parallel/test_training.py::test_recompute_repeats_the_dropout_masks",
         "",
         "layers/test_recompute.py, and the layouts of long networks of distributed/test_parity.py",
     ),
@@ -253,12 +253,12 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "parallel/test_shared_blocks.py::test_a_block_that_was_changed_is_no_more_like_the_others",
+        "parallel/test_shared_blocks.py::test_changed_block_is_traced_separately",
         "one_frozen|another_rate",
         OTHER_CASES,
     ),
     Left(
-        "parallel/test_shared_blocks.py::test_results_are_those_of_each_block_by_itself",
+        "parallel/test_shared_blocks.py::test_shared_tracing_does_not_change_results",
         "True-TransformerEncoder|False-TransformerDecoder",
         OTHER_CASES,
     ),
