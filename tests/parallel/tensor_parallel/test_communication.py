@@ -1,4 +1,4 @@
-"""Promise: on a mesh layers send what the theory says, and reports show it."""
+"""Promise: communication of tensor-parallel layers matches the formula and the reports."""
 
 import keras
 
@@ -20,17 +20,17 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_blocks_send_what_the_theory_says():
+def test_communication_of_blocks_matches_the_formula():
     report = report_after_a_step({"encoder_layers": 2, "decoder_layers": 2}, model_parallel=4)
-    for number in range(2):
+    for i in range(2):
         for stack, parts, entries in (("encoder", 2, SOURCE), ("decoder", 3, TARGET)):
-            block = f"{stack}/block_{number}"
+            block = f"{stack}/block_{i}"
             assert sent_by(report, block) == [
                 *[("backward", "all-reduce", entries)] * parts,
                 *[("forward", "all-reduce", entries)] * parts,
             ]
             assert report.formula[block] == report.summed_elements(block) == 2 * parts * entries
-    # The gradient of the memory is added up over the decoder's blocks, and sent once.
+    # The gradient of the encoder output is summed over the decoder blocks and sent once.
     assert [c.elements for c in report.of_layer("AddN")] == [SOURCE]
     expected = {"loss", "accuracy", "head", "encoder", "decoder", "AddN"}
     assert {c.layer.split("/")[0] for c in report.collectives} == expected
@@ -46,7 +46,7 @@ def test_blocks_send_what_the_theory_says():
 
 
 @on_mesh
-def test_under_sequence_parallelism_no_large_all_reduce_is_left():
+def test_sequence_parallelism_replaces_large_all_reduces():
     report = report_after_a_step(sequence_parallel=True, vocab_emb_dp=False)
     large = [
         c
@@ -57,7 +57,7 @@ def test_under_sequence_parallelism_no_large_all_reduce_is_left():
     kinds = [entry[:2] for entry in sent_by(report, "encoder/block_0")]
     assert kinds.count(("forward", "all-to-all")) == 4, "to gather and to scatter, twice"
     assert kinds.count(("backward", "all-to-all")) == 4
-    # The norms' gains and offsets, and the biases after the sums: vectors of h.
+    # Scales and offsets of norms and biases after the sums are vectors of the hidden size.
     small = [entry for entry in sent_by(report, "encoder/block_0") if entry[1] == "all-reduce"]
     assert {entry[2] for entry in small} == {HIDDEN}
     volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
@@ -65,14 +65,14 @@ def test_under_sequence_parallelism_no_large_all_reduce_is_left():
 
 
 @on_mesh
-def test_a_table_sharded_by_rows_sends_one_sum_a_look_up():
+def test_row_sharded_embedding_sends_one_all_reduce_per_lookup():
     report = report_after_a_step(vocab_emb_dp=False)
     assert sent_by(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
     assert sent_by(report, "target_embedding") == [("forward", "all-reduce", TARGET)]
 
 
-class HeadByHand(keras.Model):
-    """Multiplies with the transpose of an embedding's table itself."""
+class ManualHead(keras.Model):
+    """Model that multiplies by the transposed embedding table without a head layer."""
 
     def __init__(self):
         super().__init__()
@@ -85,12 +85,12 @@ class HeadByHand(keras.Model):
 
 
 @on_mesh
-def test_logits_of_a_head_by_hand_stay_sharded():
+def test_logits_of_a_manual_head_stay_sharded():
     start(data_parallel=2, vocab_emb_dp=False)
-    trainer = trainer_of(HeadByHand())
+    trainer = trainer_of(ManualHead())
     losses(trainer, steps=1)
     report = trainer.communication_report()
-    of_loss = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
-    assert of_loss and all(c.elements <= ROWS * TARGET_LENGTH for c in of_loss)
-    # Of the product: the gradients of its inputs, sums over the vocabulary's shards.
+    loss_collectives = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
+    assert loss_collectives and all(c.elements <= ROWS * TARGET_LENGTH for c in loss_collectives)
+    # The largest all-reduce sums the input gradients over the vocabulary shards.
     assert max(c.elements for c in report.collectives) <= TARGET
