@@ -45,7 +45,7 @@ def test_rejects_variables_read_inside():
     def run(x):
         return custom_gradient(lambda x: (x * weight, lambda dy: dy))(x)
 
-    with pytest.raises(TypeError, match="weight.* whose gradient would be lost"):
+    with pytest.raises(TypeError, match="weight.* so their gradients would be lost"):
         run(X)
 
 
