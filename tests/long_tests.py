@@ -201,7 +201,9 @@ LEFT = [
         "",
         "bert of distributed/test_parity.py",
     ),
-    Left("test_step_walk.py::test_a_step_calls_each_station", "One device", OTHER_CASES),
+    Left(
+        "test_step_walk.py::test_step_calls_every_function_of_its_walk", "One device", OTHER_CASES
+    ),
     # Every option of a network in every type.
     Left(
         "models/test_translation.py::test_every_variant_runs_in_every_precision",

@@ -1,7 +1,7 @@
 """Tiers of the test suite: their tests and time limits.
 
 `make check` runs the tests that need no TensorFlow, and an import of TensorFlow raises there.
-`make test` runs all tests except the long ones, `make test-long` runs the tests with the mark `long`,
+`make test` runs all tests except long ones (mark `long`). `make test-long` runs the long tests,
 and `make test-all` runs everything.
 """
 
