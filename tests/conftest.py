@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter, config):
             yellow=seconds > limit,
         )
         if seconds > limit:
-            terminalreporter.write_line("WARNING: it took longer than its limit", yellow=True)
+            terminalreporter.write_line("WARNING: The tier exceeded its time limit.", yellow=True)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def shared_data():
     """Return the folder of real data, or skip the test if it is missing."""
     folder = pathlib.Path(os.environ.get("DTRANSFORMER_DATA", "data/real"))
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; name its place with DTRANSFORMER_DATA")
+        pytest.skip(f"No real data in {folder}. Set DTRANSFORMER_DATA to its folder.")
     return folder
 
 

@@ -243,7 +243,7 @@ def test_optimizers_identify_shards_by_variable_key():
     optimizer.apply([tf.ones([2])], [flat[1]])
     np.testing.assert_array_equal(flat[1].unbind(), [0.0, 0.0])
     momenta = [v.numpy().tolist() for v in optimizer.variables if v.shape == (2,)]
-    assert momenta == [[0, 0], [-1, -1]], "the state of the other stays"
+    assert momenta == [[0, 0], [-1, -1]], "the state of the other shard must not change"
 
 
 def test_optimizer_states():
@@ -320,7 +320,7 @@ def test_with_cardinality():
     watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: steps.append(watch.params))
     with pytest.warns(UserWarning, match="ran out of data"):
         model.fit(data, verbose=0, callbacks=[watch])
-    assert steps[0]["steps"] == 7, "Keras reads it"
+    assert steps[0]["steps"] == 7, "Keras must read the cardinality"
 
 
 def test_expect_many_traces():
@@ -339,7 +339,9 @@ def test_expect_many_traces():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    assert any("retracing" in text for text in texts), "there is nothing to silence any more"
+    assert any("retracing" in text for text in texts), (
+        "TensorFlow no longer warns, so remove expect_many_traces"
+    )
 
 
 def test_called_by_shapes(monkeypatch):
@@ -451,7 +453,9 @@ def test_constants_are_copied():
 
     with _compat.constants_are_copied():
         assert captures() == 0
-    assert captures() == 1, "TensorFlow copies constants by itself now, or it stays patched"
+    assert captures() == 1, (
+        "TensorFlow copies constants without the patch now, or the patch remains active"
+    )
 
 
 def test_captures_are_replaced():
@@ -459,7 +463,7 @@ def test_captures_are_replaced():
     compute = lambda: tf.function(lambda: captured * 2.0, autograph=False)().numpy().tolist()
     with _compat.captures_replaced(lambda tensor: tensor + 1.0):
         pass
-    assert compute() == [2.0, 4.0], "it stays patched"
+    assert compute() == [2.0, 4.0], "the patch remains active"
     other = tf.constant([3.0, 4.0])
     with _compat.captures_replaced(lambda tensor: other):
         assert compute() == [6.0, 8.0]

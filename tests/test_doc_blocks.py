@@ -43,9 +43,9 @@ SMALL = {
 }
 # (page, text of a block) -> reason not to run the block. Only its names are compared with the code.
 NOT_RUN = {
-    ("generation.md", "intra_op_parallelism"): "it has to be said before the first tensor",
-    ("training.md", "simple_evaluate"): "the harness is a package of its own",
-    ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
+    ("generation.md", "intra_op_parallelism"): "it must be set before the first tensor",
+    ("training.md", "simple_evaluate"): "the harness is a separate package",
+    ("pipeline.md", "timeline"): "a pipeline needs several processes; tests/distributed/ covers it",
 }
 # Commands of other packages, and names of files that the reader writes.
 FOREIGN_NAMES = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
@@ -155,7 +155,7 @@ def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     path = next(path for path in PAGES if path.name == page)
     text = path.read_text("utf-8")
     small = SMALL.get(page, {})
-    assert all(old in text for old in small), f"SMALL of {page} names what is not there"
+    assert all(old in text for old in small), f"SMALL replaces texts that {page} does not contain"
     write_page_files(page)
     if page == "README.md":
         first_example()
@@ -216,7 +216,7 @@ def check_command(words, monkeypatch):
     elif name == "pip":
         check_extras(words)
     elif name != "curl":  # downloads of samples
-        assert (ROOT / name).exists(), f"{name} is no command that the docs may show"
+        assert (ROOT / name).exists(), f"{name} is not a known command"
 
 
 def check_make(words):
@@ -224,7 +224,7 @@ def check_make(words):
     for word in words:
         variable, value, _ = word.partition("=")
         kind = rf"^{variable} [?]?:?=|\({variable}\)" if value else rf"^{variable}:"
-        assert re.search(kind, text, re.MULTILINE), f"make has no {word}"
+        assert re.search(kind, text, re.MULTILINE), f"the Makefile does not define {word}"
 
 
 def strip_horovodrun_options(words):
@@ -241,14 +241,14 @@ def check_script(words, monkeypatch):
     script, *options = words
     if script in FOREIGN_NAMES:
         return
-    assert (ROOT / script).exists(), f"there is no {script}"
+    assert (ROOT / script).exists(), f"{script} does not exist"
 
     class Parsed(Exception):
         pass
 
     def parse(parser, args=None, namespace=None):
         _, unknown = parser.parse_known_args(args, namespace)
-        assert not unknown, f"{script} has no {unknown}"
+        assert not unknown, f"{script} does not know {unknown}"
         raise Parsed
 
     def error(parser, message):

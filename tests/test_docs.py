@@ -35,7 +35,7 @@ def test_files_named_in_docs_exist():
         for name in FILE.findall(page.read_text("utf-8"))
         if not any((folder / name).exists() for folder in (ROOT, PACKAGE))
     ]
-    assert not wrong, "\n".join(["there is no such file:", *wrong])
+    assert not wrong, "\n".join(["these files do not exist:", *wrong])
 
 
 def walks():
@@ -50,9 +50,9 @@ def test_walks_of_the_architecture_page_name_existing_functions():
     assert len(walks()) == 3
     for name, stations in walks().items():
         assert 3 <= len(stations) <= MAX_STATIONS, f"{name}: {len(stations)} stations"
-        assert len(set(stations)) == len(stations), f"{name} comes back: {stations}"
+        assert len(set(stations)) == len(stations), f"{name} repeats a function: {stations}"
         for file, function in stations:
-            assert definition(file, function), f"{name}: there is no {function} in {file}"
+            assert definition(file, function), f"{name}: {file} does not define {function}"
 
 
 def definition(file, function):
@@ -112,7 +112,7 @@ def test_reference_lists_every_name_used_in_docs_and_examples():
         api_names = [f"{module}.{name}", f"{module}.search"] if names_file else [module]
         if listed.isdisjoint(api_names):
             missing.add(f"{module}.{name}")
-    assert not missing, f"docs/api/ has no page of {sorted(missing)}"
+    assert not missing, f"docs/api/ does not list {sorted(missing)}"
 
 
 @pytest.mark.tensorflow

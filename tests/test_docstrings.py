@@ -45,7 +45,9 @@ def test_docstring_examples_pass(name, tmp_path, monkeypatch):
     runner, output = doctest.DocTestRunner(optionflags=FLAGS), []
     finder = doctest.DocTestFinder(exclude_empty=True)
     for test in finder.find(importlib.import_module(name), extraglobs=NAMES):
-        assert "+SKIP" not in test.docstring, f"{test.name}: show what can be run, or no '>>>'"
+        assert "+SKIP" not in test.docstring, (
+            f"{test.name}: remove '>>>' or make the example runnable"
+        )
         source = "".join(example.source for example in test.examples)
         if "trainer." in source and "trainer =" not in source:
             test.globs = {**trained_names(), **test.globs}

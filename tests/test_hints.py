@@ -52,5 +52,5 @@ def has_hints(function):
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_public_functions_have_type_hints(name):
     functions_by_name = dict(public_functions(importlib.import_module(name)))
-    assert functions_by_name, f"{name} makes no function public"
+    assert functions_by_name, f"{name} has no public functions"
     assert [name for name, function in functions_by_name.items() if not has_hints(function)] == []

@@ -155,7 +155,7 @@ def imports(path, everywhere=True):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno} is relative: write the full name"
+            assert not node.level, f"{path}:{node.lineno}: use an absolute import"
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 names.add(submodule if submodule in MODULES else node.module)
@@ -178,7 +178,7 @@ def test_no_import_cycles():
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        pytest.fail("modules import each other in a circle: " + " ← ".join(error.args[1]))
+        pytest.fail("import cycle: " + " ← ".join(error.args[1]))
 
 
 def test_folders_import_only_lower_folders():
@@ -257,7 +257,7 @@ def test_private_names_of_other_packages_are_not_used():
             continue
         wrong += [f"{relative(path)} imports {name}" for name in imports(path) if is_private(name)]
         wrong += [f"{relative(path)} uses {name}" for name in private_attributes(path)]
-    assert not wrong, "\n".join(["private to other packages:", *sorted(wrong)])
+    assert not wrong, "\n".join(["private names of other packages:", *sorted(wrong)])
 
 
 def is_private(name):
@@ -323,7 +323,7 @@ def test_files_are_small():
     large = {file: size for file, size in sizes.items() if size > MAX_LINES}
     median = statistics.median(modules.values())
     summary = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
-    assert not large, f"more than {MAX_LINES} lines: {large}; {summary}"
+    assert not large, f"files with more than {MAX_LINES} lines: {large}; {summary}"
     assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {summary}"
 
 
@@ -344,7 +344,7 @@ def test_globals_are_set_in_one_place():
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Global) and relative(path) not in MAY_SET_GLOBALS
     ]
-    assert not wrong, f"pass state, or put it into parallel/tracing/trace.py: {wrong}"
+    assert not wrong, f"pass the state or store it in parallel/tracing/trace.py: {wrong}"
 
 
 def test_public_names_have_docstrings():
@@ -357,7 +357,7 @@ def test_public_names_have_docstrings():
         and not ast.get_docstring(node)
     ]
     wrong += [relative(path) for path in FILES if not ast.get_docstring(parse(path))]
-    assert not wrong, f"without a docstring: {wrong}"
+    assert not wrong, f"missing docstrings: {wrong}"
 
 
 def test_horovod_join_is_not_used():

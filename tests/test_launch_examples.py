@@ -39,6 +39,6 @@ def test_kubernetes_example_has_valid_options():
     arguments = make_parser().parse_args(command)
     assert program == "dtransformer" and arguments.discovery_script.startswith("/etc/mpi/")
     assert arguments.rank_command[-2:] == ["python", "train.py"]
-    assert launcher["terminationGracePeriodSeconds"] > 120, "the launcher's time to save"
+    assert launcher["terminationGracePeriodSeconds"] > 120, "the launcher needs time to save"
     gpus = pods["Worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert gpus["nvidia.com/gpu"] == job["spec"]["slotsPerWorker"]

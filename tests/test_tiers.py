@@ -9,7 +9,7 @@ from tests.tiers import CHECK, LIMITS, TESTS, imported_frameworks, is_in_check
 
 def test_check_tier_does_not_import_tensorflow(pytestconfig):
     if pytestconfig.getoption("tier") != "check":
-        pytest.skip("TensorFlow is there for the other tests: make check")
+        pytest.skip("Only `make check` runs without TensorFlow.")
     assert not imported_frameworks()
     with pytest.raises(ImportError, match="make check"):
         import tensorflow  # noqa: F401

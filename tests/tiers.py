@@ -93,8 +93,8 @@ class WithoutTensorFlow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         raise ImportError(
-            f"{module.__name__} is imported in `make check`, which needs no TensorFlow: "
-            "mark the test with pytest.mark.tensorflow, or take its file out of tests/tiers.py"
+            f"`make check` must not import {module.__name__}. Mark the test with "
+            "pytest.mark.tensorflow, or remove its file from tests/tiers.py."
         )
 
 

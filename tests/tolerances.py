@@ -42,7 +42,7 @@ def assert_all_close(actual, expected, tolerance):
         assert np.isfinite(value).all(), f"{name} is not finite"
         error = np.abs(value - reference).max(initial=0.0)
         allowed = tolerance * max(sizes[name], floor)
-        assert error <= allowed, f"{name} is off by {error:.3g}, allowed are {allowed:.3g}"
+        assert error <= allowed, f"{name}: the error is {error:.3g}, expected at most {allowed:.3g}"
 
 
 # Error of float32 training in one process against manual steps or Keras.

@@ -177,7 +177,7 @@ def test_fields_reject_invalid_values_and_keep_the_old_value(cls, name):
             config = cls(**{name: old})
             with pytest.raises(ValueError, match=name) as caught:
                 setattr(config, name, value)
-            assert str(value) in str(caught.value), "the message says what came"
+            assert str(value) in str(caught.value), "the message must contain the value"
             assert getattr(config, name) == old
 
 
@@ -278,7 +278,7 @@ def test_views_follow_the_config():
     config.model_parallel = 8
     assert config.dp_mp_config == OpParallelConfig(2, 8), "a view follows the config"
     config.dp_mp_config.model_parallel = 1
-    assert config.model_parallel == 8, "and the config does not follow a view"
+    assert config.model_parallel == 8, "a config does not follow its views"
 
 
 @pytest.mark.parametrize("view", ["dp_mp_config", "embedding_dp_mp_config", "moe_parallel_config"])
@@ -305,7 +305,7 @@ def test_resolve_sets_data_parallel(fields, num_ranks, data_parallel):
     before = dataclasses.replace(config)
     resolved = config.resolve(num_ranks)
     assert resolved == TransformerOpParallelConfig(**{**fields, "data_parallel": data_parallel})
-    assert config == before, "the config itself stays as it was"
+    assert config == before, "resolve must not change the config"
     assert resolved.resolve(num_ranks) == resolved
 
 
@@ -356,7 +356,7 @@ def test_scopes_nest_and_restore_the_config():
         config = TransformerOpParallelConfig(data_parallel=5)
         with parallel_config(config, micro_batch_num=7) as inner:
             assert inner == TransformerOpParallelConfig(data_parallel=5, micro_batch_num=7)
-            assert config.micro_batch_num == 1, "the config that was given stays as it was"
+            assert config.micro_batch_num == 1, "the scope must not change the given config"
         assert get_parallel_config() is middle
     assert get_parallel_config() is outer
 

@@ -27,7 +27,7 @@ def test_init_and_shutdown_in_one_process():
     assert dtransformer.is_chief()
     assert job.data_shard() == (0, 1)
     assert job.seed() == 7
-    assert dtransformer.get_parallel_config().data_parallel == 1, "it is known from now on"
+    assert dtransformer.get_parallel_config().data_parallel == 1, "init must set data_parallel"
     job.barrier()  # returns immediately
     dtransformer.shutdown()
     assert not job.is_initialized()
@@ -48,7 +48,7 @@ def test_init_sets_the_global_config():
         data_parallel=1, gradient_aggregation_group=2, vocab_emb_dp=False
     )
     assert dtransformer.get_parallel_config() == expected
-    assert config.data_parallel is None, "the config itself stays as it was"
+    assert config.data_parallel is None, "init must not change its argument"
 
 
 def test_alone_affects_only_its_thread():

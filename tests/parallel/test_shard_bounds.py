@@ -20,7 +20,7 @@ def write(full, shards, flat):
     """Write the shards of a flattened local tensor into an array of the full tensor's shape."""
     for shard in shards:
         slices = tuple(slice(*bounds) for bounds in shard.bounds)
-        assert np.isnan(full[slices]).all(), "no element comes twice"
+        assert np.isnan(full[slices]).all(), "rectangles must not overlap"
         full[slices] = flat[shard.local_range].reshape(shard.local_shape)[shard.without_padding]
 
 

@@ -70,4 +70,6 @@ def test_by_dtype_batches_each_dtype_and_keeps_the_order():
         ("float32", 11),
         ("int32", 12),
     ]
-    assert by_dtype(collective, [], []) == [] and len(calls) == 2, "of nothing nothing is sent"
+    assert by_dtype(collective, [], []) == [] and len(calls) == 2, (
+        "an empty list must not call the collective"
+    )

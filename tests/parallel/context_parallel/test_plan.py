@@ -62,7 +62,7 @@ def test_causal_work_is_equal_on_all_shards(mode):
     plan = make_plan(mode, 4, (1, 8, 64, 4), (1, 8, 64, 4), causal=True, has_bias=False)
     work = [count_pairs(plan, shard, True, None, 1, 1).sum() for shard in range(4)]
     assert len(set(work)) == 1
-    assert work[0] <= 64 * (64 / 4 + 4) / 2, "half of all scores, and the diagonal"
+    assert work[0] <= 64 * (64 / 4 + 4) / 2, "at most half of all scores plus the diagonal"
 
 
 def test_cross_attention_covers_keys_of_another_length():

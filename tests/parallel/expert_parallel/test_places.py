@@ -41,4 +41,4 @@ def test_shards_of_a_group_fill_the_same_slots_as_the_full_group():
     before = np.cumsum(counts, axis=0) - counts
     slots = places(tf.constant(parts), 4, tf.constant(before, "int64"))
     np.testing.assert_array_equal(slots.taken.numpy().reshape(24, 5), expected)
-    assert expected.sum() < chosen.sum(), "the case is to drop something"
+    assert expected.sum() < chosen.sum(), "the case must drop tokens"

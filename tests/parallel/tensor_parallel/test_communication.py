@@ -40,7 +40,7 @@ def test_communication_of_blocks_matches_the_formula():
     assert sent_by(report, "head") == [("backward", "all-reduce", TARGET)]
     assert {(c.over, c.group_size) for c in report.collectives} == {("model", 4)}
     sent = sum(c.bytes_sent for c in report.of_layer("encoder/block_0"))
-    assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each"
+    assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each tensor"
     text = str(report)
     assert "encoder/block_0/attention" in text and "Theory and measurement by block" in text
 
@@ -55,13 +55,13 @@ def test_sequence_parallelism_replaces_large_all_reduces():
     ]
     assert not large, large
     kinds = [entry[:2] for entry in sent_by(report, "encoder/block_0")]
-    assert kinds.count(("forward", "all-to-all")) == 4, "to gather and to scatter, twice"
+    assert kinds.count(("forward", "all-to-all")) == 4, "two gathers and two scatters"
     assert kinds.count(("backward", "all-to-all")) == 4
     # Scales and offsets of norms and biases after the sums are vectors of the hidden size.
     small = [entry for entry in sent_by(report, "encoder/block_0") if entry[1] == "all-reduce"]
     assert {entry[2] for entry in small} == {HIDDEN}
     volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
-    assert volume == 4 * SOURCE, "as many bytes as all-reduces"
+    assert volume == 4 * SOURCE, "the volume must equal the volume of all-reduces"
 
 
 @on_mesh

@@ -174,7 +174,7 @@ def test_ranks_stop_at_the_same_barrier(job):
         thread.join(30)
     assert asks.is_set()
     assert passed[0] >= 20 and passed == [passed[0]] * len(HOSTS)
-    assert job.gates[0]["leave"].passes(), "those of another purpose stay open"
+    assert job.gates[0]["leave"].passes(), "barriers of another purpose stay open"
 
 
 @pytest.mark.parametrize("answers, expected", [
@@ -186,4 +186,4 @@ def test_ranks_stop_after_the_largest_answer(answers, expected):
     agreement = Agreement(range(3))
     results = [agreement.answer(*answer) for answer in answers]
     assert results == [None, None, expected]
-    assert agreement.answer(0, 9) is None, "it is settled"
+    assert agreement.answer(0, 9) is None, "the agreement is final"

@@ -129,7 +129,7 @@ def test_lost_rank_is_named_immediately():
     verdict = watch.verdict(1.0)
     assert verdict.ranks == (1,) and "ended in step 5" in verdict.cause and not verdict.waits
     watch.left(0, "an error that came of it")
-    assert watch.verdict(2.0) is verdict, "the first one stays"
+    assert watch.verdict(2.0) is verdict, "the first verdict is final"
 
 
 def test_lost_rank_is_reported_in_the_newest_step():
@@ -189,7 +189,7 @@ def test_suspended_process_blames_no_rank():
     assert watch.verdict(4001.0) is None
     for now in range(4002, 4040):
         verdict = watch.verdict(now)
-    assert verdict is not None, "and watches on"
+    assert verdict is not None, "the watchdog must continue after a suspension"
 
 
 def test_verdict_names_hosts():
